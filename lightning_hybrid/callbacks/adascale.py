@@ -1,0 +1,239 @@
+"""AdaScale: a learning rate that follows how much a larger batch really helps.
+
+A step over S times as many samples averages the noise of the gradient away, but not its mean. From the gradients of
+the single batches, before they are averaged, the callback estimates both, and the gain between 1 (only mean: the larger
+batch tells nothing new) and S (only noise: it is worth S small steps). See Johnson et al., "AdaScale SGD"
+(arXiv 2007.05105), section 3 and appendix B.3.
+
+fairscale has the algorithm as an optimizer that wraps another. It sums over the default process group, also where that
+holds pipeline stages, and needs a gradient for every parameter; so the estimate is made here, and tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.mesh import Mesh
+
+_MIN_VARIANCE = 1e-6  # fairscale's
+
+
+class AdaScale(Callback):
+    """Multiplies the learning rates with AdaScale's gain, in the optimizer's step only.
+
+    The single batches are those of gradient accumulation and of the data-parallel ranks. Schedulers see the rates that
+    they set; every parameter group has its own gain. The gain over all groups is logged as "adascale_gain". A step
+    whose gradients are not finite counts for nothing.
+
+    It is a `GradientObserver`: a strategy with data-parallel ranks calls `connect_mesh` and makes it the observer of
+    its reducer. In one process Lightning's hooks are enough.
+
+    Args:
+        scale: S, how many times larger the batch is than the one that the learning rates were chosen for; by default
+            data_parallel_size * accumulate_grad_batches.
+        smoothing: weight of the past in the moving averages, 0 <= smoothing < 1; by default 1 - batches / 1000, where
+            `batches` is the number of single batches per step.
+
+    Raises:
+        ValueError: a scale or smoothing outside its range.
+    """
+
+    def __init__(self, *, scale: float | None = None, smoothing: float | None = None) -> None:
+        if scale is not None and scale < 1:
+            raise ValueError(f"scale={scale} is below 1; leave it out for data_parallel_size * accumulate_grad_batches")
+        if smoothing is not None and not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing={smoothing} must be at least 0 and below 1")
+        self.scale = scale
+        self.smoothing = smoothing
+        self._mesh: Mesh | None = None
+        self._owned_parameters: Callable[[], Set[int]] | None = None
+        # Per parameter group: moving averages of the squared mean and of the variance / S, and their total weights.
+        self._averages = torch.zeros(2, 0, dtype=torch.float64)
+        self._weights = torch.zeros(0, dtype=torch.float64)
+        self._rates: list[float] | None = None
+        self._reset()
+
+    def connect_mesh(self, mesh: Mesh, owned_parameters: Callable[[], Set[int]]) -> None:
+        """Learn which ranks see other batches and which hold other parameters.
+
+        Args:
+            mesh: the ranks.
+            owned_parameters: answers the ids of the parameters that this rank counts.
+        """
+        self._mesh = mesh
+        self._owned_parameters = owned_parameters
+
+    def gains(self, scale: float) -> list[float]:
+        """The gain of every parameter group for a batch that is `scale` times as large."""
+        return [_gain(square, variance, scale) for square, variance in zip(*self._debiased().tolist(), strict=True)]
+
+    # --- single gradients --------------------------------------------------------------------------------------------
+
+    def before_average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the last batch of this rank, parameter by parameter."""
+        self._has_last = True
+        self._note_batch(parameters, is_last=True)
+
+    def after_average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradient that the step will use."""
+        self._note_total(parameters)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the batch that was just accumulated."""
+        is_last = not trainer.fit_loop._should_accumulate()
+        if is_last and self._data_parallel_size > 1:
+            return  # the reducer shows it before and after it is averaged
+        self._num_batches += 1
+        parameters = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
+        self._note_batch(parameters, is_last=is_last)
+        if is_last:
+            self._note_total(parameters)
+
+    def _note_batch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> None:
+        """Square what a batch has added to the gradients since the one before."""
+        for parameter in parameters:
+            gradient = _values(parameter)
+            if gradient is None:
+                continue
+            before = self._before.pop(id(parameter), None)
+            self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(
+                gradient if before is None else gradient - before
+            )
+            if not is_last:
+                self._before[id(parameter)] = gradient.clone()
+
+    def _note_total(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            gradient = _values(parameter)
+            if gradient is not None:
+                self._total[id(parameter)] = _square(gradient)
+
+    def _reset(self) -> None:
+        self._num_batches = 0
+        self._has_last = False
+        self._before: dict[int, Tensor] = {}
+        self._local: dict[int, Any] = {}
+        self._total: dict[int, Tensor] = {}
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that there is something to estimate from, and come after every step of the optimizer."""
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"AdaScale needs automatic optimization of one optimizer, but {type(pl_module).__qualname__} has "
+                f"automatic_optimization={pl_module.automatic_optimization} and {len(trainer.optimizers)} optimizers"
+            )
+        if self._mesh is None and trainer.world_size > 1:
+            raise ValueError(
+                f"AdaScale must see gradients before they are averaged, which {type(trainer.strategy).__qualname__} "
+                'does not show; use strategy="hybrid3d" or devices=1'
+            )
+        if self._data_parallel_size == 1 and trainer.accumulate_grad_batches == 1:
+            raise ValueError(
+                "AdaScale needs more than one batch per step, but data_parallel_size = accumulate_grad_batches = 1; "
+                "set Trainer(accumulate_grad_batches=2) or more"
+            )
+        self._step_hook = trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self._restore(optimizer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the optimizer as it was."""
+        self._step_hook.remove()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Update the estimates and scale the learning rates."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # The gradients were noted as the backward left them: times the loss scale, over accumulate_grad_batches.
+        accumulated = trainer.accumulate_grad_batches
+        unscale = accumulated / (1.0 if scaler is None else scaler.get_scale())
+        squares = self._squares(optimizer) * unscale**2
+        # An epoch may end in the middle of an accumulation.
+        num_batches = self._num_batches + self._has_last
+        batches = num_batches * self._data_parallel_size
+        self._reset()
+        if not squares.isfinite().all():
+            return
+        if batches > 1:
+            self._update(squares[0], squares[1] / num_batches**2, batches)
+        scale = self.scale or float(self._data_parallel_size * accumulated)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group, gain in zip(optimizer.param_groups, self.gains(scale), strict=True):
+            group["lr"] = group["lr"] * gain
+        overall = _gain(*self._debiased().sum(1).tolist(), scale)
+        pl_module.log("adascale_gain", overall, on_step=True, on_epoch=False)
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        if self._rates is not None:
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate
+            self._rates = None
+
+    def _squares(self, optimizer: Optimizer) -> Tensor:
+        """Per group, the sum over single batches of their squared norms, and the squared norm of the total."""
+        owned = None if self._owned_parameters is None else self._owned_parameters()
+        rows = []
+        for noted in (self._local, self._total):
+            row = []
+            for group in optimizer.param_groups:
+                own = [noted[id(p)] for p in group["params"] if id(p) in noted and (owned is None or id(p) in owned)]
+                row.append(sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64))
+            rows.append(row)
+        # One transfer from the device for all.
+        squares = torch.stack([value.double() for row in rows for value in row]).view(2, -1)
+        if self._mesh is not None:
+            squares = squares.to(self._mesh.device_mesh.device_type)
+            self._mesh.all_reduce(squares[0], "data")
+            for axis in ("pp", "tp"):
+                self._mesh.all_reduce(squares, axis)
+        return squares.cpu()
+
+    def _update(self, local: Tensor, total: Tensor, batches: int) -> None:
+        """Appendix B.3, with averages that do not favour their first value, as fairscale has them."""
+        smoothing = max(1 - batches / 1000, 0.0) if self.smoothing is None else self.smoothing
+        new = len(local) - len(self._weights)
+        self._averages = torch.cat([self._averages, self._averages.new_zeros(2, new)], 1)
+        self._weights = torch.cat([self._weights, self._weights.new_zeros(new)])
+        scale = self.scale or float(batches)
+        variance = torch.clamp((local / batches - total) / (batches - 1), min=_MIN_VARIANCE / scale)
+        square = torch.clamp(total - (local / batches - total) / (batches - 1), min=0.0)
+        self._averages = smoothing * self._averages + (1 - smoothing) * torch.stack([square, variance])
+        self._weights = smoothing * self._weights + (1 - smoothing)
+
+    def _debiased(self) -> Tensor:
+        return self._averages / self._weights
+
+    @property
+    def _data_parallel_size(self) -> int:
+        return 1 if self._mesh is None else self._mesh.size("data")
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moving averages."""
+        return {"averages": self._averages.clone(), "weights": self._weights.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the moving averages of a checkpoint."""
+        self._averages, self._weights = state_dict["averages"].clone(), state_dict["weights"].clone()
+
+
+def _gain(square: float, variance: float, scale: float) -> float:
+    """The gain for a batch `scale` times as large, whose variance is `scale * variance` before it is averaged."""
+    return (scale * variance + square) / (variance + square)
+
+
+def _values(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return (
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double().square()
+    )

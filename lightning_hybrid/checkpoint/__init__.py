@@ -1,0 +1,1 @@
+"""Saved training state that does not depend on the layout it was saved under."""

@@ -1,0 +1,81 @@
+"""The whole state of a module and its optimizers, as one process would have it, out of the parts of a pipeline.
+
+Names are those of the user's module and optimizer states are numbered as torch numbers them, so the file that Lightning
+writes from it is an ordinary ``.ckpt``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.absent import is_absent
+
+
+def gather_module_state(root: nn.Module, plan: StagePlan) -> dict[str, Any]:
+    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the pipeline."""
+    local = nn.Module.state_dict(root)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    buffers = plan.buffer_ranks()
+    tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
+    mine = {}
+    for key, value in local.items():
+        tensor = tensors.get(key)
+        if tensor is None:
+            owner = 0
+        elif id(tensor) in names:
+            owner = plan.ranks_of(names[id(tensor)])[0]
+        else:
+            owner = buffers.get(id(tensor), 0)
+        if owner == plan.rank:
+            mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    whole = plan.gather_object(mine)
+    return {key: whole[key] for key in local} if plan.rank == 0 else {}
+
+
+def load_module_state(root: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load a full state dict into what this rank holds of a module.
+
+    Raises:
+        RuntimeError: Names or shapes do not fit, as ``nn.Module.load_state_dict`` says it.
+    """
+    own = nn.Module.state_dict(root)
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"the checkpoint does not fit {type(root).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}"
+        )
+    with torch.no_grad():
+        for key, value in own.items():
+            if key not in state or not isinstance(value, Tensor):
+                continue
+            if tuple(value.shape) != tuple(state[key].shape):
+                raise RuntimeError(
+                    f"the checkpoint does not fit {type(root).__name__}: {key} has shape {tuple(state[key].shape)}"
+                    f" in the file and {tuple(value.shape)} in the model"
+                )
+            if not is_absent(value):
+                value.copy_(state[key])
+
+
+def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan) -> dict[str, Any]:
+    """The full state dict of an optimizer on pipeline rank 0; collective over the pipeline."""
+    state = optimizer.state_dict()
+    merged = plan.gather_object({str(index): entry for index, entry in state["state"].items()})
+    if plan.rank != 0:
+        return {}
+    return {**state, "state": {int(index): merged[index] for index in sorted(merged, key=int)}}
+
+
+def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a full optimizer state whose parameters are on this rank."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
+    return {**state, "state": {number: entry for number, entry in state["state"].items() if number not in absent}}

@@ -1,0 +1,239 @@
+"""The sizes of a parallel run and the arithmetic of its ranks.
+
+A `ParallelLayout` says how many ranks each axis has; everything here follows from these numbers alone, so it can be
+asked on a laptop about a run on a thousand ranks. `mesh.py` turns a layout into process groups.
+
+Ranks are numbered with the last axis fastest. For `pipeline_parallel_size=2, data_shard_size=2,
+tensor_parallel_size=2`:
+
+    pp=0   dp_shard=0: 0 1   dp_shard=1: 2 3
+    pp=1   dp_shard=0: 4 5   dp_shard=1: 6 7
+                     tp ->            tp ->
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+# Outermost first: tensor ranks are neighbours (they talk most, so they share a node), pipeline ranks are far apart.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class LayoutError(ValueError):
+    """The sizes of a layout do not fit each other or the world."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The place of one rank: its index on every axis, outermost axis first."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """The number of ranks on each axis.
+
+    Args:
+        pipeline_parallel_size: ranks that the stages of the model are dealt to.
+        data_replicate_size: copies of the model (or of its shards) that see different batches.
+        data_shard_size: ranks that see different batches and share one sharded copy of the model.
+        context_parallel_size: ranks that share the sequence of one batch.
+        tensor_parallel_size: ranks that share each layer.
+        expert_parallel_size: ranks that share the experts; no axis of its own but a view over data and context.
+
+    Raises:
+        LayoutError: a size is no int >= 1, or the experts cannot be laid over data and context.
+    """
+
+    pipeline_parallel_size: int = 1
+    data_replicate_size: int = 1
+    data_shard_size: int = 1
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every size."""
+        for field in fields(self):
+            _check_size(field.name, getattr(self, field.name))
+        room = self.data_parallel_size * self.context_parallel_size
+        if room % self.expert_parallel_size:
+            raise LayoutError(
+                f"experts are laid over dp*cp = {self.data_parallel_size}*{self.context_parallel_size} = {room} ranks, "
+                f"which expert_parallel_size={self.expert_parallel_size} does not divide; "
+                f"set expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
+            )
+
+    @classmethod
+    def resolve(
+        cls,
+        world_size: int,
+        *,
+        pipeline_parallel_size: int,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        data_shard_size: int = 1,
+        expert_parallel_size: int = 1,
+    ) -> ParallelLayout:
+        """The layout that fills a world of `world_size` ranks.
+
+        Args:
+            world_size: number of ranks.
+            pipeline_parallel_size: ranks on the pipeline axis.
+            data_parallel_size: ranks that see different batches (replicate x shard); "auto" takes all that are left.
+            tensor_parallel_size: ranks on the tensor axis.
+            context_parallel_size: ranks on the context axis.
+            data_shard_size: how many of the data-parallel ranks share one sharded copy; the rest replicate.
+            expert_parallel_size: ranks that share the experts.
+
+        Raises:
+            LayoutError: the sizes do not multiply to `world_size`; the message says what to set instead.
+        """
+        _check_size("world_size", world_size)
+        sizes = {
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "data_parallel_size": data_parallel_size,
+            "context_parallel_size": context_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
+        for name, size in sizes.items():
+            if name != "data_parallel_size" or size != "auto":
+                _check_size(name, size)
+        _check_size("data_shard_size", data_shard_size)
+
+        given = {name: size for name, size in sizes.items() if isinstance(size, int)}
+        needed = math.prod(given.values())
+        if data_parallel_size == "auto":
+            if world_size % needed:
+                raise LayoutError(_misfit(given, world_size))
+            data_parallel_size = world_size // needed
+        elif needed != world_size:
+            raise LayoutError(_misfit(given, world_size))
+        if data_parallel_size % data_shard_size:
+            raise LayoutError(
+                f"data_shard_size={data_shard_size} does not divide data_parallel_size={data_parallel_size}; "
+                f"set data_shard_size={math.gcd(data_parallel_size, data_shard_size)}"
+            )
+        return cls(
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_replicate_size=data_parallel_size // data_shard_size,
+            data_shard_size=data_shard_size,
+            context_parallel_size=context_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """The size of each axis, in the order of `AXES`."""
+        return (
+            self.pipeline_parallel_size,
+            self.data_replicate_size,
+            self.data_shard_size,
+            self.context_parallel_size,
+            self.tensor_parallel_size,
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of different batches per step: replicate x shard."""
+        return self.data_replicate_size * self.data_shard_size
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of a global rank on every axis."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1})")
+        indices = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            indices.append(index)
+        return Coordinates(*reversed(indices))
+
+    def rank_of(self, coordinates: Coordinates) -> int:
+        """The global rank at a place; the inverse of `coordinates`."""
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            index = getattr(coordinates, axis)
+            if not 0 <= index < size:
+                raise LayoutError(f"{axis}={index} is outside the axis {axis} of size {size} (0 to {size - 1})")
+            rank = rank * size + index
+        return rank
+
+    def data_rank(self, rank: int) -> int:
+        """The index of the rank's batch among the batches of a step: 0 to `data_parallel_size` - 1."""
+        place = self.coordinates(rank)
+        return place.dp_replicate * self.data_shard_size + place.dp_shard
+
+    def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
+        """The global ranks of this rank's pipeline, first stage first."""
+        return self._ranks_along(rank, ("pp",))
+
+    def replica_ranks(self, rank: int) -> tuple[int, ...]:
+        """All global ranks that must see the same batch as this rank, itself included."""
+        return self._ranks_along(rank, ("pp", "cp", "tp"))
+
+    def _ranks_along(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        place = self.coordinates(rank)
+
+        def indices(axis: str, size: int) -> Iterator[int]:
+            return iter(range(size)) if axis in axes else iter((getattr(place, axis),))
+
+        places = itertools.product(*(indices(axis, size) for axis, size in zip(AXES, self.sizes, strict=True)))
+        return tuple(self.rank_of(Coordinates(*indices)) for indices in places)
+
+
+def _check_size(name: str, size: object) -> None:
+    # bool is an int to Python; here it is always a mistake (`tensor_parallel_size=True`).
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise LayoutError(f"{name} must be an int >= 1 but is {size!r}; set {name}=1 to leave it unused")
+
+
+def _misfit(given: Mapping[str, int], world_size: int) -> str:
+    """Say by how much sizes miss the world and which single change repairs it."""
+    needed = math.prod(given.values())
+    short = {
+        "pipeline_parallel_size": "pp",
+        "data_parallel_size": "dp",
+        "context_parallel_size": "cp",
+        "tensor_parallel_size": "tp",
+    }
+    letters = "*".join(short[name] for name in given)
+    numbers = "*".join(str(size) for size in given.values())
+    automatic = "data_parallel_size" not in given
+    amount = "a multiple of " if automatic else ""
+    devices = -(-world_size // needed) * needed if automatic else needed
+    advice = [f"devices={devices}"]
+    # Too few ranks wanted: more data parallelism is free. Too many: shrink what costs most communication first.
+    order = ["tensor_parallel_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"]
+    if needed < world_size:
+        order.sort(key="data_parallel_size".__ne__)
+    for name in order:
+        if name not in given or (needed > world_size and given[name] == 1):
+            continue
+        room, remainder = divmod(world_size, needed // given[name])
+        if automatic:
+            if not remainder:
+                advice.insert(0, f"{name}={math.gcd(room, given[name])}")
+                break
+        elif room >= 1 and not remainder:
+            advice.insert(0, f"{name}={room}")
+            break
+    return (
+        f"layout needs {amount}{letters} = {numbers} = {needed} ranks but the world has {world_size}; "
+        f"set {' or '.join(advice)}"
+    )

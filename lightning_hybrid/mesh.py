@@ -1,0 +1,145 @@
+"""The one place that makes process groups: a `ParallelLayout` becomes one `DeviceMesh`.
+
+Every other file names an axis and asks here for its group, its size, or a reduction over it. Besides the five axes of
+the layout there are three flattened ones:
+
+    data     dp_replicate x dp_shard: ranks that see different batches
+    replica  pp x cp x tp: ranks that hold parts of one copy of the model and see the same batch
+    world    all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_hybrid.layout import AXES, Coordinates, LayoutError, ParallelLayout
+
+FLATTENED: Mapping[str, tuple[str, ...]] = {
+    "data": ("dp_replicate", "dp_shard"),
+    "replica": ("pp", "cp", "tp"),
+    "world": AXES,
+}
+
+Reduction = Literal["sum", "mean", "max", "min"]
+
+# gloo has no mean of its own, so a mean is a sum that is divided afterwards, on every backend alike.
+_REDUCE_OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The process groups of one rank, by the name of their axis; made by `Mesh.build`.
+
+    Attributes:
+        layout: the sizes that this mesh was built from.
+        rank: the global rank of this process.
+        coordinates: the place of this rank on every axis.
+        device_mesh: the mesh over the five axes of the layout, outermost first; an axis of size 1 has a group too.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    coordinates: Coordinates
+    device_mesh: DeviceMesh
+    _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, device_type: str) -> Mesh:
+        """Make all process groups of a layout; collective, so every rank of the world calls it with the same layout.
+
+        Args:
+            layout: the sizes; their product is the world size.
+            device_type: where the tensors to communicate live, "cpu" or "cuda".
+
+        Raises:
+            LayoutError: the layout does not fill the world.
+            RuntimeError: `torch.distributed` has no process group yet.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Mesh.build needs the world's process group, and there is none; "
+                "call torch.distributed.init_process_group first (Lightning's strategies do)"
+            )
+        if layout.world_size != dist.get_world_size():
+            sizes = "*".join(str(size) for size in layout.sizes)
+            raise LayoutError(
+                f"layout needs {'*'.join(AXES)} = {sizes} = {layout.world_size} ranks but the world has "
+                f"{dist.get_world_size()}; set devices={layout.world_size} or change the layout's sizes"
+            )
+        device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+        submeshes = {axis: device_mesh[axis] for axis in AXES}
+        submeshes |= {name: _flatten(device_mesh, name, axes) for name, axes in FLATTENED.items()}
+        rank = dist.get_rank()
+        return cls(
+            layout=layout,
+            rank=rank,
+            coordinates=layout.coordinates(rank),
+            device_mesh=device_mesh,
+            _submeshes=submeshes,
+        )
+
+    def submesh(self, axis: str) -> DeviceMesh:
+        """The one-dimensional mesh along an axis of the layout or a flattened one, as `fully_shard` takes it."""
+        if axis not in self._submeshes:
+            raise ValueError(f"the mesh has no axis {axis!r}; use one of {', '.join(self._submeshes)}")
+        return self._submeshes[axis]
+
+    def group(self, axis: str) -> ProcessGroup:
+        """The process group of this rank along an axis of the layout or a flattened one."""
+        return self.submesh(axis).get_group()
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
+        return self.group(axis).size()
+
+    def rank_in(self, axis: str) -> int:
+        """The index of this rank along an axis."""
+        return self.group(axis).rank()
+
+    def all_reduce(self, tensor: torch.Tensor, axis: str, op: Reduction = "sum") -> torch.Tensor:
+        """Reduce a tensor over an axis, in place; an axis of size 1 costs nothing.
+
+        Args:
+            tensor: the addend of this rank; holds the result afterwards.
+            axis: an axis of the layout or a flattened one.
+            op: how to combine the ranks' tensors.
+
+        Returns:
+            The same tensor.
+        """
+        if op not in _REDUCE_OPS:
+            raise ValueError(f"all_reduce over {axis} got op={op!r}; use one of {', '.join(_REDUCE_OPS)}")
+        size = self.size(axis)
+        if size == 1:
+            return tensor
+        dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group(axis))
+        return tensor.div_(size) if op == "mean" else tensor
+
+    def published(self) -> DeviceMesh:
+        """The mesh that user code finds at `LightningModule.device_mesh`.
+
+        Its two dimensions have the names of Lightning's `ModelParallelStrategy`, `data_parallel` and
+        `tensor_parallel`, and the groups of this mesh: nothing new is created.
+        """
+        pp, _, _, cp, _ = self.device_mesh.get_coordinate() or ()
+        ranks = self.device_mesh.mesh[pp, :, :, cp, :].flatten(0, 1)
+        return DeviceMesh.from_group(
+            [self.group("data"), self.group("tp")],
+            self.device_mesh.device_type,
+            ranks,
+            mesh_dim_names=("data_parallel", "tensor_parallel"),
+        )
+
+
+def _flatten(device_mesh: DeviceMesh, name: str, axes: tuple[str, ...]) -> DeviceMesh:
+    """One dimension out of several; where only one of them has more than one rank, that one serves, group and all."""
+    longer = [axis for axis in axes if device_mesh[axis].size() > 1] or [axes[0]]
+    # `_flatten` is private to torch, yet the only call that flattens dimensions that are not neighbours (pp, cp, tp).
+    return device_mesh[longer[0]] if len(longer) == 1 else device_mesh[tuple(longer)]._flatten(name)

@@ -1,0 +1,1 @@
+"""Run a schedule: stages, the messages between them, and the parameters they share."""

@@ -1,0 +1,80 @@
+"""Hand gradients over at the moment Lightning expects them.
+
+A pipeline has run forward and backward when ``training_step`` returns, but Lightning then calls ``zero_grad`` and only
+afterwards ``backward(loss)``. So the new gradients are set aside, and the loss that is returned carries an autograd
+function that deposits them when its backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Deposit:
+    """Gradients that wait for Lightning's backward."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, zeroed_later: bool, seeded: float) -> None:
+        """Begin a step.
+
+        Args:
+            parameters: Those that this rank trains.
+            zeroed_later: Whether ``zero_grad`` comes between the step and its backward.
+            seeded: What the step's backward started from; Lightning's is expected to be the same.
+        """
+        self._parameters = parameters
+        self._zeroed_later = zeroed_later
+        self._seeded = seeded
+        self._before: list[Tensor | None] = []
+        self._new: list[Tensor | None] = []
+        if zeroed_later:
+            self._before = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def wrap(self, loss: Tensor) -> Tensor:
+        """End the step: show the old gradients again, and return a loss whose backward deposits the new ones."""
+        if self._zeroed_later:
+            self._new = [parameter.grad for parameter in self._parameters]
+            for parameter, grad in zip(self._parameters, self._before, strict=True):
+                parameter.grad = grad
+            self._before = []
+        anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
+        return _Deposit.apply(loss, anchor, self)
+
+    def deposit(self, incoming: Tensor) -> None:
+        """Put the gradients where the optimizer finds them, scaled by what came in over what was foreseen.
+
+        Raises:
+            RuntimeError: Gradients of earlier batches are mixed in already, and the factor is another one.
+        """
+        factor = float(incoming) / self._seeded
+        exact = abs(factor - 1.0) < 1e-6
+        if not self._zeroed_later:
+            if not exact:
+                raise RuntimeError(
+                    f"the loss was scaled by {float(incoming)} before its backward where {self._seeded} was expected;"
+                    " with accumulate_grad_batches and pipeline stages scale it inside training_step"
+                )
+            return
+        for parameter, grad in zip(self._parameters, self._new, strict=True):
+            if grad is not None:
+                if not exact:
+                    grad = grad * factor
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        self._new = []
+
+
+class _Deposit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, loss: Tensor, anchor: Tensor, owner: Deposit) -> Tensor:
+        del anchor
+        ctx.owner = owner  # type: ignore[attr-defined]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *incoming: Tensor) -> tuple[None, Tensor, None]:
+        ctx.owner.deposit(incoming[0])  # type: ignore[attr-defined]
+        return None, torch.zeros_like(incoming[0]), None

@@ -1,0 +1,117 @@
+"""After a step, give every rank of a pipeline what only some of them know: one small message, and tensors by need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.step.graph import Value
+
+_HEADER = 3
+_SLOTS = 125
+
+
+class RanksDisagree(RuntimeError):
+    """The ranks of one replica do not see the same batch, or do not do the same."""
+
+
+def share_numbers(
+    numbers: Sequence[float], group: dist.ProcessGroup, *, names: int, batch: int, device: torch.device
+) -> list[float]:
+    """Numbers that each rank knows in part; NaN where it does not.
+
+    Args:
+        numbers: As many and in the same order on every rank.
+        group: The ranks of one replica.
+        names: A digest of what the numbers mean.
+        batch: A digest of the batch; all ranks of a replica must see the same.
+        device: Where the group communicates.
+
+    Returns:
+        For each the first rank's that knows it, NaN if none does.
+
+    Raises:
+        RanksDisagree: The batch or the meaning of the numbers differs between ranks.
+    """
+    if group.size() == 1:
+        return list(numbers)
+    first = [float(len(numbers)), float(names), float(batch), *numbers[:_SLOTS]]
+    rows = _gather(first + [math.nan] * (_HEADER + _SLOTS - len(first)), group, device)
+    for place, what in ((2, "batch"), (0, "number of logged values"), (1, "set of logged keys")):
+        seen = [row[place] for row in rows]
+        if len(set(seen)) > 1:
+            raise RanksDisagree(
+                f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to {len(seen) - 1});"
+                " every rank must draw the same samples: seed samplers and augmentation without the rank, or set"
+                " batch_source='first'"
+                if place == 2
+                else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
+            )
+    rows = [row[_HEADER:] for row in rows]
+    if len(numbers) > _SLOTS:
+        more = _gather(list(numbers[_SLOTS:]), group, device)
+        rows = [row + rest for row, rest in zip(rows, more, strict=True)]
+    return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(len(numbers))]
+
+
+def _gather(row: list[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
+    mine = torch.tensor(row, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    return [tensor.tolist() for tensor in rows]
+
+
+def share_tensor(
+    value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """One tensor, from the pipeline rank ``source`` that has it to all others.
+
+    Args:
+        value: What is known of it from the recording.
+        content: The tensor on its rank, None elsewhere.
+        source: Pipeline rank.
+        group: The ranks of one pipeline.
+        device: Where it is needed.
+    """
+    if group.size() == 1:
+        assert content is not None
+        return content.detach()
+    shape: Sequence[int] = value.shape
+    if value.dynamic:
+        header = torch.zeros(9, dtype=torch.int64, device=device)
+        if content is not None:
+            header[0] = content.dim()
+            header[1 : 1 + content.dim()] = torch.tensor(content.shape)
+        dist.broadcast(header, group=group, group_src=source)
+        dims, *sizes = header.tolist()
+        shape = sizes[:dims]
+    if content is None:
+        content = torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
+    content = content.detach().contiguous()
+    raw = content.view(torch.uint8) if content.dtype in _AS_BYTES and content.dim() else content
+    dist.broadcast(raw, group=group, group_src=source)
+    return content
+
+
+# gloo's collectives know neither booleans nor 16-bit integers.
+_AS_BYTES: Mapping[torch.dtype, None] = {torch.bool: None, torch.int16: None}
+
+
+def digest(leaves: Sequence[object]) -> int:
+    """A number that two batches share only if they (almost surely) are equal; cheap on large tensors."""
+    total = 0
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
+            flat = leaf.detach().reshape(-1)
+            part = flat[:: max(1, flat.numel() // 4096)]
+            part = part.to(torch.float64) if not part.is_complex() else torch.view_as_real(part).reshape(-1).double()
+            weights = torch.arange(1, part.numel() + 1, dtype=torch.float64, device=part.device)
+            sums = torch.nan_to_num(torch.stack([part.sum(), (part * weights).sum()])).tolist()
+            total = hash((total, tuple(leaf.shape), *sums))
+        elif isinstance(leaf, int | float):
+            total = hash((total, leaf))
+    return total & 0xFFFFFFFFFFFF  # exact in float64

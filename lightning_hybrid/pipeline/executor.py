@@ -1,0 +1,239 @@
+"""Run a program: the forwards, backwards and transfers of one rank, in order.
+
+The data path of one microbatch on one stage::
+
+    wait for messages -> replay the step (F) -> send      ...      wait for gradients -> backward (B) -> send
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.transport import Incoming, Transport
+from lightning_hybrid.schedule import Action, Compute, Kind, Message, Program, Receive, Span, needed_by, peer_of
+from lightning_hybrid.step.absent import fill
+from lightning_hybrid.step.graph import Value
+from lightning_hybrid.step.partition import Assignment
+from lightning_hybrid.step.replay import StageReplay, StageRun
+from lightning_hybrid.step.transaction import ModuleState
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One recorded form of the step; microbatches of different shapes have different ones.
+
+    Attributes:
+        assignment: Which stage makes and needs which values.
+        replays: By stage, of the stages that this rank holds.
+    """
+
+    assignment: Assignment
+    replays: Mapping[int, StageReplay]
+
+    @cached_property
+    def gradient_portals(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """The portals whose values carry gradients back."""
+        return self.assignment.gradient_portals()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step to run.
+
+    Attributes:
+        program: What this and the other ranks do.
+        variants: The recorded form of each microbatch.
+        steps: The user's step on each microbatch.
+        context: Entered around each forward, with the microbatch's index (autocast, keyed randomness).
+        seeds: What the backward of each microbatch's loss starts from.
+        parameters: FQN by id of the module's parameters and tracked buffers.
+        before_last_backward: Called with a stage before its last backward.
+        reduce: Called with a stage after its last backward.
+    """
+
+    program: Program
+    variants: Sequence[Variant]
+    steps: Sequence[Callable[[], Any]]
+    context: Callable[[int], AbstractContextManager[Any]]
+    seeds: Sequence[float] = ()
+    parameters: Mapping[int, str] = field(default_factory=dict)
+    before_last_backward: Callable[[int], None] = lambda stage: None
+    reduce: Callable[[int], None] = lambda stage: None
+
+
+@dataclass
+class Outcome:
+    """What a rank has after a step.
+
+    Attributes:
+        runs: By microbatch, the last run of the user's step on this rank, with what all its stages made.
+        spans: When which action ran, in seconds of ``time.perf_counter``.
+    """
+
+    runs: dict[int, StageRun]
+    spans: list[Span]
+
+
+class Executor:
+    """Runs jobs on one rank of a pipeline."""
+
+    def __init__(self, root: nn.Module, rank: int, transport: Transport) -> None:
+        """Args: root: the user's LightningModule. rank: pipeline coordinate of this rank."""
+        self._root = root
+        self._rank = rank
+        self._transport = transport
+
+    def run(self, job: Job) -> Outcome:
+        """Run one step's program; what goes wrong inside an action carries a note of its place."""
+        run = _Run(self._root, self._rank, self._transport, job)
+        for instruction in job.program.instructions[self._rank]:
+            if isinstance(instruction, Compute):
+                run.compute(instruction.action)
+            elif isinstance(instruction, Receive):
+                run.receive(instruction.message, peer_of(instruction, job.program.schedule))
+            else:
+                run.send(instruction.message, peer_of(instruction, job.program.schedule))
+        self._transport.finish()
+        return Outcome(run.results, run.spans)
+
+
+class _Run:
+    """The state of one job while it runs."""
+
+    def __init__(self, root: nn.Module, rank: int, transport: Transport, job: Job) -> None:
+        self._root, self._rank, self._transport, self._job = root, rank, transport, job
+        self._incoming: dict[Message, Incoming] = {}
+        self._received: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._gradients: dict[Message, list[Tensor]] = {}
+        self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
+        self._has_backward = job.program.schedule.has_backward
+        self.results: dict[int, StageRun] = {}
+        self.spans: list[Span] = []
+
+    def values_of(self, message: Message) -> list[Value]:
+        """What a message carries."""
+        variant = self._job.variants[message.microbatch]
+        if message.direction == "forward":
+            indices = variant.assignment.portals.get((message.source, message.target), ())
+        else:
+            indices = variant.gradient_portals.get((message.target, message.source), ())
+        return [variant.assignment.graph.values[index] for index in indices]
+
+    def receive(self, message: Message, peer: int) -> None:
+        self._incoming[message] = self._transport.receive(message, peer, self.values_of(message))
+
+    def send(self, message: Message, peer: int) -> None:
+        values = self.values_of(message)
+        if message.direction == "forward":
+            made = self._made[message.source, message.microbatch]
+            tensors = [made[value.index] for value in values]
+        else:
+            tensors = self._gradients.pop(message)
+        self._transport.send(message, peer, values, tensors)
+
+    def compute(self, action: Action) -> None:
+        """Wait for what the action needs, and carry it out."""
+        stage, microbatch = action.stage, action.microbatch
+        try:
+            arrived = {message: self._arrived(message) for message in needed_by(action, self._job.program.portals)}
+            start = time.perf_counter()
+            if action.kind is Kind.F:
+                self._forward(stage, microbatch, arrived)
+            elif action.kind is Kind.B:
+                self._backward(stage, microbatch, arrived)
+            else:
+                assert action.kind is Kind.REDUCE
+                self._job.reduce(stage)
+            self.spans.append(Span(self._rank, action, start, time.perf_counter()))
+        except Exception as error:
+            assignment = self._job.variants[0].assignment
+            if hasattr(error, "add_note"):  # Python 3.11
+                place = f"stage {stage} of {assignment.num_stages}, action {action} of {assignment.graph.step}"
+                error.add_note(f"on pipeline rank {self._rank}, {place}")
+            raise
+
+    def _arrived(self, message: Message) -> list[Tensor]:
+        if message in self._incoming:
+            return self._incoming.pop(message).wait()
+        # The other stage is on this rank too: hand the tensors over.
+        values = self.values_of(message)
+        if message.direction == "backward":
+            return self._gradients.pop(message)
+        made = self._made[message.source, message.microbatch]
+        return [made[value.index].detach() for value in values]
+
+    def _forward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
+        received: dict[int, Tensor] = {}
+        for message, tensors in arrived.items():
+            for value, tensor in zip(self.values_of(message), tensors, strict=True):
+                received[value.index] = tensor.requires_grad_(value.requires_grad and self._has_backward)
+        self._received[stage, microbatch] = received
+        replay = self._job.variants[microbatch].replays[stage]
+        # The user's bookkeeping counts once per microbatch, also where this rank runs several stages of it.
+        before = None if stage == max(self._backwards_left) else ModuleState(self._root, buffers=False)
+        with self._job.context(microbatch):
+            run = replay.run(self._job.steps[microbatch], _for_user(received, replay), self._job.parameters)
+        if before is not None:
+            before.restore()
+        self._made[stage, microbatch] = run.made
+        earlier = self.results.get(microbatch)
+        held = {index: made.detach() for index, made in run.made.items() if index in replay.held_by_user}
+        self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
+
+    def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
+        self._backwards_left[stage] -= 1
+        if not self._backwards_left[stage]:
+            self._job.before_last_backward(stage)
+        made = self._made.pop((stage, microbatch))
+        gradients: dict[int, Tensor] = {}
+        for message, tensors in arrived.items():
+            for value, tensor in zip(self.values_of(message), tensors, strict=True):
+                known = gradients.get(value.index)
+                gradients[value.index] = tensor if known is None else known + tensor
+        roots = [made[index] for index in gradients]
+        seeds: list[Tensor] = list(gradients.values())
+        variant = self._job.variants[microbatch]
+        if stage == variant.assignment.loss_stage:
+            assert variant.assignment.graph.loss is not None
+            loss = made[variant.assignment.graph.loss]
+            roots.append(loss)
+            seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
+        pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+        received = self._received.pop((stage, microbatch))
+        for source, target in self._job.program.portals.backward:
+            if target == stage:
+                indices = variant.gradient_portals.get((source, target), ())
+                leaves = [received[index] for index in indices]
+                grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+                self._gradients[Message("backward", stage, source, microbatch)] = grads
+
+
+def _for_user(received: Mapping[int, Tensor], replay: StageReplay) -> dict[int, Tensor]:
+    """What the step may see of received leaves: those written in place must not be leaves."""
+    cloned = replay.recording.graph.cloned
+    return {index: tensor.clone() if index in cloned else tensor for index, tensor in received.items()}
+
+
+def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
+    """Give the absent tensors that the user may still hold their content.
+
+    Args:
+        run: A finished run.
+        content: Detached tensors by value index; what is not among them stays absent.
+    """
+    filled: set[int] = set()
+    for index, placeholder in run.placeholders:
+        if index in content and id(placeholder) not in filled:
+            filled.add(id(placeholder))
+            fill(placeholder, content[index].clone())

@@ -1,0 +1,59 @@
+"""Values of a step that stay reachable from the user's module, joined over the microbatches.
+
+``self.outputs.append(prediction)`` runs once per microbatch; the user expects one entry per step. Lists that grew are
+joined entry by entry, and attributes that were bound anew get the joined value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.step.microbatch import join
+from lightning_hybrid.step.replay import StageReplay
+from lightning_hybrid.step.transaction import Place
+
+
+class KeptValues:
+    """The lists that a step appends to, as they were before it."""
+
+    def __init__(self, root: nn.Module, replays: Mapping[int, StageReplay], any_stage: int) -> None:
+        """Args: root: the user's module. replays: of this rank. any_stage: a stage of this rank."""
+        places = replays[any_stage].recording.kept
+        self._root = root
+        self._lists: dict[int, tuple[list[Any], int]] = {}
+        self._attributes: list[Place] = []
+        for place, _ in places:
+            holder = _resolve(root, place._replace(path=place.path[:-1])) if place.path else None
+            if isinstance(holder, list):
+                self._lists.setdefault(id(holder), (holder, len(holder)))
+            elif not place.path:
+                self._attributes.append(place)
+
+    def join(self, weights: Sequence[float], counts: Sequence[int | None]) -> None:
+        """Join what the microbatches appended."""
+        number = len(weights)
+        if number == 1:
+            return
+        for holder, before in self._lists.values():
+            grown = holder[before:]
+            if grown and len(grown) % number == 0:
+                each = len(grown) // number
+                columns = [grown[place::each] for place in range(each)]
+                holder[before:] = [join([_plain(part) for part in column], weights, counts) for column in columns]
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _resolve(root: nn.Module, place: Place) -> Any:
+    value: Any = getattr(root.get_submodule(place.module), place.attribute, None)
+    for key in place.path:
+        try:
+            value = value.__dict__[key] if hasattr(value, "__dict__") and not isinstance(value, dict) else value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value

@@ -1,0 +1,128 @@
+"""Catch what a step logs, microbatch by microbatch, to log it once per step and on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.step.absent import is_absent
+
+
+@dataclass
+class Entry:
+    """One call of ``self.log`` over all microbatches.
+
+    Attributes:
+        name: The logged key.
+        metric: The Metric object logged, if it was one; its value is that of the step.
+        kwargs: The other arguments of the call, those of the last microbatch.
+        values: By microbatch; NaN where the value lives on another rank.
+        sizes: The ``batch_size`` given, by microbatch.
+    """
+
+    name: str
+    metric: Metric | None
+    kwargs: dict[str, Any]
+    values: list[float]
+    sizes: list[int | None]
+
+    def combine(self, values: Sequence[float], weights: Sequence[float]) -> float:
+        """The value of the whole step out of those of its microbatches, as ``reduce_fx`` says."""
+        how = self.kwargs.get("reduce_fx", "mean")
+        name = how if isinstance(how, str) else getattr(how, "__name__", "")
+        if name in ("mean", "avg"):
+            return sum(value * weight for value, weight in zip(values, weights, strict=True))
+        plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+        if name in plain:
+            return float(plain[name](values))
+        return float(how(torch.tensor(list(values), dtype=torch.float64)))
+
+    def total_kwargs(self) -> dict[str, Any]:
+        """Arguments for the one call that stands for all: the batch sizes are summed."""
+        known = [size for size in self.sizes if size is not None]
+        return {**self.kwargs, "batch_size": sum(known)} if known else self.kwargs
+
+
+class LogCapture:
+    """Takes the place of ``LightningModule.log`` while stages run."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        """Args: num_microbatches: how often the step runs."""
+        self._count = num_microbatches
+        self._calls: dict[int, list[tuple[str, Metric | None, float, dict[str, Any]]]] = {}
+
+    @contextlib.contextmanager
+    def microbatch(self, root: nn.Module, index: int) -> Iterator[None]:
+        """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
+        calls: list[tuple[str, Metric | None, float, dict[str, Any]]] = []
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+            kwargs.update(zip(names, args, strict=False))
+            metric = value if isinstance(value, Metric) else None
+            with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
+                calls.append((name, metric, _number(name, value), kwargs))
+
+        with replaced_log(root, log):
+            yield
+        earlier = self._calls.get(index)
+        if earlier is not None and len(earlier) == len(calls):
+            calls = [new if not math.isnan(new[2]) else old for old, new in zip(earlier, calls, strict=True)]
+        self._calls[index] = calls
+
+    def entries(self) -> list[Entry]:
+        """One entry per call, in the order of the calls.
+
+        Raises:
+            ValueError: The microbatches did not log the same keys.
+        """
+        rows = [self._calls.get(index, []) for index in range(self._count)]
+        names = [[name for name, *_ in row] for row in rows]
+        if any(other != names[0] for other in names):
+            raise ValueError(f"the microbatches of one step log different keys: {names}; log the same in each")
+        return [
+            Entry(
+                name=columns[-1][0],
+                metric=columns[-1][1],
+                kwargs=columns[-1][3],
+                values=[column[2] for column in columns],
+                sizes=[column[3].get("batch_size") for column in columns],
+            )
+            for columns in zip(*rows, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def replaced_log(root: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+    """Let ``root.log`` be another function, on this instance alone."""
+    own = root.__dict__.get("log")
+    root.__dict__["log"] = log
+    try:
+        yield
+    finally:
+        if own is None:
+            del root.__dict__["log"]
+        else:
+            root.__dict__["log"] = own
+
+
+def _number(name: str, value: Any) -> float:
+    """What is logged as a number; NaN if it lives elsewhere."""
+    if isinstance(value, Metric):
+        value = getattr(value, "_forward_cache", None)
+        if value is None:
+            return float("nan")
+    if is_absent(value):
+        return float("nan")
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"self.log({name!r}, ...) needs one number, but the tensor has shape {tuple(value.shape)}")
+        return float(value.detach())
+    return float(value)

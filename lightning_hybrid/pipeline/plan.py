@@ -1,0 +1,306 @@
+"""Who holds what: the cut of one module over the ranks of a pipeline, and its recorded steps.
+
+The first recorded training step decides the cut. Afterwards parameters of other ranks are dropped, and further
+recordings (other shapes, validation) are assigned to the same homes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.logs import replaced_log
+from lightning_hybrid.step.absent import drop, fill, is_absent
+from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.record import Recording, StepError, record
+from lightning_hybrid.step.replay import StageReplay
+from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.units import can_open, choose_units
+
+# A stage may cost so much more than the mean before the units of the costliest are opened to balance better.
+_UNBALANCED = 1.08
+_MOST_RECORDINGS = 4
+
+
+class StagePlan:
+    """The cut of one module, and what this rank holds of it."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        group: dist.ProcessGroup,
+        randomness: KeyedRandomness,
+        *,
+        stages_per_rank: int = 1,
+        cuts: Sequence[str] | None = None,
+        agree: Callable[[Any], Any] = lambda decision: decision,
+    ) -> None:
+        """Plan the stages of a module.
+
+        Args:
+            root: The user's module.
+            group: The ranks of this pipeline.
+            randomness: Keys what the recorded steps draw.
+            stages_per_rank: How many stages each rank holds.
+            cuts: FQNs of the first unit of each stage but the first; balanced if None.
+            agree: Returns the first rank's argument on every rank; replicas must cut alike.
+        """
+        self.num_ranks = group.size()
+        self.rank = group.rank()
+        self.stages_per_rank = stages_per_rank
+        self.num_stages = self.num_ranks * stages_per_rank
+        self.root_stage = self.rank
+        self.homes: dict[str, int] = {}
+        self.first: Variant | None = None
+        self._root = root
+        self._group = group
+        self._randomness = randomness
+        self._cuts = cuts
+        self._agree = agree
+        self._opened: set[str] = set()
+        self._tracked: set[str] = set()
+        self._variants: dict[Any, Variant] = {}
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return tuple(range(self.rank, self.num_stages, self.num_ranks))
+
+    def ranks_of(self, fqn: str) -> tuple[int, ...]:
+        """Pipeline ranks that hold a parameter or tracked buffer; the first one counts it."""
+        assert self.first is not None
+        stages = self.first.assignment.holders.get(fqn, (self.homes[fqn],))
+        return tuple(dict.fromkeys(stage % self.num_ranks for stage in stages))
+
+    def names(self) -> dict[int, str]:
+        """FQN by id of every parameter and tracked buffer."""
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        if self._tracked:
+            names.update((id(buffer), name) for name, buffer in self._root.named_buffers() if name in self._tracked)
+        return names
+
+    def variant(
+        self,
+        name: str,
+        step: Callable[[], Any],
+        microbatch: Any,
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        train: bool,
+    ) -> Variant:
+        """The recorded form of a step for this microbatch; recorded now if it is new.
+
+        Raises:
+            StepError: The step cannot be recorded.
+            PartitionError: It cannot be cut, or not the way the first step was.
+        """
+        key = self._signature(name, microbatch)
+        if key not in self._variants:
+            recording, assignment = self._cut(name, step, context, train=train)
+            replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
+            self._variants[key] = Variant(assignment, replays)
+            if self.first is None:
+                self.first = self._variants[key]
+        return self._variants[key]
+
+    def _signature(self, name: str, microbatch: Any) -> Any:
+        leaves, _ = flatten(microbatch)
+        shapes = tuple(
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            if isinstance(leaf, bool)
+            else type(leaf)
+            for leaf in leaves
+        )
+        modes = tuple(module.training for module in self._root.modules())
+        trainable = tuple(parameter.requires_grad for parameter in self._root.parameters())
+        return name, type(microbatch), shapes, modes, trainable, torch.is_grad_enabled()
+
+    def _cut(
+        self,
+        name: str,
+        step: Callable[[], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        train: bool,
+    ) -> tuple[Recording, Assignment]:
+        """Record and assign; the first time, open units until the stages are balanced."""
+        recording = self._record(name, step, context, train=train)
+        if self.homes:
+            self._adopt(recording)
+            return recording, self._assign(recording)
+        best: tuple[float, Recording, dict[str, int]] | None = None
+        for _ in range(_MOST_RECORDINGS):
+            try:
+                homes = find_homes(recording.graph, self.num_stages, self._cuts)
+                costs = assign(recording.graph, homes, self.num_stages).costs()
+                if best is None or max(costs) < 0.97 * best[0]:
+                    best = max(costs), recording, homes
+                unbalanced = max(costs) > _UNBALANCED * sum(costs) / self.num_stages and self._cuts is None
+                wanted = sum(costs) / self.num_stages / 4 if unbalanced else None
+            except PartitionError:
+                if best is None and not self._openable(recording, 0.0, self._cuts):
+                    raise
+                wanted = 0.0
+            larger = self._openable(recording, wanted, self._cuts) if wanted is not None else set()
+            if not larger or self.num_stages == 1:
+                break
+            self._opened |= larger
+            recording = self._record(name, step, context, train=train)
+        if best is None:
+            find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
+            raise AssertionError
+        _, recording, homes = best
+        opened = {name for name in self._opened if name not in recording.units}
+        self._opened, self._tracked, self.homes = self._agree((opened, self._tracked, homes))
+        if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
+            recording = self._record(name, step, context, train=train)
+        self._adopt(recording)
+        assignment = self._assign(recording)
+        check_shared(assignment)
+        return recording, assignment
+
+    def _openable(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
+        """Units costlier than this, or with a cut inside, that have smaller ones inside."""
+        graph = recording.graph
+        costs: dict[str, float] = {}
+        for node in graph.nodes:
+            if node.unit is not None:
+                costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
+        if cuts is not None:
+            inside = {u for u in recording.units if any(cut.startswith(u + ".") for cut in cuts)}
+        else:
+            inside = {unit for unit, spent in costs.items() if spent > cost}
+        return {unit for unit in inside if can_open(recording.units[unit])}
+
+    def _record(
+        self,
+        name: str,
+        step: Callable[[], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        train: bool,
+    ) -> Recording:
+        while True:
+            units = choose_units(self._root, self.num_stages, self._opened)
+            grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
+            with grad, context(), replaced_log(self._root, lambda *_, **__: None):
+                recording = record(
+                    self._root,
+                    step,
+                    units,
+                    name=name,
+                    randomness=self._randomness,
+                    loss_required=train,
+                    tracked_buffers=self._tracked,
+                )
+            missed = {unit for unit in recording.unopened if can_open(units[unit])} - self._opened
+            found = set(recording.found_buffers) - self._tracked
+            if not missed and not found:
+                return recording
+            self._opened |= missed
+            self._tracked |= found
+
+    def _adopt(self, recording: Recording) -> None:
+        """Give parameters that no recorded step has read yet the home of their neighbours."""
+        previous = 0
+        for name, _ in [*self._root.named_parameters(), *self._root.named_buffers()]:
+            if name in self.homes:
+                previous = self.homes[name]
+            elif name in recording.graph.parameter_bytes or name in dict(self._root.named_parameters()):
+                self.homes[name] = previous
+
+    def _assign(self, recording: Recording) -> Assignment:
+        assignment = assign(recording.graph, self.homes, self.num_stages)
+        if self.first is None:
+            return assignment
+        for fqn, stages in assignment.holders.items():
+            held = self.ranks_of(fqn)
+            missing = [stage for stage in stages if stage % self.num_ranks not in held]
+            if missing:
+                raise StepError(
+                    f"{recording.graph.step} reads {fqn!r} on stages {missing}, but the training step put it on"
+                    f" pipeline ranks {list(held)}; use it in the same order in both, or set pipeline_parallel_size=1"
+                )
+        return assignment
+
+    def drop_foreign(self) -> None:
+        """Free the parameters that live on other ranks; their objects stay, absent."""
+        for name, parameter in self._root.named_parameters():
+            if self.rank not in self.ranks_of(name) and not is_absent(parameter):
+                drop(parameter)
+
+    def make_whole(self) -> None:
+        """Give every rank all parameters and buffers again; collective over the pipeline."""
+        if self.num_ranks == 1 or self.first is None:
+            return
+        for name, parameter in self._root.named_parameters():
+            holders = self.ranks_of(name)
+            if len(holders) == self.num_ranks:
+                continue
+            content = parameter.detach() if not is_absent(parameter) else _empty(parameter, self._randomness.device)
+            content = content.contiguous()
+            dist.broadcast(content, group=self._group, group_src=holders[0])
+            if is_absent(parameter):
+                fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
+        for buffer, home in self._buffer_homes():
+            _broadcast_buffer(buffer, home, self._group)
+
+    def gather_object(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Union of the ranks' dicts on pipeline rank 0, empty elsewhere; collective over the pipeline."""
+        if self.num_ranks == 1:
+            return dict(mine)
+        rows: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
+        dist.gather_object(dict(mine), rows, group=self._group, group_dst=0)
+        return {key: value for row in rows or [] for key, value in row.items()}
+
+    def _buffer_homes(self) -> list[tuple[Tensor, int]]:
+        """Buffers whose content is right on one rank only: those inside units, and the tracked ones."""
+        assert self.first is not None
+        assignment = self.first.assignment
+        unit_stage: dict[str, int] = {}
+        for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+            if node.unit is not None:
+                unit_stage.setdefault(node.unit, stage)
+        units = self.first.replays[self.root_stage].recording.units
+        homes: dict[int, tuple[Tensor, int]] = {}
+        for unit, stage in unit_stage.items():
+            for buffer in units[unit].buffers():
+                homes.setdefault(id(buffer), (buffer, stage % self.num_ranks))
+        for name, buffer in self._root.named_buffers():
+            if name in self._tracked:
+                homes[id(buffer)] = buffer, self.ranks_of(name)[0]
+        return list(homes.values())
+
+    def buffer_ranks(self) -> dict[int, int]:
+        """Pipeline rank on which a buffer is right, by id of the buffer; others are right everywhere."""
+        return {id(buffer): home for buffer, home in self._buffer_homes()} if self.first is not None else {}
+
+    def share_buffers(self, variant: Variant) -> None:
+        """After a step, give other readers of a tracked buffer its content; collective over the pipeline."""
+        if not self._tracked or self.num_ranks == 1:
+            return
+        buffers = dict(self._root.named_buffers())
+        for name in sorted(self._tracked):
+            if len(variant.assignment.holders.get(name, ())) > 1:
+                _broadcast_buffer(buffers[name], self.ranks_of(name)[0], self._group)
+
+
+def _empty(parameter: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+
+
+def _broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup) -> None:
+    content = buffer.detach().contiguous()
+    raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
+    dist.broadcast(raw, group=group, group_src=home)
+    if content.data_ptr() != buffer.data_ptr():
+        buffer.detach().copy_(content)

@@ -1,0 +1,257 @@
+"""Run the steps of a LightningModule through a pipeline: record, cut, schedule, execute, share the results.
+
+Recordings are kept per *signature*: which step, the structure and shapes of the batch, train or eval mode and
+requires_grad everywhere. A batch of another length, or a parameter unfrozen mid-run, is another signature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.exchange import digest, share_numbers, share_tensor
+from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
+from lightning_hybrid.pipeline.kept import KeptValues
+from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.transport import Transport
+from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, join, split
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.tree import flatten, map_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one step gave, the same on every rank of the pipeline.
+
+    Attributes:
+        output: What the user's step returned, joined over the microbatches; detached.
+        loss: The mean loss, weighted by samples; None for steps without a backward.
+        logs: Each logged key with the value of the step and the arguments of the call.
+        spans: When this rank did what.
+    """
+
+    output: Any
+    loss: Tensor | None
+    logs: list[tuple[Entry, float]]
+    spans: list[Span]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainContext:
+    """How a training step is run.
+
+    Attributes:
+        seed_factor: What the backward starts from (loss scale / accumulated batches).
+        before_last_backward: Called with a stage before its last backward.
+        reduce: Called with a stage after its last backward.
+    """
+
+    seed_factor: float
+    before_last_backward: Callable[[int], None]
+    reduce: Callable[[int], None]
+
+
+class StepRunner:
+    """Runs any step of one module on this rank's stages."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: StagePlan,
+        transport: Transport,
+        group: torch.distributed.ProcessGroup,
+        randomness: KeyedRandomness,
+        *,
+        schedule: str,
+        num_microbatches: int | None,
+        splitter: BatchSplitter | None,
+        replica: int,
+    ) -> None:
+        """Args: root: the user's module. plan: who holds what. group: the ranks of this pipeline. replica: data rank."""
+        self.plan = plan
+        self._root = root
+        self._group = group
+        self._randomness = randomness
+        self._schedule = schedule
+        self._wanted = num_microbatches
+        self._splitter = splitter
+        self._replica = replica
+        self._executor = Executor(root, group.rank(), transport)
+        self._programs: dict[Any, Program] = {}
+
+    def record(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Record a step on an example batch before the run; the first one decides the cut."""
+        batch, *rest = args
+        count = choose_count(batch, self._wanted, self.plan.num_stages, self._splitter)
+        microbatch = split(batch, count, self._splitter)[0][0]
+        self.plan.variant(name, _bind(step, microbatch, rest), microbatch, context, train=name == "training_step")
+
+    def run(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        step_number: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        train: TrainContext | None = None,
+        share_output: bool = True,
+    ) -> StepResult:
+        """Run one step of the user's module on a whole batch.
+
+        Args:
+            name: Such as "training_step".
+            step: The user's bound method.
+            args: Its arguments, the batch first.
+            step_number: Number of the batch in the run; keys the random numbers.
+            context: Entered around each forward (autocast).
+            train: Given for a training step; other steps run forward only.
+            share_output: Whether tensors that the step returned are needed on every rank.
+        """
+        batch, *rest = args
+        count = choose_count(batch, self._wanted, self.plan.num_stages, self._splitter)
+        microbatches, weights = split(batch, count, self._splitter)
+        steps = [_bind(step, microbatch, rest) for microbatch in microbatches]
+        logs = LogCapture(count)
+
+        @contextlib.contextmanager
+        def around(index: int):  # type: ignore[no-untyped-def]
+            keyed = self._randomness.microbatch(step_number, self._replica * count + index)
+            with context(), keyed, logs.microbatch(self._root, index):
+                yield
+
+        variants = [
+            self.plan.variant(name, steps[i], microbatches[i], context, train=train is not None) for i in range(count)
+        ]
+        job = Job(
+            program=self._program(variants, train=train is not None),
+            variants=variants,
+            steps=steps,
+            context=around,
+            parameters=self.plan.names(),
+        )
+        if train is not None:
+            job = dataclasses.replace(
+                job,
+                seeds=[train.seed_factor * weight for weight in weights],
+                before_last_backward=train.before_last_backward,
+                reduce=train.reduce,
+            )
+        kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
+        with self._randomness.isolated(), torch.set_grad_enabled(train is not None or torch.is_grad_enabled()):
+            outcome = self._executor.run(job)
+        counts = [batch_size_of(microbatch) for microbatch in microbatches]
+        result = self._share(variants, outcome, logs.entries(), weights, counts, batch, share_output, train is not None)
+        kept.join(weights, counts)
+        self.plan.share_buffers(variants[0])
+        return result
+
+    def _program(self, variants: Sequence[Variant], *, train: bool) -> Program:
+        forward = frozenset(pair for variant in variants for pair in variant.assignment.portals)
+        backward = (
+            frozenset(pair for variant in variants for pair in variant.gradient_portals) if train else frozenset()
+        )
+        dynamic = any(
+            variant.assignment.graph.values[index].dynamic
+            for variant in variants
+            for sent in variant.assignment.portals.values()
+            for index in sent
+        )
+        key = train, len(variants), forward, backward, dynamic
+        if key not in self._programs:
+            ranks, each = self.plan.num_ranks, self.plan.stages_per_rank
+            if train:
+                schedule = make_schedule(self._schedule, ranks, len(variants), each)
+            else:
+                schedule = forward_only(ranks, len(variants), each)
+            # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
+            program = lower(schedule, Portals(forward, backward), post_ahead=0 if dynamic else 1)
+            check_program(program)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _share(
+        self,
+        variants: Sequence[Variant],
+        outcome: Outcome,
+        entries: list[Entry],
+        weights: Sequence[float],
+        counts: Sequence[int | None],
+        batch: Any,
+        share_output: bool,
+        train: bool,
+    ) -> StepResult:
+        """Exchange logs, loss and values; fill what is absent; join."""
+        runs = [outcome.runs[index] for index in range(len(variants))]
+        numbers = [entry.combine(entry.values, weights) for entry in entries]
+        wanted: list[tuple[int, int]] = []
+        scalars: list[tuple[int, int]] = []
+        for index, variant in enumerate(variants):
+            graph = variant.assignment.graph
+            for value in dict.fromkeys((*(graph.returned if share_output else ()), *graph.kept)):
+                is_scalar = not graph.values[value].shape and graph.values[value].dtype in _EXACT_IN_FLOAT64
+                (scalars if is_scalar else wanted).append((index, value))
+            if train and graph.loss is not None and (index, graph.loss) not in scalars:
+                scalars.append((index, graph.loss))
+        for index, value in scalars:
+            made = runs[index].made.get(value)
+            numbers.append(math.nan if made is None else float(made))
+        names = zlib.crc32("|".join(entry.name for entry in entries).encode())
+        device = self._randomness.device
+        shared = share_numbers(numbers, self._group, names=names, batch=digest(flatten(batch)[0]), device=device)
+        content: list[dict[int, Tensor]] = [{} for _ in variants]
+        for (index, value), number in zip(scalars, shared[len(entries) :], strict=True):
+            dtype = getattr(torch, variants[index].assignment.graph.values[value].dtype)
+            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
+        for index, value in wanted:
+            assignment = variants[index].assignment
+            source = assignment.value_stage[value] % self.plan.num_ranks
+            made = runs[index].made.get(value) if source == self._group.rank() else None
+            content[index][value] = share_tensor(assignment.graph.values[value], made, source, self._group, device)
+        outputs = []
+        for run, values in zip(runs, content, strict=True):
+            fill_placeholders(run, values)
+            outputs.append(map_leaves(_detached, run.result))
+        loss = None
+        if train:
+            parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
+            loss = sum((part * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros_like(parts[0]))
+        logged = list(zip(entries, shared[: len(entries)], strict=True))
+        return StepResult(join(outputs, weights, counts), loss, logged, outcome.spans)
+
+
+_EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
+
+
+def _loss_of(variant: Variant) -> int:
+    loss = variant.assignment.graph.loss
+    assert loss is not None
+    return loss
+
+
+def _detached(leaf: Any) -> Any:
+    """A leaf of an output without its graph; None where its content was not asked for."""
+    if isinstance(leaf, Tensor):
+        return None if is_absent(leaf) else leaf.detach()
+    return leaf
+
+
+def _bind(step: Callable[..., Any], microbatch: Any, rest: Sequence[Any]) -> Callable[[], Any]:
+    return lambda: step(microbatch, *rest)

@@ -1,0 +1,79 @@
+"""Sum the gradients of parameters that live on several pipeline ranks.
+
+A tied embedding lives on the stage that looks tokens up and on the stage that makes logits. Each has a part of its
+gradient; every holder needs the sum before clipping and stepping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class SharedParameters:
+    """The parameters that this rank holds together with others."""
+
+    def __init__(
+        self, holders: Mapping[str, Sequence[int]], parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
+    ) -> None:
+        """Args: holders: pipeline ranks by FQN, of parameters with more than one. parameters: by FQN. group: the pipeline."""
+        self._group = group
+        self._rank = group.rank()
+        sets: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+        for name in sorted(holders):
+            ranks = tuple(sorted(set(holders[name])))
+            if len(ranks) > 1 and self._rank in ranks:
+                sets.setdefault((ranks, parameters[name].dtype), []).append(parameters[name])
+        self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
+
+    def broadcast_first(self) -> None:
+        """Give every holder the content of the first."""
+        for ranks, members in self._sets:
+            for parameter in members:
+                if self._rank == ranks[0]:
+                    for other in ranks[1:]:
+                        dist.send(parameter.detach().contiguous(), group=self._group, group_dst=other)
+                else:
+                    content = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                    dist.recv(content, group=self._group, group_src=ranks[0])
+                    parameter.detach().copy_(content)
+
+    def sum_gradients(self) -> None:
+        """Replace each gradient by the sum over its holders, added in the order of their ranks on every one.
+
+        A gradient that no holder has stays None.
+        """
+        for ranks, members in self._sets:
+            own = _flatten(members)
+            others = [rank for rank in ranks if rank != self._rank]
+            received = {rank: torch.empty_like(own) for rank in others}
+            works = [dist.isend(own, group=self._group, group_dst=rank) for rank in others]
+            works += [dist.irecv(received[rank], group=self._group, group_src=rank) for rank in others]
+            for work in works:
+                assert work is not None
+                work.wait()
+            received[self._rank] = own
+            total = received[ranks[0]].clone()
+            for rank in ranks[1:]:
+                total += received[rank]
+            _unflatten(total, members)
+
+
+def _flatten(members: Sequence[nn.Parameter]) -> Tensor:
+    """All gradients, then one element per parameter: whether it has one."""
+    first = members[0]
+    parts = [first.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
+    has = torch.tensor([p.grad is not None for p in members], dtype=first.dtype, device=first.device)
+    return torch.cat([*parts, has])
+
+
+def _unflatten(total: Tensor, members: Sequence[nn.Parameter]) -> None:
+    present = total[-len(members) :].tolist()
+    start = 0
+    for parameter, has in zip(members, present, strict=True):
+        part = total[start : start + parameter.numel()]
+        start += parameter.numel()
+        parameter.grad = part.view(parameter.shape).clone() if has else None

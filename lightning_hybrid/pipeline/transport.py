@@ -1,0 +1,118 @@
+"""Carry messages between pipeline ranks.
+
+A message is the tensors of one portal for one microbatch. Their shapes are known from the step graph, so nothing but
+their content travels; a tensor whose shape depends on data is preceded by a small header.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.schedule import Message
+from lightning_hybrid.step.graph import Value
+
+_MOST_DIMS = 8
+# So many sends may be under way before the oldest is waited for; their tensors stay alive that long.
+_SENDS_IN_FLIGHT = 8
+
+
+class Incoming(ABC):
+    """A message whose receive was posted."""
+
+    @abstractmethod
+    def wait(self) -> list[Tensor]:
+        """The tensors, once they are here."""
+
+
+class Transport(ABC):
+    """Point-to-point transfers between the ranks of one pipeline."""
+
+    @abstractmethod
+    def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
+        """Start to send; the tensors must not be written until ``finish``."""
+
+    @abstractmethod
+    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
+        """Post a receive and return at once."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+
+
+class _Posted(Incoming):
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        return self._tensors
+
+
+class GroupTransport(Transport):
+    """Transfers over a ``torch.distributed`` process group, one tagged send per tensor."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Args: group: the ranks of one pipeline, by pipeline coordinate. device: where tensors are received."""
+        self._group = group
+        self._device = device
+        self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
+        """Start to send the tensors of a message."""
+        for place, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
+            tensor = tensor.detach().contiguous()
+            if value.dynamic:
+                shape = [tensor.dim(), *tensor.shape] + [0] * (_MOST_DIMS - tensor.dim())
+                self._start(torch.tensor(shape, device=self._device), peer, _tag(message, place, header=True))
+            self._start(tensor, peer, _tag(message, place))
+
+    def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
+        self._under_way.append((dist.isend(tensor, group=self._group, group_dst=peer, tag=tag), tensor))
+        while len(self._under_way) > _SENDS_IN_FLIGHT:
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        work, _ = self._under_way.popleft()
+        if work is not None:
+            work.wait()
+
+    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
+        """Post the receives of a message; one with a header is waited for (see ``program.lower``, ``post_ahead``)."""
+        works, tensors = [], []
+        for place, value in enumerate(values):
+            shape: Sequence[int] = value.shape
+            if value.dynamic:
+                header = torch.empty(_MOST_DIMS + 1, dtype=torch.int64, device=self._device)
+                self._post(header, peer, _tag(message, place, header=True)).wait()
+                dims, *sizes = header.tolist()
+                shape = sizes[:dims]
+            tensor = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
+            works.append(self._post(tensor, peer, _tag(message, place)))
+            tensors.append(tensor)
+        return _Posted(works, tensors)
+
+    def _post(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
+        assert work is not None
+        return work
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._under_way:
+            self._await_oldest()
+
+
+def _tag(message: Message, place: int, *, header: bool = False) -> int:
+    """A number that two messages under way between the same two ranks never share."""
+    tag = message.microbatch & 0x3FF
+    for part, size in ((message.source, 0x40), (message.target, 0x40), (place, 0x100)):
+        tag = tag * size + part % size
+    return (tag * 2 + (message.direction == "backward")) * 2 + header & 0x7FFFFFFF

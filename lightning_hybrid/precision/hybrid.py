@@ -1,0 +1,196 @@
+"""One Lightning precision plugin for all number formats, which a strategy can connect to a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.precision.norm import MeshNorm
+from lightning_hybrid.precision.scaler import MeshGradScaler
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
+
+
+class HybridPrecision(MixedPrecision):
+    """What `Trainer(precision=...)` does, over a mesh.
+
+    The strategies make one out of the plugin that the Trainer chose, so nobody needs to name it; except for float16
+    with a loss scale on the CPU, which Lightning turns into bfloat16: `Trainer(plugins=[HybridPrecision("16-mixed")])`.
+
+    Until `connect_mesh` it is Lightning's own plugin of the same precision.
+
+    Args:
+        precision: the number format, as Lightning spells it.
+        device: where `torch.autocast` applies; by default where the model is.
+        scaler: the settings of the loss scale, for "16-mixed" only.
+
+    Attributes:
+        mesh: what `connect_mesh` was given.
+
+    Raises:
+        ValueError: an unknown precision, or a scaler for a precision that does not use one.
+        TypeError: a scaler that is no plain `GradScaler`.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # MixedPrecision's own __init__ is for two of the six precisions; its methods are right for the others too.
+        if precision not in get_args(PrecisionName):
+            raise ValueError(f"precision={precision!r} is unknown; use one of {', '.join(get_args(PrecisionName))}")
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(
+                f"precision={precision!r} takes no scaler but got {scaler}; leave it out, or set precision='16-mixed'"
+            )
+        self.precision = precision
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._follows_model = device is None
+        self.scaler: MeshGradScaler | None = None
+        if precision == "16-mixed":
+            self.scaler = MeshGradScaler(self.device) if scaler is None else MeshGradScaler.of(scaler)
+        # Parameters and inputs of these have the dtype of the name; the others compute in it at most.
+        self._format: Precision = Precision()
+        if precision in ("bf16-true", "16-true"):
+            self._format = HalfPrecision(precision)
+        elif precision == "64-true":
+            self._format = DoublePrecision()
+        self.mesh: Mesh | None = None
+        self._norm: MeshNorm | None = None
+
+    @classmethod
+    def of(cls, plugin: Precision) -> HybridPrecision:
+        """Convert the plugin that Lightning chose; one of this class is returned as it is.
+
+        Raises:
+            TypeError: a plugin with behaviour of its own, which would be lost.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) is MixedPrecision:
+            return cls(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+        if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
+            return cls(plugin.precision)  # type: ignore[arg-type]
+        raise TypeError(
+            f"the precision plugin is a {type(plugin).__qualname__}; supported are Precision, MixedPrecision, "
+            f"HalfPrecision, DoublePrecision and {cls.__qualname__}, so set Trainer(precision=...) to one of "
+            f"{', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
+        )
+
+    def connect_mesh(
+        self, mesh: Mesh, owned_parameters: Callable[[], Set[int]], axes: Sequence[str] = ("pp", "tp")
+    ) -> None:
+        """Let loss scale and gradient norm cover all ranks; `unscale_`, `step` and clipping are collective from now.
+
+        Args:
+            mesh: the ranks.
+            owned_parameters: answers the ids of the parameters that this rank counts in a norm.
+            axes: over which parameters are spread.
+        """
+        self.mesh = mesh
+        self._norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes)
+        if self.scaler is not None:
+            self.scaler.mesh = mesh
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with at present; 1.0 without a scaler."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients, over all ranks if a mesh is connected; then collective."""
+        if self._norm is None or self._norm.is_local:
+            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return self._norm.grad_norm(parameters)
+
+    # --- Lightning's hooks -------------------------------------------------------------------------------------------
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Learn where the model is."""
+        if self._follows_model:
+            parameter = next(model.parameters(), None)
+            self.device = self.device if parameter is None else parameter.device.type
+            if self.scaler is not None:
+                self.scaler.use_device(self.device)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give parameters and buffers the dtype of a "-true" precision."""
+        return self._format.convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        """Give a batch the dtype of a "-true" precision."""
+        return self._format.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Give outputs the dtype that the user expects."""
+        return self._format.convert_output(data)
+
+    def tensor_init_context(self) -> AbstractContextManager:
+        """Make tensors in the dtype of a "-true" precision."""
+        return self._format.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager:
+        """Make modules in the dtype of a "-true" precision."""
+        return self._format.module_init_context()
+
+    def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Autocast for a "-mixed" precision, a default dtype for a "-true" one."""
+        return super().forward_context() if self._is_mixed else self._format.forward_context()
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by the norm over all ranks, or each value by itself.
+
+        Raises:
+            RuntimeError: a fused optimizer in a "-mixed" precision, which unscales the gradients only in its step.
+        """
+        if self._is_mixed:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        else:
+            # The refusal of fused optimizers is MixedPrecision's; without a scaler they clip as any other.
+            Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all ranks."""
+        if self._norm is None or self._norm.is_local:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self._norm.clip(self.main_params(optimizer), clip_val)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """File the state under the name of Lightning's plugin, so that a run can go on without this package."""
+        if type(self).__qualname__ in checkpoint:
+            checkpoint[MixedPrecision.__qualname__] = checkpoint.pop(type(self).__qualname__)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read the state that Lightning's plugin, or this one, has filed."""
+        if MixedPrecision.__qualname__ in checkpoint:
+            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+
+    def teardown(self) -> None:
+        """Forget the mesh, whose process groups end with the run."""
+        super().teardown()
+        self.mesh = self._norm = None
+        if self.scaler is not None:
+            self.scaler.mesh = None
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.precision in ("16-mixed", "bf16-mixed")

@@ -1,0 +1,5 @@
+"""Copies of a model on the data axes: their gradients are averaged here."""
+
+from lightning_hybrid.replicate.reducer import GradientObserver, GradientReducer
+
+__all__ = ["GradientObserver", "GradientReducer"]

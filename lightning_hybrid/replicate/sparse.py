@@ -1,0 +1,53 @@
+"""The average of sparse gradients: every rank's rows are gathered, since a sum of dense zeros would cost the table."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGroup) -> Tensor | None:
+    """The average over all ranks of gradients that are sparse in their first dim; collective.
+
+    Args:
+        gradient: the gradient of this rank, sparse or dense, or None.
+        parameter: what it belongs to; gives shape, dtype and device to ranks without a gradient.
+        group: the ranks to average over. A rank without a gradient counts as zeros.
+
+    Returns:
+        A coalesced sparse tensor, the same on all ranks; None where no rank has a gradient.
+    """
+    size = group.size()
+    rows = None if gradient is None else _rows(gradient)
+    num_rows = torch.tensor([-1 if rows is None else rows._nnz()], device=parameter.device)
+    all_num_rows = [torch.empty_like(num_rows) for _ in range(size)]
+    dist.all_gather(all_num_rows, num_rows, group=group)
+    counts = [int(count) for count in torch.cat(all_num_rows).tolist()]
+    if max(counts) < 0:
+        return None
+
+    # Messages of one collective have one length; the rows behind a rank's own count are padding.
+    indices = torch.zeros(max(counts), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_zeros(max(counts), *parameter.shape[1:])
+    if rows is not None:
+        indices[: rows._nnz()] = rows.indices()[0]
+        values[: rows._nnz()] = rows.values() / size
+    all_indices = [torch.empty_like(indices) for _ in range(size)]
+    all_values = [torch.empty_like(values) for _ in range(size)]
+    dist.all_gather(all_indices, indices, group=group)
+    dist.all_gather(all_values, values, group=group)
+    kept = [slice(max(count, 0)) for count in counts]
+    return torch.sparse_coo_tensor(
+        torch.cat([part[own] for part, own in zip(all_indices, kept, strict=True)])[None],
+        torch.cat([part[own] for part, own in zip(all_values, kept, strict=True)]),
+        parameter.shape,
+        check_invariants=False,
+    ).coalesce()
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        return gradient.coalesce()
+    return gradient.to_dense().to_sparse(1)

@@ -1,0 +1,256 @@
+"""Proof that a schedule, and the program made of it, will run to the end.
+
+`check_schedule` proves order and completeness of the actions. `check_program` proves the transfers, by executing the
+program without any values on the strictest channel there is: per pair of ranks one queue for both directions, and
+sends that block until they are matched. What passes there passes on gloo, on NCCL and between threads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from lightning_hybrid.schedule.actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.errors import ScheduleError
+from lightning_hybrid.schedule.portals import Message, Portals, made_by, needed_by
+from lightning_hybrid.schedule.program import Compute, Program, Receive, Send, peer_of
+from lightning_hybrid.schedule.simulator import simulate
+
+
+def check_schedule(schedule: Schedule, portals: Portals) -> tuple[int, ...]:
+    """Prove that a schedule does every action once, on the right rank, in an order that can run.
+
+    Returns:
+        For every rank, the peak number of (stage, microbatch) pairs whose activations wait for their backward; all 0
+        for a schedule without backward.
+
+    Raises:
+        ScheduleError: the proof fails; the message shows the schedule and the spot.
+    """
+    _check_stages(schedule, portals)
+    _check_actions(schedule)
+    simulate(schedule, portals, forward_seconds=1.0, backward_seconds=2.0)  # raises where some action waits for ever
+    for rank, row in enumerate(schedule.actions):
+        _check_reductions(schedule, rank, row)
+    if not schedule.has_backward:
+        return (0,) * schedule.num_ranks
+    return tuple(_peak_in_flight(row) for row in schedule.actions)
+
+
+def check_program(program: Program) -> tuple[int, ...]:
+    """Prove that a program computes its schedule, gets every message it needs, and never deadlocks.
+
+    Returns:
+        For every rank, the peak number of messages that are posted or received but not yet used: its receive buffers.
+
+    Raises:
+        ScheduleError: the proof fails; the message shows the program, the spot, and what each rank waits for.
+    """
+    schedule = program.schedule
+    for rank, row in enumerate(program.instructions):
+        computed = tuple(instruction.action for instruction in row if isinstance(instruction, Compute))
+        if computed != schedule.actions[rank]:
+            raise ScheduleError.at(
+                f"rank {rank} of the program does not compute the actions of schedule {schedule.name!r} in their order",
+                program.instructions,
+            )
+    execution = _StrictExecution(program)
+    while execution.advance():
+        pass
+    execution.check_finished()
+    return tuple(execution.peak_buffers)
+
+
+def _check_stages(schedule: Schedule, portals: Portals) -> None:
+    beyond = sorted(pair for pair in portals.forward if pair[1] >= schedule.num_stages)
+    if beyond:
+        raise ScheduleError.at(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages but portals lead to later ones: {beyond}",
+            schedule.actions,
+        )
+    if len(schedule.actions) != schedule.num_ranks:
+        raise ScheduleError.at(
+            f"schedule {schedule.name!r} has {len(schedule.actions)} rows for {schedule.num_ranks} ranks",
+            schedule.actions,
+        )
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Every action is known, on its rank, and done once; none is missing."""
+    seen: set[Action] = set()
+    done: defaultdict[tuple[int, int], set[str]] = defaultdict(set)  # (stage, microbatch) -> letters
+    for rank, row in enumerate(schedule.actions):
+        for index, action in enumerate(row):
+            reason = None
+            if not 0 <= action.stage < schedule.num_stages:
+                reason = f"{action} is of a stage that does not exist (stages 0 to {schedule.num_stages - 1})"
+            elif (home := schedule.rank_of(action.stage)) != rank:
+                reason = f"{action} stands on rank {rank} but stage {action.stage} is on rank {home}"
+            elif action in seen:
+                reason = f"{action} is done twice"
+            elif action.kind is not Kind.REDUCE and not 0 <= action.microbatch < schedule.num_microbatches:
+                reason = f"{action} is of a microbatch that does not exist (0 to {schedule.num_microbatches - 1})"
+            if reason:
+                raise ScheduleError.at(f"schedule {schedule.name!r}: {reason}", schedule.actions, {rank: index})
+            seen.add(action)
+            done[action.stage, action.microbatch].add(action.kind.value)
+
+    has_backward = schedule.has_backward
+    complete = ({"F", "B"}, {"F", "I", "W"}) if has_backward else ({"F"},)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            letters = done[stage, microbatch]
+            if letters not in complete:
+                wanted = " or ".join("+".join(sorted(kinds)) for kinds in complete)
+                raise ScheduleError.at(
+                    f"schedule {schedule.name!r}: stage {stage} does {'+'.join(sorted(letters)) or 'nothing'} for "
+                    f"microbatch {microbatch} but must do {wanted}",
+                    schedule.actions,
+                )
+        if has_backward and Action(Kind.REDUCE, stage) not in seen:
+            raise ScheduleError.at(
+                f"schedule {schedule.name!r}: {stage}R, the gradient reduction of stage {stage}, is missing",
+                schedule.actions,
+            )
+
+
+def _check_reductions(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+    reduced: set[int] = set()
+    for index, action in enumerate(row):
+        if action.kind is Kind.REDUCE:
+            reduced.add(action.stage)
+        elif action.stage in reduced:
+            raise ScheduleError.at(
+                f"schedule {schedule.name!r}: {action} comes after {action.stage}R, which reduces its gradients",
+                schedule.actions,
+                {rank: index},
+            )
+
+
+def _peak_in_flight(row: tuple[Action, ...]) -> int:
+    in_flight = peak = 0
+    for action in row:
+        if action.kind is Kind.F:
+            in_flight += 1
+        elif action.kind in (Kind.B, Kind.W):
+            in_flight -= 1
+        peak = max(peak, in_flight)
+    return peak
+
+
+class _StrictExecution:
+    """A program in the middle of running on the strictest channel, without values."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.schedule = program.schedule
+        self.peak_buffers = [0] * self.schedule.num_ranks
+        self._position = [0] * self.schedule.num_ranks
+        self._buffers = [0] * self.schedule.num_ranks
+        # (rank, peer) -> what `rank` has issued to the queue it shares with `peer`; the first _matched of a pair met.
+        self._issued: dict[tuple[int, int], list[tuple[Send | Receive, int]]] = {}
+        self._matched: Counter[tuple[int, int]] = Counter()
+        self._seen: set[Send | Receive] = set()
+        self._made: set[Message] = set()
+        self._arrived: set[Message] = set()
+
+    def advance(self) -> bool:
+        """Let every rank run until it blocks; False if none moved."""
+        moved = False
+        for rank, row in enumerate(self.program.instructions):
+            while self._position[rank] < len(row) and self._step(rank):
+                self._position[rank] += 1
+                moved = True
+        return moved
+
+    def check_finished(self) -> None:
+        """Raise unless every rank is done and every transfer met its other half."""
+        rows = self.program.instructions
+        blocked = {rank: at for rank, at in enumerate(self._position) if at < len(rows[rank])}
+        if blocked:
+            details = [f"rank {rank} waits at {rows[rank][at]} for {self._lack(rank)}" for rank, at in blocked.items()]
+            raise ScheduleError.at("deadlock: no rank can go on", rows, blocked, details)
+        for (rank, peer), issued in self._issued.items():
+            for instruction, index in issued[self._matched[_pair(rank, peer)] :]:
+                raise ScheduleError.at(
+                    f"{instruction} of rank {rank} never meets its other half on rank {peer}", rows, {rank: index}
+                )
+
+    def _step(self, rank: int) -> bool:
+        """Run the rank's next instruction; False if it blocks."""
+        instruction = self.program.instructions[rank][self._position[rank]]
+        if isinstance(instruction, Compute):
+            needed = needed_by(instruction.action, self.program.portals)
+            if any(message not in self._arrived for message in needed):
+                return False
+            self._buffers[rank] -= sum(self.schedule.rank_of(message.source) != rank for message in needed)
+            self._compute(rank, instruction.action)
+            return True
+        peer = peer_of(instruction, self.schedule)
+        issued = self._issued.setdefault((rank, peer), [])
+        if (instruction, self._position[rank]) not in issued[-1:]:
+            self._check_transfer(rank, peer, instruction)
+            self._seen.add(instruction)
+            issued.append((instruction, self._position[rank]))
+            if isinstance(instruction, Receive):
+                self._buffers[rank] += 1
+                self.peak_buffers[rank] = max(self.peak_buffers[rank], self._buffers[rank])
+            self._match(rank, peer)
+        return isinstance(instruction, Receive) or self._matched[_pair(rank, peer)] >= len(issued)
+
+    def _compute(self, rank: int, action: Action) -> None:
+        for message in made_by(action, self.program.portals):
+            self._made.add(message)
+            if self.schedule.rank_of(message.target) == rank:
+                self._arrived.add(message)
+
+    def _check_transfer(self, rank: int, peer: int, instruction: Send | Receive) -> None:
+        message = instruction.message
+        ends = self.schedule.rank_of(message.source), self.schedule.rank_of(message.target)
+        here = ends[0] if isinstance(instruction, Send) else ends[1]
+        reason = None
+        if here != rank or peer == rank:
+            reason = f"stands on rank {rank} but goes from rank {ends[0]} to rank {ends[1]}"
+        elif isinstance(instruction, Send) and message not in self._made:
+            reason = "comes before the action that makes it"
+        elif instruction in self._seen:
+            reason = "stands there twice"
+        if reason:
+            raise ScheduleError.at(f"{instruction} {reason}", self.program.instructions, {rank: self._position[rank]})
+
+    def _match(self, rank: int, peer: int) -> None:
+        """Let the k-th transfers of both sides of a pair meet, as far as both have issued them."""
+        here, there = self._issued[rank, peer], self._issued.get((peer, rank), [])
+        pair = _pair(rank, peer)
+        while self._matched[pair] < min(len(here), len(there)):
+            (one, one_index), (other, other_index) = here[self._matched[pair]], there[self._matched[pair]]
+            if one.message != other.message or type(one) is type(other):
+                spots = dict(sorted({rank: one_index, peer: other_index}.items()))
+                rows = self.program.instructions
+                raise ScheduleError.at(
+                    f"deadlock: transfer number {self._matched[pair]} between ranks {pair[0]} and {pair[1]} does not "
+                    "match, so both wait for ever",
+                    rows,
+                    spots,
+                    [f"rank {spot} waits at {rows[spot][index]}" for spot, index in spots.items()],
+                )
+            self._matched[pair] += 1
+            self._arrived.add(one.message)
+
+    def _lack(self, rank: int) -> str:
+        """What a blocked rank waits for, in words."""
+        instruction = self.program.instructions[rank][self._position[rank]]
+        if not isinstance(instruction, Compute):
+            return f"rank {peer_of(instruction, self.schedule)} to post its half"
+        words = []
+        for message in needed_by(instruction.action, self.program.portals):
+            if message in self._arrived:
+                continue
+            source_rank = self.schedule.rank_of(message.source)
+            posted = any(one.message == message for one, _ in self._issued.get((rank, source_rank), []))
+            local = source_rank == rank
+            words.append(f"{message}" + ("" if posted or local else " (no receive of it is posted before)"))
+        return ", ".join(words)
+
+
+def _pair(rank: int, peer: int) -> tuple[int, int]:
+    return min(rank, peer), max(rank, peer)

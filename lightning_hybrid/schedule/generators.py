@@ -1,0 +1,152 @@
+"""The pipeline schedules, each a small function from sizes to a `Schedule`.
+
+In the drawings time runs to the right; F, B and R are forward, backward and reduction, the digit is the microbatch,
+dots are the bubble. All schedules run the microbatches of one stage in ascending order, forward and backward: so
+gradients are summed in one order and all schedules give bitwise equal results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from lightning_hybrid.schedule.actions import Action, Kind, Schedule
+
+
+def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """All forwards, then all backwards (GPipe, Huang et al. 2019).
+
+    With several stages per rank each stage sees all microbatches before the next one does (breadth first,
+    Lamy-Poirier 2023).
+    """
+    # rank 0  F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3 R
+    # rank 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 R
+    # rank 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3 R      (B0 waits for the last forward)
+    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    microbatches = range(num_microbatches)
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        forwards = [Action(Kind.F, stage, m) for stage in stages for m in microbatches]
+        backwards = [Action(Kind.B, stage, m) for stage in reversed(stages) for m in microbatches]
+        rows.append(forwards + backwards)
+    return _schedule("gpipe", num_ranks, num_microbatches, stages_per_rank, rows)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """One forward, one backward (PipeDream-flush, Narayanan et al. 2021, section 2.2).
+
+    The bubble of GPipe, but rank r holds at most `num_ranks - r` microbatches. More than one stage per rank means
+    `interleaved_1f1b`.
+    """
+    # rank 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 R    warm-up of 2 forwards
+    # rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 R       warm-up of 1
+    # rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 R          no warm-up
+    if stages_per_rank != 1:
+        return interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank)
+    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    rows = []
+    for rank in range(num_ranks):
+        forwards = [Action(Kind.F, rank, m) for m in range(num_microbatches)]
+        backwards = [Action(Kind.B, rank, m) for m in range(num_microbatches)]
+        rows.append(_alternate(forwards, backwards, warmup=num_ranks - rank - 1))
+    return _schedule("1f1b", num_ranks, num_microbatches, 1, rows)
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """1F1B over several stages per rank (Narayanan et al. 2021, section 2.2): a smaller bubble, more messages.
+
+    Microbatches go in groups, as in Megatron, of `num_ranks` microbatches each. A number of microbatches that is no
+    multiple of `num_ranks` makes the first groups larger: with m >= p microbatches on p ranks and v stages per rank the
+    bubble is (p - 1) / (v * m + p - 1) for every m, at the price of the larger groups' activations.
+    """
+    # 2 ranks with 2 stages each: (0, 2) and (1, 3); 2F1 is stage 2, forward, microbatch 1
+    # rank 0  0F0 0F1 2F0 2F1 ... 2B0 2B1 0B0 0B1     each stage in turn takes a group of microbatches, so the next
+    # rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1     stage's input is back just when it is wanted
+    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    if stages_per_rank == 1:
+        return one_f_one_b(num_ranks, num_microbatches)
+    groups = _groups(num_microbatches, num_ranks)
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        forwards = [Action(Kind.F, s, m) for group in groups for s in stages for m in group]
+        backwards = [Action(Kind.B, s, m) for group in groups for s in reversed(stages) for m in group]
+        warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * len(groups[0])
+        rows.append(_alternate(forwards, backwards, warmup))
+    return _schedule("interleaved_1f1b", num_ranks, num_microbatches, stages_per_rank, rows)
+
+
+def forward_only(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """Forwards alone, for validation, testing and prediction; nothing to reduce."""
+    # rank 0  F0 F1 F2 F3
+    # rank 1  .. F0 F1 F2 F3
+    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        groups = _groups(num_microbatches, num_ranks)
+        rows.append([Action(Kind.F, s, m) for group in groups for s in stages for m in group])
+    return _schedule("forward_only", num_ranks, num_microbatches, stages_per_rank, rows)
+
+
+_GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+}
+
+SCHEDULE_NAMES = tuple(_GENERATORS)
+
+
+def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """The training schedule with a name from `SCHEDULE_NAMES`.
+
+    Raises:
+        ValueError: there is no schedule of this name, or a size is below 1.
+    """
+    if name not in _GENERATORS:
+        raise ValueError(f"no schedule is named {name!r}; choose one of {', '.join(map(repr, SCHEDULE_NAMES))}")
+    return _GENERATORS[name](num_ranks, num_microbatches, stages_per_rank)
+
+
+def _check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> None:
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"a schedule needs {name} >= 1 but got {name}={size}")
+
+
+def _groups(num_microbatches: int, least: int) -> list[range]:
+    """Cut the microbatches into as many groups of at least `least` as fit, the larger groups first."""
+    # A smaller group would starve the last ranks; a later group that is larger than the first would deadlock, because
+    # the warm-up is as long as the first group needs.
+    num_groups = max(1, num_microbatches // least)
+    size, larger = divmod(num_microbatches, num_groups)
+    starts = [i * size + min(i, larger) for i in range(num_groups + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    row = forwards[:warmup]
+    steady = forwards[warmup:]
+    for forward, backward in zip(steady, backwards, strict=False):
+        row += [forward, backward]
+    return row + backwards[len(steady) :]
+
+
+def _schedule(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, rows: list[list[Action]]
+) -> Schedule:
+    """Put each stage's REDUCE right behind its last backward, where the reduction can hide behind other stages."""
+    complete = []
+    for row in rows:
+        last_backward = {action.stage: i for i, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
+        complete_row: list[Action] = []
+        for i, action in enumerate(row):
+            complete_row.append(action)
+            if last_backward.get(action.stage) == i:
+                complete_row.append(Action(Kind.REDUCE, action.stage))
+        complete.append(tuple(complete_row))
+    return Schedule(name, num_ranks, stages_per_rank, num_microbatches, tuple(complete))

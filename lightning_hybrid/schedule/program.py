@@ -1,0 +1,123 @@
+"""From a schedule to what each rank does, sends and receives included.
+
+[Note: one order for all transfers]
+Channels can be strict: NCCL gives a pair of ranks one queue for both directions, in which the k-th transfer of one
+side meets the k-th transfer of the other, and a send may block until the other side has posted its receive. So that
+no two ranks ever wait for each other, all events of a program stand in *one* global order, the simulated one: a
+compute when it starts, a transfer when the compute that makes its message ends. Every pair of ranks meets its
+transfers in this order. Then the earliest event that has not happened can always happen: what it waits for is earlier.
+
+Receives do not block, so they are posted some computes ahead of their place in the order: before the compute that
+keeps the receiver busy when the sender is done. That keeps the argument: a receive never passes another transfer of
+its own pair, and a pair knows no other pair's order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_hybrid.schedule.actions import Action, Schedule
+from lightning_hybrid.schedule.portals import Message, Portals, made_by
+from lightning_hybrid.schedule.simulator import simulate
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Wait for the messages that the action needs (`needed_by`), then carry it out."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        """The action's short form."""
+        return str(self.action)
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message; the nearest compute before it made the message."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        """Such as `send(0>1F2)`."""
+        return f"send({self.message})"
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Post a receive without waiting for it; the compute that needs the message waits."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        """Such as `recv(0>1F2)`."""
+        return f"recv({self.message})"
+
+
+Instruction: TypeAlias = Compute | Send | Receive
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule with its transfers: for every pipeline rank, its instructions in order."""
+
+    schedule: Schedule
+    portals: Portals
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+
+def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1) -> Program:
+    """Add sends and receives to a schedule, so that it cannot deadlock even on the strictest channel.
+
+    See [Note: one order for all transfers]. A message between stages of one rank needs no transfer.
+
+    Args:
+        schedule: what each rank computes.
+        portals: which stages hand values to which.
+        post_ahead: how many computes ahead of its place in the global order a receive is posted. One hides the
+            sender's wait for a receiver that is busy; each more can cost a rank one more receive buffer per peer.
+
+    Raises:
+        ScheduleError: the schedule's dependencies cannot be satisfied.
+    """
+    # The costs only choose among the right orders; a backward is taken to cost two forwards.
+    timeline = simulate(schedule, portals, forward_seconds=1.0, backward_seconds=2.0)
+    events: list[tuple[float, bool, int, Compute | Send]] = []
+    for span in timeline.spans:
+        # At one moment transfers come before computes, which may need them; then the order of the simulation holds.
+        events.append((span.start, True, len(events), Compute(span.action)))
+        for message in made_by(span.action, portals):
+            if schedule.rank_of(message.target) != span.rank:
+                events.append((span.end, False, len(events), Send(message)))
+
+    rows: list[list[Instruction]] = [[] for _ in range(schedule.num_ranks)]
+    for _, _, _, event in sorted(events):
+        if isinstance(event, Compute):
+            rows[schedule.rank_of(event.action.stage)].append(event)
+        else:
+            source_rank = schedule.rank_of(event.message.source)
+            rows[source_rank].append(event)
+            row = rows[schedule.rank_of(event.message.target)]
+            row.insert(_place_ahead(row, source_rank, schedule, post_ahead), Receive(event.message))
+    return Program(schedule, portals, tuple(tuple(row) for row in rows))
+
+
+def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
+    """The rank at the other end of a transfer."""
+    message = instruction.message
+    return schedule.rank_of(message.target if isinstance(instruction, Send) else message.source)
+
+
+def _place_ahead(row: list[Instruction], peer: int, schedule: Schedule, post_ahead: int) -> int:
+    """Where in an unfinished row the next receive from `peer` goes: up to `post_ahead` computes before the end."""
+    place = index = len(row)
+    while index and post_ahead:
+        instruction = row[index - 1]
+        if isinstance(instruction, Compute):
+            post_ahead -= 1
+            place = index - 1
+        elif peer_of(instruction, schedule) == peer:
+            break
+        index -= 1
+    return place

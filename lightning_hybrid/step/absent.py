@@ -1,0 +1,162 @@
+"""Stand-ins for what lives on another stage.
+
+An *absent* tensor is a ``FakeTensor``: it answers shape, dtype and the real device, has no storage, and mixes with real
+tensors. Absent parameters keep the identity of the user's ``Parameter`` objects, so optimizers that hold them stay
+right; an absent number is a NaN that refuses to be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_hybrid.step.graph import Value
+
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
+
+MARK = "_hybrid_value"  # attribute of a tensor: (run, value index)
+
+
+class ControlFlowError(RuntimeError):
+    """User code branches on a value that lives on another stage."""
+
+
+def make_absent(like: Tensor, *, requires_grad: bool | None = None) -> FakeTensor:
+    """A stand-in with the shape, strides, dtype and device of ``like`` and no storage.
+
+    It is built without dispatching an operation, so nothing holds a weak reference to it and its content can be
+    swapped for real data later (``torch.utils.swap_tensors``).
+    """
+    device = like.fake_device if isinstance(like, FakeTensor) else like.device
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return _absent(meta, device, like.requires_grad if requires_grad is None else requires_grad)
+
+
+def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
+    """A stand-in for one value of a step graph."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
+    return _absent(meta, device, value.requires_grad)
+
+
+def _absent(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:
+    absent = FakeTensor(FAKE_MODE, meta, device)
+    absent.requires_grad_(requires_grad)
+    return absent
+
+
+def make_absent_parameter(parameter: Tensor) -> FakeTensor:
+    """A stand-in for a parameter or buffer; ``isinstance(x, nn.Parameter)`` holds where it held before."""
+    absent = make_absent(parameter)
+    if isinstance(parameter, nn.Parameter):
+        absent._is_param = True
+    return absent
+
+
+def is_absent(value: Any) -> bool:
+    """Whether ``value`` is a stand-in without content."""
+    return isinstance(value, FakeTensor | AbsentFloat)
+
+
+def drop(parameter: Tensor) -> None:
+    """Free the storage of ``parameter`` in place: the same object becomes absent."""
+    absent = make_absent_parameter(parameter)
+    parameter.grad = None
+    torch.utils.swap_tensors(parameter, absent)
+
+
+def fill(absent: Tensor, content: Tensor) -> None:
+    """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
+    torch.utils.swap_tensors(absent, content)
+
+
+class AbsentFloat(float):
+    """A number read from an absent tensor: NaN, so what is computed from it is NaN too.
+
+    Its comparison would decide a branch by a value that is not there, so it raises.
+    """
+
+    line: str
+
+    def __new__(cls, line: str = "") -> AbsentFloat:
+        """Args: line: where the number was read, for messages."""
+        number = super().__new__(cls, float("nan"))
+        number.line = line
+        return number
+
+    def _arithmetic(self, *_: Any) -> AbsentFloat:
+        return AbsentFloat(self.line)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
+    __truediv__ = __rtruediv__ = __rpow__ = __neg__ = __pos__ = __abs__ = _arithmetic
+    __pow__ = _arithmetic  # type: ignore[assignment]
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __round__ = _arithmetic
+
+    def _compare(self, *_: Any) -> bool:
+        raise ControlFlowError(branch_message(self.line))
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _compare
+    __hash__ = float.__hash__
+
+    def __int__(self) -> int:
+        """No whole number can stand for an absent one."""
+        return self._compare()
+
+
+def branch_message(line: str) -> str:
+    """What to tell a user whose step branches on an absent value."""
+    return (
+        f"{line}: the step branches on a value that is computed by the model; with pipeline stages each rank has only"
+        " its own part of the values. Make the decision from the batch alone, use torch.where,"
+        " or set pipeline_parallel_size=1"
+    )
+
+
+@contextlib.contextmanager
+def absent_members(owners: list[tuple[nn.Module, str, str]]) -> Iterator[dict[int, str]]:
+    """Replace parameters and buffers by fresh stand-ins for a recording.
+
+    Args:
+        owners: (module, name of the member, FQN); members that are one tensor share one stand-in.
+
+    Yields:
+        FQN by id of the stand-in, under the first name that a shared tensor has.
+    """
+    saved: list[tuple[Any, Any, Tensor]] = []
+    stand_ins: dict[int, tuple[Tensor, str]] = {}
+    try:
+        for module, name, fqn in owners:
+            members: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+            original = members[name]
+            assert original is not None
+            if id(original) not in stand_ins:
+                stand_ins[id(original)] = make_absent_parameter(original), fqn
+            saved.append((members, name, original))
+            members[name] = stand_ins[id(original)][0]
+        for module in {id(module): module for module, _, _ in owners}.values():
+            # torch's recurrent layers, and users, hold parameters in plain lists and dicts too.
+            for held in module.__dict__.values():
+                if (
+                    type(held) is list
+                    or (type(held) is dict
+                    and held is not module._parameters
+                    and held is not module._buffers)
+                ):
+                    _substitute(held, stand_ins, saved)
+        yield {id(stand_in): fqn for stand_in, fqn in stand_ins.values()}
+    finally:
+        for members, name, original in saved:
+            members[name] = original
+
+
+def _substitute(held: Any, stand_ins: dict[int, tuple[Tensor, str]], saved: list[tuple[Any, Any, Tensor]]) -> None:
+    for key, item in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        if isinstance(item, Tensor) and id(item) in stand_ins:
+            saved.append((held, key, item))
+            held[key] = stand_ins[id(item)][0]

@@ -1,0 +1,63 @@
+"""Count what a recorded step costs and note which modules draw random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class CostWatch(TorchDispatchMode):
+    """Sees every kernel of a recording, inside units too.
+
+    Attributes:
+        flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
+        moved_bytes: Bytes written so far.
+        drawing: FQNs of the modules in whose own code a random kernel ran, in order.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        """Args: root: the module whose FQNs are meant."""
+        super().__init__()
+        self.flops = 0.0
+        self.moved_bytes = 0.0
+        self.drawing: dict[str, None] = {}
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._stack = [""]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one kernel."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawing[self._stack[-1]] = None
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        for made in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(made, Tensor) and not func.is_view:
+                self.moved_bytes += made.numel() * made.element_size()
+        return out
+
+    @contextlib.contextmanager
+    def module_stack(self) -> Iterator[None]:
+        """Know in which module a kernel runs."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+        def leave(*_: Any) -> None:
+            self._stack.pop()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

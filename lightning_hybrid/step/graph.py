@@ -1,0 +1,95 @@
+"""The step graph: what one run of a user's step does, as plain data.
+
+Values are numbered; a node reads values and parameters and makes values. A *unit* (a module that a cut never enters)
+is one node. Batch-only operations, which touch neither a parameter nor anything derived from one, run everywhere and
+are not in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of the step.
+
+    Attributes:
+        index: Number of the value; also its place in ``StepGraph.values``.
+        shape: Its shape in the recorded run.
+        dtype: Name of its torch dtype, such as ``"float32"``.
+        stride: Its strides, in elements.
+        requires_grad: Whether a gradient flows back through it.
+        dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of the glue, or one call of a unit.
+
+    Attributes:
+        index: Place in the order of execution.
+        name: Name of the operation, or ``@`` and the FQN of the unit.
+        inputs: Indices of the values read.
+        parameters: FQNs of the parameters and tracked buffers read (for a unit: all that it owns).
+        outputs: Indices of the values made, those of mutated inputs included.
+        written: FQNs of the parameters and tracked buffers written in place.
+        flops: Floating-point operations of its forward.
+        moved_bytes: Bytes written by its forward.
+        line: Where in the user's code it was called, ``file:line``.
+    """
+
+    index: int
+    name: str
+    inputs: tuple[int, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[int, ...]
+    written: tuple[str, ...] = ()
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    line: str = ""
+
+    @property
+    def unit(self) -> str | None:
+        """FQN of the unit that this node calls, or None for an operation of the glue."""
+        return self.name[1:] if self.name.startswith("@") else None
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One recorded step.
+
+    Attributes:
+        step: Name of the step, such as ``"training_step"``.
+        nodes: In the order of execution.
+        values: By index.
+        parameter_bytes: Size of each parameter and tracked buffer that a node reads, by FQN.
+        returned: Values among the leaves of what the step returned.
+        loss: The value that the backward starts from; None for steps without one.
+        kept: Values that stay reachable from the module after the step.
+        cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
+        draws: FQNs of modules that draw random numbers themselves.
+    """
+
+    step: str
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
+    returned: tuple[int, ...] = ()
+    loss: int | None = None
+    kept: tuple[int, ...] = ()
+    cloned: frozenset[int] = frozenset()
+    draws: tuple[str, ...] = ()
+
+    def units(self) -> list[str]:
+        """FQNs of the units called, in order of their first call."""
+        return list(dict.fromkeys(node.unit for node in self.nodes if node.unit is not None))

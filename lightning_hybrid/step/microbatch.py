@@ -1,0 +1,182 @@
+"""Split a batch into microbatches, and join what the microbatches gave back.
+
+A batch is split only where that provably is right: all its tensors agree on the size of their first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.tree import children_of, flatten, unflatten
+
+BatchSplitter = Callable[[Any, int], Sequence[Any]]
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+class BatchError(ValueError):
+    """A batch that cannot be split as asked."""
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Number of samples in ``batch``; None if its leaves do not agree on one."""
+    size, _ = _measure(batch)
+    return size
+
+
+def _measure(batch: Any) -> tuple[int | None, str]:
+    """The number of samples, or None and the reason."""
+    sizes: dict[int, Tensor] = {}
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                return None, f"it holds a tensor of layout {leaf.layout}"
+            if leaf.dim():
+                sizes.setdefault(leaf.shape[0], leaf)
+        elif not isinstance(leaf, _PLAIN):
+            return None, f"it holds a {type(leaf).__name__}, whose samples are not known"
+    if len(sizes) > 1:
+        shapes = [tuple(tensor.shape) for tensor in sizes.values()]
+        return None, f"its tensors have different first dimensions: {shapes}"
+    if not sizes:
+        return None, "it holds no tensor with a batch dimension"
+    return next(iter(sizes)), ""
+
+
+def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: BatchSplitter | None) -> int:
+    """How many microbatches to cut ``batch`` into.
+
+    Args:
+        batch: The batch.
+        wanted: The user's number; None chooses at most four times the number of stages.
+        num_stages: Number of pipeline stages.
+        splitter: The user's own splitter; then ``wanted`` is taken as it is.
+
+    Raises:
+        BatchError: ``wanted`` was given and the batch cannot be split at all.
+    """
+    if splitter is not None:
+        return wanted or max(1, 2 * num_stages)
+    size, reason = _measure(batch)
+    if size is None:
+        if wanted is not None and wanted > 1:
+            raise BatchError(
+                f"num_microbatches={wanted} but the batch cannot be split: {reason}; pass"
+                " batch_splitter=function(batch, count) -> list of batches, or num_microbatches=1"
+            )
+        return 1
+    if wanted is not None:
+        return max(1, min(wanted, size))
+    if num_stages == 1:
+        return 1
+    most = max(1, min(size, 4 * num_stages))
+    even = [count for count in range(num_stages, most + 1) if size % count == 0]
+    return even[-1] if even else most
+
+
+def check_count(batch: Any, wanted: int | None) -> None:
+    """Refuse more microbatches than a full batch has samples.
+
+    Raises:
+        BatchError: With both numbers.
+    """
+    size = batch_size_of(batch)
+    if wanted is not None and size is not None and wanted > size:
+        raise BatchError(
+            f"num_microbatches={wanted} but the batch has only {size} samples;"
+            f" set num_microbatches={size} or less, or a larger batch_size"
+        )
+
+
+def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tuple[list[Any], list[float]]:
+    """Cut ``batch`` into ``count`` microbatches as even as possible.
+
+    Returns:
+        The microbatches, and the weight of each: its share of the samples.
+
+    Raises:
+        BatchError: The user's splitter gave another number of microbatches.
+    """
+    if splitter is not None:
+        pieces = list(splitter(batch, count))
+        if len(pieces) != count:
+            raise BatchError(f"batch_splitter was asked for {count} microbatches and gave {len(pieces)}")
+        known = [size for piece in pieces if (size := batch_size_of(piece)) is not None]
+        total = sum(known)
+        if len(known) == len(pieces) and total:
+            return pieces, [size / total for size in known]
+        return pieces, [1 / count] * count
+    if count == 1:
+        return [batch], [1.0]
+    size = batch_size_of(batch)
+    assert size is not None and count <= size
+    each, more = divmod(size, count)
+    counts = [each + (index < more) for index in range(count)]
+    return _cut(batch, size, counts), [part / size for part in counts]
+
+
+def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
+    if isinstance(value, Tensor):
+        return list(value.split(counts)) if value.dim() else [value] * len(counts)
+    if type(value) in (list, tuple) and len(value) == size and all(isinstance(item, _PLAIN) for item in value):
+        # One plain object per sample: file names, captions.
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        return [value[start : start + part] for start, part in zip(starts, counts, strict=True)]
+    parts = children_of(value)
+    if parts is None:
+        return [value] * len(counts)
+    children, build = parts
+    columns = [_cut(child, size, counts) for child in children]
+    return [build([column[index] for column in columns]) for index in range(len(counts))]
+
+
+def join(parts: Sequence[Any], weights: Sequence[float], counts: Sequence[int | None]) -> Any:
+    """One result out of what the microbatches returned.
+
+    Tensors with a batch dimension are concatenated, scalars averaged by the share of samples, lists of plain objects
+    concatenated, and anything else is that of the last microbatch.
+
+    Args:
+        parts: What each microbatch returned, of one structure.
+        weights: Share of the samples of each.
+        counts: Number of samples of each, if known.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    columns = [flatten(part)[0] for part in parts]
+    if len({len(column) for column in columns}) != 1:
+        return parts[-1]
+    joined = [_join_leaf([column[i] for column in columns], weights, counts) for i in range(len(columns[0]))]
+    return unflatten(joined, flatten(parts[-1])[1])
+
+
+def _join_leaf(parts: list[Any], weights: Sequence[float], counts: Sequence[int | None]) -> Any:
+    if not all(isinstance(part, Tensor) for part in parts):
+        if all(isinstance(part, float) and not isinstance(part, bool) for part in parts):
+            return sum(part * weight for part, weight in zip(parts, weights, strict=True))
+        return parts[-1]
+    if any(is_absent(part) for part in parts):
+        return parts[-1]
+    if parts[0].dim() == 0:
+        if parts[0].is_floating_point() or parts[0].is_complex():
+            return weighted_mean(parts, weights)
+        return torch.stack(parts).sum() if parts[0].dtype != torch.bool else parts[-1]
+    per_sample = all(count is None or part.shape[0] == count for part, count in zip(parts, counts, strict=True))
+    if per_sample and all(part.shape[1:] == parts[0].shape[1:] for part in parts):
+        return torch.cat(parts)
+    if all(part.shape == parts[0].shape for part in parts) and parts[0].is_floating_point():
+        return weighted_mean(parts, weights)
+    return torch.cat(parts) if all(part.shape[1:] == parts[0].shape[1:] for part in parts) else parts[-1]
+
+
+def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Sum of ``weight * part``; the mean over samples if the weights are shares of the samples."""
+    total = parts[0] * weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        total = total + part * weight
+    return total

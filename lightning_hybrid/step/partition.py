@@ -1,0 +1,240 @@
+"""Cut a step graph into stages.
+
+The nodes, in order of execution, are cut into contiguous segments of balanced cost. A parameter's home is the segment
+of its first use, and one rule then gives every operation its stage::
+
+    stage(op) = max over the stages of its inputs and the homes of its parameters
+
+So the loss lands on the last stage by itself, a value made on stage i and read on stage j > i becomes a portal i -> j,
+and a parameter read on several stages is shared by them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_hybrid.step.graph import Node, StepGraph
+
+# Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
+# vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
+FLOPS_PER_BYTE = 8.0
+
+# A cut that shares more than this part of the parameter bytes between stages is no pipeline.
+MOST_SHARED = 0.5
+
+
+class PartitionError(ValueError):
+    """A step that cannot be cut as asked."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which stage does what in one step graph.
+
+    Attributes:
+        graph: The graph.
+        num_stages: Number of stages.
+        node_stage: Stage of each node.
+        value_stage: Stage on which each value is made.
+        holders: For each parameter read, the stages that read it, ascending; the first is where it counts.
+        portals: For each pair (source, target) the values sent, ascending.
+    """
+
+    graph: StepGraph
+    num_stages: int
+    node_stage: tuple[int, ...]
+    value_stage: tuple[int, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    portals: Mapping[tuple[int, int], tuple[int, ...]]
+
+    @property
+    def loss_stage(self) -> int:
+        """Stage on which the loss is made."""
+        assert self.graph.loss is not None
+        return self.value_stage[self.graph.loss]
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters held by more than one stage, and those stages."""
+        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+    def costs(self) -> list[float]:
+        """Cost of each stage, in FLOPs of its forward."""
+        total = [0.0] * self.num_stages
+        for node, stage in zip(self.graph.nodes, self.node_stage, strict=True):
+            total[stage] += node_cost(node, self.graph)
+        return total
+
+    def gradient_portals(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The portals whose values carry gradients back."""
+        values = self.graph.values
+        pairs = {pair: tuple(v for v in sent if values[v].requires_grad) for pair, sent in self.portals.items()}
+        return {pair: sent for pair, sent in pairs.items() if sent}
+
+
+def node_cost(node: Node, graph: StepGraph) -> float:
+    """Cost of one node, in FLOPs of its forward."""
+    read = sum(graph.parameter_bytes[name] for name in node.parameters)
+    return node.flops + FLOPS_PER_BYTE * (node.moved_bytes + read)
+
+
+def balance(costs: Sequence[float], parts: int) -> list[int]:
+    """Cut ``costs`` into ``parts`` contiguous non-empty segments whose largest sum is as small as possible.
+
+    Returns:
+        The start of each segment; the first is 0. Exact, in O(n * parts * log n).
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise PartitionError(f"{count} elements cannot be cut into {parts} non-empty parts")
+    sums = [0.0, *itertools.accumulate(costs)]
+    best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the parts so far
+    choice: list[list[int]] = []
+    for part in range(2, parts + 1):
+        row, starts = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(part, count + 1):
+            # best[] grows with its index while the last segment shrinks: their maximum is least where they cross.
+            low = bisect.bisect_left(range(part - 1, end), True, key=lambda j: best[j] >= sums[end] - sums[j])
+            for j in (part - 1 + low, part - 2 + low):
+                if part - 1 <= j < end and max(best[j], sums[end] - sums[j]) < row[end]:
+                    row[end], starts[end] = max(best[j], sums[end] - sums[j]), j
+        best = row
+        choice.append(starts)
+    cuts, end = [], count
+    for starts in reversed(choice):
+        end = starts[end]
+        cuts.append(end)
+    return [0, *reversed(cuts)]
+
+
+def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None) -> dict[str, int]:
+    """The stage of each parameter that the graph reads.
+
+    Args:
+        graph: The recorded training step.
+        num_stages: Number of stages.
+        cuts: FQNs at which the stages 1, 2, ... begin; balanced by cost if None.
+
+    Raises:
+        PartitionError: More stages than units, an unknown cut, or cuts in another order than the step runs.
+    """
+    starts, first_use = _elements(graph)
+    if cuts is None:
+        if num_stages > len(starts):
+            raise PartitionError(
+                f"the step needs {num_stages} stages but has only {len(starts)} units with parameters;"
+                f" set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
+            )
+        bounds = [*starts[1:], len(graph.nodes)]
+        begin = [0, *starts[1:]]
+        costs = [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begin, bounds, strict=True)]
+        first_nodes = [begin[i] for i in balance(costs, num_stages)]
+    else:
+        first_nodes = _cut_at(graph, num_stages, cuts)
+    homes = {name: bisect.bisect_right(first_nodes, node) - 1 for name, node in first_use.items()}
+    return _tie_written(graph, homes)
+
+
+def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assignment:
+    """Give every node its stage, and derive portals and shared parameters."""
+    value_stage = [0] * len(graph.values)
+    made: set[int] = set()
+    node_stage: list[int] = []
+    holders: dict[str, set[int]] = {}
+    portals: dict[tuple[int, int], set[int]] = {}
+    for node in graph.nodes:
+        stage = max([value_stage[v] for v in node.inputs] + [homes[p] for p in node.parameters], default=0)
+        node_stage.append(stage)
+        for name in node.parameters:
+            holders.setdefault(name, set()).add(stage)
+        for value in node.inputs:
+            if value_stage[value] != stage:
+                portals.setdefault((value_stage[value], stage), set()).add(value)
+        for value in node.outputs:
+            if value not in made:  # a unit may hand an input through: it stays where it was made
+                value_stage[value] = stage
+                made.add(value)
+    return Assignment(
+        graph=graph,
+        num_stages=num_stages,
+        node_stage=tuple(node_stage),
+        value_stage=tuple(value_stage),
+        holders={name: tuple(sorted(stages)) for name, stages in holders.items()},
+        portals={pair: tuple(sorted(sent)) for pair, sent in sorted(portals.items())},
+    )
+
+
+def check_shared(assignment: Assignment) -> None:
+    """Refuse a cut through a model that feeds its output back through its earlier layers.
+
+    Raises:
+        PartitionError: More than half of the parameter bytes would be shared between stages.
+    """
+    sizes = assignment.graph.parameter_bytes
+    total = sum(sizes[name] for name in assignment.holders)
+    shared = sum(sizes[name] for name in assignment.shared)
+    if assignment.num_stages > 1 and shared > MOST_SHARED * total:
+        worst = max(assignment.shared, key=lambda name: sizes[name])
+        raise PartitionError(
+            f"{assignment.graph.step} is recurrent through its stages: {shared} of {total} parameter bytes"
+            f" (such as {worst!r}, read on stages {list(assignment.shared[worst])}) are used again after later layers;"
+            " set pipeline_parallel_size=1"
+        )
+
+
+def _elements(graph: StepGraph) -> tuple[list[int], dict[str, int]]:
+    """The nodes at which a stage may begin (first users of some parameter), and each parameter's first user."""
+    starts, first_use = [], {}
+    for node in graph.nodes:
+        new = [name for name in node.parameters if name not in first_use]
+        first_use.update(dict.fromkeys(new, node.index))
+        if new:
+            starts.append(node.index)
+    return starts, first_use
+
+
+def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]:
+    if len(cuts) != num_stages - 1:
+        raise PartitionError(
+            f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
+            " name the first unit of each stage but the first"
+        )
+    begins = [0]
+    for cut in cuts:
+        begin = next((n.index for n in graph.nodes if any(_covers(cut, name) for name in _names(n))), None)
+        if begin is None:
+            known = sorted({name for node in graph.nodes for name in _names(node)})
+            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
+            raise PartitionError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
+        if begin <= begins[-1]:
+            raise PartitionError(
+                f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its forerunner"
+            )
+        begins.append(begin)
+    return begins
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return (node.unit, *node.parameters) if node.unit is not None else node.parameters
+
+
+def _covers(cut: str, name: str) -> bool:
+    return name == cut or name.startswith(cut + ".")
+
+
+def _tie_written(graph: StepGraph, homes: dict[str, int]) -> dict[str, int]:
+    """Put what one operation writes and reads together (a momentum teacher and its student) on one stage."""
+    for _ in range(len(homes)):
+        changed = False
+        for node in graph.nodes:
+            if node.written and len({homes[name] for name in node.parameters}) > 1:
+                lowest = min(homes[name] for name in node.parameters)
+                homes.update(dict.fromkeys(node.parameters, lowest))
+                changed = True
+        if not changed:
+            break
+    return homes

@@ -1,0 +1,175 @@
+"""Random numbers that do not depend on stages, schedules or ranks.
+
+Every operation that draws is seeded by a key: (seed, step, microbatch, FQN of the module that draws, how often it has
+drawn in this microbatch). So each stage draws the same numbers for the same operation wherever the cut lies, and one
+process that runs all microbatches draws them too. Outside a step the generators run on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_DRAWING_NAMES = frozenset(
+    ["rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "poisson", "binomial", "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "rrelu", "rrelu_", "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d", "lstm", "gru", "rnn_tanh", "rnn_relu", "_standard_gamma", "_sample_dirichlet"]
+)
+
+
+def draws(name: str) -> bool:
+    """Whether the torch function of this name may draw random numbers."""
+    return name in _DRAWING_NAMES
+
+
+class GeneratorStates:
+    """The states of all random generators of this process, to be put back later."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Args: device: an accelerator whose generator is held too."""
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()
+        self._torch = torch.default_generator.get_state()
+        self._device = device
+        self._accelerator = _accelerator_generator(device)
+        self._accelerator_state = None if self._accelerator is None else self._accelerator.get_state()
+
+    def restore(self) -> None:
+        """Put the generators back into the states held."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.default_generator.set_state(self._torch)
+        if self._accelerator is not None and self._accelerator_state is not None:
+            self._accelerator.set_state(self._accelerator_state)
+
+
+def _accelerator_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return None
+
+
+class KeyedRandomness:
+    """Seeds the generators by key while a microbatch of a step runs.
+
+    Attributes:
+        seed: The run's seed; stored in checkpoints.
+        watched: Whether a function mode that reseeds before each draw is active; one draw is keyed once.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """Args: seed: the same on every rank. device: where the step draws, beside the CPU."""
+        self.seed = seed
+        self.watched = False
+        self.device = device
+        self._base: int | None = None
+        self._module = [0]
+        self._drawn: Counter[int] = Counter()
+
+    @contextlib.contextmanager
+    def microbatch(self, step: int, microbatch: int) -> Iterator[None]:
+        """Key the draws inside by this step and microbatch.
+
+        Args:
+            step: Number of the batch in the run.
+            microbatch: Number of the microbatch over all replicas: replica * num_microbatches + index.
+        """
+        saved = self._base, self._module, self._drawn
+        self._base, self._module, self._drawn = hash((self.seed, step, microbatch)), [0], Counter()
+        random.seed(self._base)
+        numpy.random.seed(self._base & 0xFFFFFFFF)
+        self.reseed()
+        try:
+            yield
+        finally:
+            self._base, self._module, self._drawn = saved
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Leave all generators as they were before."""
+        states = GeneratorStates(self.device)
+        try:
+            yield
+        finally:
+            states.restore()
+
+    def reseed(self) -> None:
+        """Seed torch's generators for the next draw of the module that runs now."""
+        if self._base is None:
+            return
+        module = self._module[-1]
+        key = hash((self._base, module, self._drawn[module])) & 0x7FFFFFFFFFFFFFFF
+        self._drawn[module] += 1
+        torch.default_generator.manual_seed(key)
+        accelerator = _accelerator_generator(self.device)
+        if accelerator is not None:
+            accelerator.manual_seed(key)
+
+    @contextlib.contextmanager
+    def watching(self, watched: bool) -> Iterator[None]:
+        """Say that a function mode that reseeds is active inside, or that none is."""
+        before, self.watched = self.watched, watched
+        try:
+            yield
+        finally:
+            self.watched = before
+
+    @contextlib.contextmanager
+    def modules(self, drawing: dict[str, nn.Module]) -> Iterator[None]:
+        """Key what these modules draw by their FQN, inside units too, where nothing else watches."""
+        with contextlib.ExitStack() as stack:
+            for fqn, module in drawing.items():
+                stack.enter_context(replaced_forward(module, partial(self._keyed, fqn)))
+            yield
+
+    def _keyed(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        code = zlib.crc32(fqn.encode())
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._base is None:
+                return original(*args, **kwargs)
+            self._module.append(code)
+            try:
+                if self.watched:
+                    return original(*args, **kwargs)
+                with self.watching(True), _DrawWatch(self):
+                    return original(*args, **kwargs)
+            finally:
+                self._module.pop()
+
+        return forward
+
+
+class _DrawWatch(TorchFunctionMode):
+    """Reseeds before each drawing operation of the module that runs under it."""
+
+    def __init__(self, randomness: KeyedRandomness) -> None:
+        super().__init__()
+        self._randomness = randomness
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _DRAWING_NAMES:
+            self._randomness.reseed()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace ``module.forward`` on this instance alone, below its hooks, and put it back."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = wrap(module.forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own

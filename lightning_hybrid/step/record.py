@@ -1,0 +1,373 @@
+"""Record a step: run the user's own code once with every parameter absent, and note what it does.
+
+The recording writes nothing (see ``transaction``), needs no parameter's content, and may therefore be repeated at any
+time, also while most parameters live on other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.step.absent import (
+    MARK,
+    AbsentFloat,
+    absent_members,
+    make_absent,
+)
+from lightning_hybrid.step.costs import CostWatch
+from lightning_hybrid.step.graph import Node, StepGraph, Value
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, index_by_numbers, run_on_stand_ins
+from lightning_hybrid.step.transaction import ModuleState, Place, reachable
+from lightning_hybrid.step.tree import Spec, flatten
+from lightning_hybrid.step.watch import StepWatch, user_line
+
+_SIZED_BY_DATA = frozenset(
+    ["nonzero", "masked_select", "unique", "unique_consecutive", "argwhere", "bincount", "repeat_interleave"]
+)
+_WRITES = frozenset(["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__"])
+
+
+class StepError(ValueError):
+    """A step that cannot be recorded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What one leaf of a node's result is: a value, an input handed through, or a plain object."""
+
+    value: int | None = None
+    input: int | None = None
+    constant: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """How the result of a node that runs elsewhere is rebuilt.
+
+    Attributes:
+        leaves: What each leaf of its result is.
+        spec: The container around them.
+        written: Inputs written in place, as (place among the input leaves, the value they are afterwards).
+    """
+
+    leaves: tuple[Leaf, ...]
+    spec: Spec | None
+    written: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A step graph together with what replay needs of the user's containers.
+
+    Attributes:
+        graph: The graph.
+        templates: One per node.
+        units: The units that were one node each, by FQN.
+        owned: What each unit holds, by FQN.
+        kept: Where values of the step stay reachable from the modules.
+        unopened: Units whose parameters were read around their forward; they should be opened.
+        found_buffers: Buffers that turned out to have a home (the glue writes model values into them, or reads them
+            from inside a unit); the recording is to be repeated with them tracked.
+    """
+
+    graph: StepGraph
+    templates: tuple[Template, ...]
+    units: Mapping[str, nn.Module]
+    owned: Mapping[str, tuple[str, ...]]
+    kept: tuple[tuple[Place, int], ...]
+    unopened: frozenset[str]
+    found_buffers: frozenset[str] = frozenset()
+
+
+def record(
+    root: nn.Module,
+    step: Callable[[], Any],
+    units: Mapping[str, nn.Module],
+    *,
+    name: str,
+    randomness: KeyedRandomness,
+    loss_required: bool = False,
+    tracked_buffers: Iterable[str] = (),
+) -> Recording:
+    """Record one run of ``step``.
+
+    Args:
+        root: The user's LightningModule.
+        step: Runs the step on one microbatch, in the contexts (autocast, grad mode) of training.
+        units: Modules that are one node each, by FQN.
+        name: Name of the step, for messages.
+        randomness: Its generators are left as they were.
+        loss_required: Whether the step must return a loss.
+        tracked_buffers: FQNs of buffers that have a home like parameters.
+
+    Raises:
+        StepError: No loss, or a value that reached the glue on a way that cannot be followed.
+        ControlFlowError: The step branches on a value of the model.
+    """
+    tracked = set(tracked_buffers)
+    owners = [
+        (module, member, f"{fqn}.{member}" if fqn else member)
+        for fqn, module in root.named_modules()
+        for members, everything in ((module._parameters, True), (module._buffers, False))
+        for member, tensor in members.items()
+        if tensor is not None and (everything or (f"{fqn}.{member}" if fqn else member) in tracked)
+    ]
+    state = ModuleState(root)
+    costs = CostWatch(root)
+    watch: RecordWatch | None = None
+    try:
+        with randomness.isolated(), absent_members(owners) as names:
+            owned = {fqn: _owned(unit, names) for fqn, unit in units.items()}
+            watch = RecordWatch(names, costs, _buffer_names(root, units))
+            with randomness.microbatch(0, 0), costs.module_stack(), watch.units(units, owned), costs, watch:
+                result = step()
+            return watch.finish(root, name, result, units, owned, loss_required=loss_required)
+    finally:
+        if watch is not None:
+            watch.undo_writes()
+        state.restore()
+
+
+def _owned(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
+    tensors = [*unit.parameters(), *unit.buffers()]
+    return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))
+
+
+def _buffer_names(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, tuple[str, bool]]:
+    """FQN of each buffer by id, and whether it lives inside a unit."""
+    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
+    return {id(buffer): (name, id(buffer) in inside) for name, buffer in root.named_buffers()}
+
+
+class RecordWatch(StepWatch):
+    """Runs every event on stand-ins and notes it as a node."""
+
+    def __init__(
+        self, parameters: Mapping[int, str], costs: CostWatch, buffers: Mapping[int, tuple[str, bool]]
+    ) -> None:
+        """Args: parameters: FQN by id of the stand-ins. costs: counts the kernels. buffers: see ``_buffer_names``."""
+        super().__init__(parameters)
+        self._buffers = buffers
+        self._found_buffers: set[str] = set()
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._costs = costs
+        self._nodes: list[Node] = []
+        self._templates: list[Template] = []
+        self._values: list[Value] = []
+        self._bytes: dict[str, int] = {}
+        self._cloned: set[int] = set()
+        self._kept_alive: list[Any] = []
+        self._sized_by_data = False
+
+    def is_absent_here(self, tensor: Tensor) -> bool:
+        """Everything that came from a parameter is absent while recording."""
+        return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
+
+    def read_here(self, name: str, result: Any, args: Any) -> Any:
+        """A number read from the batch may become a size: shapes from here on are not known from shapes alone."""
+        if name in ("item", "__int__", "__index__", "tolist", "numpy", "__array__"):
+            self._sized_by_data = True
+        return result
+
+    def event(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
+    ) -> Any:
+        """Run one operation on stand-ins; a node, unless it touches the batch alone."""
+        leaves, _spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        marks = [self.mark_of(tensor) for tensor in tensors]
+        inputs = tuple(mark for mark in marks if mark is not None)
+        direct = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
+        if not owned:
+            self._note_unit_buffers(tensors)
+        if not inputs and not direct and not owned:
+            self._refuse_untracked(name, tensors)
+            return run(*args, **kwargs)
+        self._open_for_writing(name, args, kwargs)
+        parameters = tuple(dict.fromkeys((*direct, *owned)))
+        for tensor in tensors:
+            if id(tensor) in self.parameters:
+                self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
+        versions = [tensor._version for tensor in tensors]
+        flops, moved = self._costs.flops, self._costs.moved_bytes
+        out, dynamic = self._run(name, run, args, kwargs)
+        dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
+
+        # A tensor whose version moved was written in place: the object now is a new value.
+        writes = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        written_names = tuple(self.parameters[id(t)] for t in writes if id(t) in self.parameters)
+        written: list[tuple[int, int]] = []
+        for tensor in {id(t): t for t in writes}.values():
+            if id(tensor) in self.parameters:
+                continue
+            old = self.mark_of(tensor)
+            if old is not None:
+                self._cloned.add(old)
+            value = self._new_value(tensor, dynamic)
+            written.append((next(i for i, leaf in enumerate(leaves) if leaf is tensor), value))
+        out_leaves, out_spec = flatten(out)
+        described = tuple(self._describe(leaf, leaves, dynamic) for leaf in out_leaves)
+        outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
+        self._templates.append(Template(described, out_spec, tuple(written)))
+        self._nodes.append(
+            Node(
+                index=len(self._nodes),
+                name=name,
+                inputs=inputs,
+                parameters=parameters,
+                outputs=tuple(dict.fromkeys(outputs)),
+                written=written_names,
+                flops=self._costs.flops - flops,
+                moved_bytes=self._costs.moved_bytes - moved,
+                line=user_line(),
+            )
+        )
+        self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
+        return out
+
+    def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
+        """A buffer that a unit may write, read around it, is right at the unit's home only."""
+        for tensor in tensors:
+            name, inside = self._buffers.get(id(tensor), ("", False))
+            if inside:
+                self._found_buffers.add(name)
+
+    def _open_for_writing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A batch-only tensor that a model value is written into becomes absent itself."""
+        target = kwargs.get("out")
+        if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+            target = args[0]
+        if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self.mark_of(target) is not None:
+            return
+        if target._is_view():
+            raise StepError(
+                f"{user_line()}: {name} writes a value of the model into a view of a tensor made from the batch;"
+                " write into the tensor itself (x[index] = value)"
+            )
+        if id(target) in self._buffers:
+            self._found_buffers.add(self._buffers[id(target)][0])
+        absent = make_absent(target)
+        torch.utils.swap_tensors(target, absent)
+        self._swapped.append((target, absent))
+
+    def undo_writes(self) -> None:
+        """Give the tensors opened for writing their content back."""
+        for target, content in reversed(self._swapped):
+            target.__dict__.pop(MARK, None)
+            target.__class__ = content.__class__
+            torch._C._swap_tensor_impl(target, content)
+
+    def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The result on stand-ins, and whether its shape depends on data."""
+        dynamic = name in _SIZED_BY_DATA
+        if name in ("__getitem__", "masked_select", "__setitem__"):
+            args, by_mask = index_by_numbers(name, args)
+            if by_mask and name == "masked_select":
+                return args[0][args[1]], True
+            dynamic |= by_mask
+        try:
+            return run(*args, **kwargs), dynamic
+        except NO_FAKE_KERNEL as error:
+            return run_on_stand_ins(name, run, args, kwargs, error), True
+
+    def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
+        for place, given in enumerate(inputs):
+            if leaf is given and leaf is not None and not isinstance(leaf, bool | int | float | str):
+                mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
+                return Leaf(value=mark, input=place)
+        if not isinstance(leaf, Tensor):
+            return Leaf(constant=leaf)
+        return Leaf(value=self._new_value(leaf, dynamic))
+
+    def _new_value(self, tensor: Tensor, dynamic: bool) -> int:
+        index = len(self._values)
+        like = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
+        strides = tuple(like.stride()) if like.layout is torch.strided else ()
+        dtype = str(like.dtype).removeprefix("torch.")
+        self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic))
+        self.mark(tensor, index)
+        return index
+
+    def _refuse_untracked(self, name: str, tensors: list[Tensor]) -> None:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            raise StepError(
+                f"{user_line()}: {name} reads a tensor that left a unit on a side way (an attribute or an object it was"
+                " given); return it from the module's forward, or name a cut inside that module in pipeline_cuts"
+            )
+
+    def finish(
+        self,
+        root: nn.Module,
+        name: str,
+        result: Any,
+        units: Mapping[str, nn.Module],
+        owned: Mapping[str, tuple[str, ...]],
+        *,
+        loss_required: bool,
+    ) -> Recording:
+        """Close the recording: what was returned, what was kept, what it all cost."""
+        for members in owned.values():
+            for member in members:
+                self._bytes.setdefault(member, 0)
+        for module_fqn, module in root.named_modules():
+            for member, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                full = f"{module_fqn}.{member}" if module_fqn else member
+                if tensor is not None and full in self._bytes:
+                    self._bytes[full] = tensor.numel() * tensor.element_size()
+        returned = [self.mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        loss = find_loss(result)
+        loss_value = self.mark_of(loss) if isinstance(loss, Tensor) else None
+        if loss_required and (loss_value is None or not self._values[loss_value].requires_grad):
+            raise StepError(
+                f"{name} returned {_shape_of(result)} and no loss that depends on a trainable parameter;"
+                " return the loss tensor, or a dict with the key 'loss'"
+            )
+        kept = self._find_kept(root)
+        called = {node.unit for node in self._nodes if node.unit is not None}
+        read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
+        unopened = frozenset(
+            fqn for fqn, members in owned.items() if fqn not in called and read_around.intersection(members)
+        )
+        graph = StepGraph(
+            step=name,
+            nodes=tuple(self._nodes),
+            values=tuple(self._values),
+            parameter_bytes=dict(self._bytes),
+            returned=tuple(dict.fromkeys(value for value in returned if value is not None)),
+            loss=loss_value,
+            kept=tuple(dict.fromkeys(value for _, value in kept)),
+            cloned=frozenset(self._cloned),
+            draws=tuple(self._costs.drawing),
+        )
+        found = frozenset(self._found_buffers)
+        return Recording(graph, tuple(self._templates), dict(units), dict(owned), tuple(kept), unopened, found)
+
+    def _find_kept(self, root: nn.Module) -> list[tuple[Place, int]]:
+        kept = []
+        for place, leaf in reachable(root):
+            if isinstance(leaf, AbsentFloat):
+                raise StepError(
+                    f"{leaf.line}: {place} keeps a number read from the model, which other pipeline stages do not"
+                    " have; keep the tensor instead (loss.detach()): it is filled in on every rank after the step"
+                )
+            if isinstance(leaf, FakeTensor) and (value := self.mark_of(leaf)) is not None:
+                kept.append((place, value))
+        return kept
+
+
+def find_loss(result: Any) -> Any:
+    """The loss in what a training step returned: itself, or its ``loss`` entry."""
+    return result.get("loss") if isinstance(result, Mapping) else result
+
+
+def _shape_of(result: Any) -> str:
+    if isinstance(result, Mapping):
+        return f"a {type(result).__name__} with keys {list(result)}"
+    return f"a {type(result).__name__}"

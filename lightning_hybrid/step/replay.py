@@ -1,0 +1,224 @@
+"""Replay one stage of a recorded step: the user's own code again, with only this stage's arithmetic.
+
+Node k of the graph is executed if it belongs to the stage and skipped if not; a skipped node answers with the received
+tensor where this stage was sent it, and with an absent stand-in otherwise. So the user's bookkeeping happens on every
+rank, and only the arithmetic of other stages is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.step.absent import MARK, make_placeholder
+from lightning_hybrid.step.graph import Node
+from lightning_hybrid.step.partition import Assignment
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.record import Recording, StepError
+from lightning_hybrid.step.tree import flatten, unflatten
+from lightning_hybrid.step.watch import StepWatch, user_line
+
+
+class StepChanged(StepError):
+    """The step did something else than when it was recorded."""
+
+
+@dataclasses.dataclass
+class StageRun:
+    """What one stage made of one microbatch.
+
+    Attributes:
+        result: What the step returned; tensors of other stages in it are absent.
+        made: The values that other stages, the backward or the user's attributes need, by index.
+        placeholders: Absent tensors that the user may still hold, with their value index.
+    """
+
+    result: Any
+    made: dict[int, Tensor]
+    placeholders: list[tuple[int, FakeTensor]]
+
+
+class StageReplay:
+    """Runs one stage of one recorded step, a microbatch at a time."""
+
+    def __init__(
+        self, recording: Recording, assignment: Assignment, stage: int, root: nn.Module, randomness: KeyedRandomness
+    ) -> None:
+        """Args: recording, assignment: of the same graph. stage: which one. root: the user's LightningModule."""
+        self.recording = recording
+        self.assignment = assignment
+        self.stage = stage
+        self._root = root
+        self._randomness = randomness
+        graph = recording.graph
+        wanted = {v for (source, _), sent in assignment.portals.items() if source == stage for v in sent}
+        wanted.update(v for v in (*graph.returned, *graph.kept) if assignment.value_stage[v] == stage)
+        self.wanted = frozenset(wanted)
+        self.held_by_user = frozenset((*graph.returned, *graph.kept))
+        modules = dict(root.named_modules())
+        self._drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
+        self.device = randomness.device
+
+    def run(self, step: Callable[[], Any], received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> StageRun:
+        """Run ``step`` with only this stage's arithmetic.
+
+        Args:
+            step: Runs the user's step on one microbatch.
+            received: The values that other stages sent, by index.
+            parameters: FQN by id of all parameters and tracked buffers of the module.
+
+        Raises:
+            StepChanged: The step did something else than when it was recorded.
+        """
+        watch = ReplayWatch(self, received, parameters, self._randomness)
+        recording = self.recording
+        randomness = self._randomness
+        with (
+            randomness.modules(self._drawing),
+            watch.units(recording.units, recording.owned),
+            randomness.watching(True),
+            watch,
+        ):
+            result = step()
+        watch.check_complete()
+        return StageRun(result, watch.made, watch.placeholders)
+
+
+class ReplayWatch(StepWatch):
+    """Executes the events of one stage and skips the others."""
+
+    def __init__(
+        self,
+        replay: StageReplay,
+        received: Mapping[int, Tensor],
+        parameters: Mapping[int, str],
+        randomness: KeyedRandomness,
+    ) -> None:
+        """Args: as ``StageReplay.run``."""
+        super().__init__(parameters, randomness)
+        self._stage = replay.stage
+        self._nodes = replay.recording.graph.nodes
+        self._node_stage = replay.assignment.node_stage
+        self._value_stage = replay.assignment.value_stage
+        self._values = replay.recording.graph.values
+        self._templates = replay.recording.templates
+        self._cloned = replay.recording.graph.cloned
+        self._wanted = replay.wanted
+        self._held_by_user = replay.held_by_user
+        self._device = replay.device
+        self._received = received
+        self._next = 0
+        self.made: dict[int, Tensor] = {}
+        self.placeholders: list[tuple[int, FakeTensor]] = []
+        for value, tensor in received.items():
+            self.mark(tensor, value)
+
+    def is_absent_here(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is, in this run, a value of another stage that was not received."""
+        mark = self.mark_of(tensor)
+        if mark is None:
+            return isinstance(tensor, FakeTensor)
+        return self._value_stage[mark] != self._stage and mark not in self._received
+
+    def event(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
+    ) -> Any:
+        """Execute or skip one operation."""
+        leaves, spec = flatten((args, kwargs))
+        inputs: list[int] = []
+        tracked = bool(owned)
+        replace = False
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                mark = getattr(leaf, MARK, None)
+                if mark is not None and mark[0] is self:
+                    inputs.append(mark[1])
+                    replace = replace or isinstance(leaf, FakeTensor)
+                elif id(leaf) in self.parameters:
+                    tracked = True
+        if not inputs and not tracked:
+            return run(*args, **kwargs)
+        node = self._match(name, inputs)
+        template = self._templates[node.index]
+        if self._node_stage[node.index] != self._stage:
+            return self._skip(node, leaves)
+        if replace:
+            leaves = [self._present(leaf) for leaf in leaves]
+            args, kwargs = unflatten(leaves, spec)
+        out = run(*args, **kwargs)
+        out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
+        if len(out_leaves) != len(template.leaves):
+            raise StepChanged(
+                self._changed(node, f"returned {len(out_leaves)} leaves instead of {len(template.leaves)}")
+            )
+        for leaf, described in zip(out_leaves, template.leaves, strict=True):
+            if described.value is not None:
+                self._note(leaf, described.value)
+        for place, value in template.written:
+            self._note(leaves[place], value)
+        return out
+
+    def _note(self, tensor: Tensor, value: int) -> None:
+        self.mark(tensor, value)
+        if value in self._wanted and value not in self.made:
+            self.made[value] = tensor.clone() if value in self._cloned else tensor
+
+    def _present(self, leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            mark = self.mark_of(leaf)
+            assert mark is not None, "an executed node reads a value that was never sent"
+            return self._received[mark]
+        return leaf
+
+    def _skip(self, node: Node, leaves: list[Any]) -> Any:
+        template = self._templates[node.index]
+        result: list[Any] = []
+        for leaf in template.leaves:
+            if leaf.input is not None:
+                result.append(leaves[leaf.input])
+            elif leaf.value is None:
+                result.append(leaf.constant)
+            elif leaf.value in self._received:
+                result.append(self._received[leaf.value])
+            else:
+                result.append(self._placeholder(leaf.value))
+        for leaf, described in zip(result, template.leaves, strict=True):
+            if described.value is not None:
+                self.mark(leaf, described.value)
+        for place, value in template.written:
+            self.mark(leaves[place], value)
+            if value in self._held_by_user and isinstance(leaves[place], FakeTensor):
+                self.placeholders.append((value, leaves[place]))
+        return unflatten(result, template.spec)
+
+    def _placeholder(self, value: int) -> FakeTensor:
+        placeholder = make_placeholder(self._values[value], self._device)
+        if value in self._held_by_user:
+            self.placeholders.append((value, placeholder))
+        return placeholder
+
+    def _match(self, name: str, inputs: list[int]) -> Node:
+        if self._next >= len(self._nodes):
+            raise StepChanged(f"{user_line()}: the step goes on with {name} where it ended when it was recorded")
+        node = self._nodes[self._next]
+        if node.name != name or node.inputs != tuple(inputs):
+            raise StepChanged(self._changed(node, f"is now {name} of the values {inputs} at {user_line()}"))
+        self._next += 1
+        return node
+
+    def _changed(self, node: Node, now: str) -> str:
+        return (
+            f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
+            f" it was recorded and {now}; its control flow depends on something else than shapes, train/eval mode and"
+            " requires_grad: make it the same on every batch, or set pipeline_parallel_size=1"
+        )
+
+    def check_complete(self) -> None:
+        """The step must have come to its recorded end."""
+        if self._next != len(self._nodes):
+            node = self._nodes[self._next]
+            raise StepChanged(self._changed(node, "is missing now"))

@@ -1,0 +1,92 @@
+"""Operations without an honest fake kernel: run them once on real stand-in values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+
+from lightning_hybrid.step.absent import MARK, make_absent
+from lightning_hybrid.step.tree import flatten, map_leaves, unflatten
+
+NO_FAKE_KERNEL = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+    RuntimeError,
+)
+
+
+def run_on_stand_ins(name: str, run: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Any:
+    """The result of ``run`` on real values of the right shapes, made absent again.
+
+    Args:
+        name: Name of the operation, for messages.
+        run: The operation, or the forward of a unit.
+        args: Its arguments; absent ones are replaced by small random values (integers by zeros).
+        kwargs: Likewise.
+        error: Why the fake kernels did not do; raised again if the real ones fail too.
+    """
+    owner = getattr(run, "__self__", None)
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    memo: dict[int, Tensor] = {}
+    saved = []
+    for module in modules:
+        groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for members in groups:
+            for member, tensor in members.items():
+                if isinstance(tensor, FakeTensor):
+                    saved.append((members, member, tensor))
+                    members[member] = _stand_in(tensor, memo)
+    leaves, spec = flatten((args, kwargs))
+    given = [_stand_in(leaf, memo) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+    try:
+        real_args, real_kwargs = unflatten(given, spec)
+        out = run(*real_args, **real_kwargs)
+    except Exception as failure:
+        raise error from failure
+    finally:
+        for members, member, tensor in saved:
+            members[member] = tensor
+    originals = {id(real): leaf for real, leaf in zip(given, leaves, strict=True)}
+    return map_leaves(
+        lambda leaf: originals.get(id(leaf), make_absent(leaf)) if isinstance(leaf, Tensor) else leaf, out
+    )
+
+
+def _stand_in(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in memo:
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            generator = torch.Generator(device).manual_seed(0)
+            real.normal_(0.0, 0.02, generator=generator)
+        real.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+    return memo[id(tensor)]
+
+
+def index_by_numbers(name: str, args: Any) -> tuple[Any, bool]:
+    """Arguments of an indexing operation with real boolean masks turned into indices, and whether there were any."""
+    if len(args) < 2:
+        return args, False
+    wanted = args[1] if isinstance(args[1], tuple) else (args[1],)
+    parts: list[Any] = []
+    found = False
+    for part in wanted:
+        is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
+        if is_mask and not isinstance(part, FakeTensor) and getattr(part, MARK, None) is None:
+            parts.extend(part.nonzero(as_tuple=True))
+            found = True
+        else:
+            parts.append(part)
+    return ((args[0], tuple(parts), *args[2:]) if found else args), found

@@ -1,0 +1,116 @@
+"""Recording is a transaction: afterwards every module is as it was before.
+
+Attributes, the containers they hold, buffers and hooks are noted before and put back, in place, after. Generators are
+the business of ``randomness``. What the step would have left on the modules (a list of outputs, a lazily built mask) is
+read off in between.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_hybrid.step.absent import is_absent
+
+# What belongs to the machinery around a module and not to its own state.
+_NOT_STATE = frozenset({"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "forward", "log"})
+_CONTAINERS = (list, dict, set, collections.deque)
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
+_DEEPEST = 4
+
+
+class Place(NamedTuple):
+    """Where a value is reachable from: attribute ``attribute`` of module ``module``, then ``path`` through containers."""
+
+    module: str
+    attribute: str
+    path: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        prefix = f"self.{self.module}." if self.module else "self."
+        return prefix + self.attribute + "".join(f"[{key!r}]" for key in self.path)
+
+
+class ModuleState:
+    """The state of all modules under a root at one moment."""
+
+    def __init__(self, root: nn.Module, *, buffers: bool = True) -> None:
+        """Args: root: the user's LightningModule. buffers: whether buffers belong to the state to put back."""
+        self._contents: list[tuple[Any, Any]] = []
+        self._buffers: list[tuple[Tensor, Tensor, int]] = []
+        seen: set[int] = set()
+        for module in root.modules():
+            if not buffers:
+                seen.add(id(module._buffers))
+            for buffer in module._buffers.values():
+                if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
+                    seen.add(id(buffer))
+                    self._buffers.append((buffer, buffer.detach().clone(), buffer._version))
+            self._note(module.__dict__, seen, 0, top=True)
+
+    def _note(self, container: Any, seen: set[int], depth: int, *, top: bool = False) -> None:
+        if id(container) in seen or depth > _DEEPEST:
+            return
+        seen.add(id(container))
+        self._contents.append((container, container.copy()))
+        items = container.items() if isinstance(container, dict) else ((None, item) for item in container)
+        for name, item in items:
+            if top and name in _NOT_STATE:
+                continue
+            inner = _inside(item)
+            if inner is not None:
+                self._note(inner, seen, depth + 1)
+
+    def restore(self) -> None:
+        """Put everything back as it was, keeping the identity of containers and tensors."""
+        for container, content in self._contents:
+            if isinstance(container, dict):
+                if container.keys() == content.keys() and all(container[key] is content[key] for key in content):
+                    continue
+                container.clear()
+                container.update(content)
+            elif isinstance(container, set):
+                container.intersection_update(content)
+                container.update(content)
+            else:
+                container.clear()
+                container.extend(content)
+        for buffer, content, version in self._buffers:
+            if buffer._version != version:
+                buffer.detach().copy_(content)
+
+
+def reachable(root: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """Every leaf (tensor, number, object) that modules hold in attributes and containers, and where."""
+    seen: set[int] = set()
+
+    def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
+        inner = _inside(value)
+        if inner is None or depth > _DEEPEST:
+            yield place, value
+            return
+        if id(inner) in seen:
+            return
+        seen.add(id(inner))
+        for key, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
+            yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
+
+    for name, module in root.named_modules():
+        for attribute, value in list(module.__dict__.items()):
+            if attribute not in _NOT_STATE and attribute not in ("_parameters", "_modules", "_buffers"):
+                yield from walk(Place(name, attribute, ()), value, 0)
+
+
+def _inside(value: Any) -> Any:
+    """The container of what ``value`` holds: itself, or the attributes of a plain user object; None for a leaf."""
+    if isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, Tensor | nn.Module | type) or callable(value):
+        return None
+    kind = type(value)
+    if kind.__module__.split(".")[0] in _FOREIGN or kind.__module__.startswith(_FOREIGN):
+        return None
+    return getattr(value, "__dict__", None)

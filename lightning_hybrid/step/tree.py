@@ -1,0 +1,117 @@
+"""Take apart and rebuild the containers that user code passes around.
+
+Steps receive and return tensors inside tuples, named tuples, dicts, dataclasses, Hugging Face ``BatchEncoding`` and
+``ModelOutput`` objects. ``flatten`` yields the leaves in a fixed order and a ``Spec`` from which the same container is
+rebuilt around other leaves. It is written for the hot path: a bare tensor or a flat tuple costs next to nothing, and a
+container type that is not known here is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+LEAF = None
+
+
+class Spec(NamedTuple):
+    """How one container is rebuilt: ``build(children)``, and the specs of its children (``None`` is a leaf)."""
+
+    build: Callable[[list[Any]], Any]
+    children: tuple[Spec | None, ...]
+
+
+def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spec | None]:
+    """Leaves of ``value`` in a fixed order, and the spec that rebuilds it.
+
+    Args:
+        value: Any object; unknown types are leaves.
+        leaves: A list to append to; a new one by default.
+    """
+    if leaves is None:
+        leaves = []
+    parts = children_of(value)
+    if parts is None:
+        leaves.append(value)
+        return leaves, LEAF
+    children, build = parts
+    return leaves, Spec(build, tuple([flatten(child, leaves)[1] for child in children]))
+
+
+def unflatten(leaves: list[Any], spec: Spec | None) -> Any:
+    """The inverse of ``flatten``."""
+    value, used = _build(leaves, 0, spec)
+    assert used == len(leaves)
+    return value
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each leaf."""
+    leaves, spec = flatten(value)
+    return unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def _build(leaves: list[Any], start: int, spec: Spec | None) -> tuple[Any, int]:
+    if spec is LEAF:
+        return leaves[start], start + 1
+    children = []
+    for child in spec.children:
+        built, start = _build(leaves, start, child)
+        children.append(built)
+    return spec.build(children), start
+
+
+def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What a container holds, and how it is rebuilt around other children; None for a leaf."""
+    kind = type(value)
+    if kind is tuple:
+        return list(value), tuple
+    if kind is list:
+        return value, list
+    if kind is dict:
+        keys = list(value)
+        return list(value.values()), lambda children: dict(zip(keys, children, strict=True))
+    if isinstance(value, tuple):
+        # A named tuple is built from its fields; torch's own return types (torch.max) take one sequence.
+        return list(value), (lambda children: kind(*children)) if hasattr(kind, "_fields") else kind
+    if isinstance(value, list):
+        return list(value), kind
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step], lambda children: slice(*children)
+    if isinstance(value, Mapping):
+        return _mapping(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _dataclass(value)
+    return None
+
+
+def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    keys = list(value)
+
+    def build(children: list[Any]) -> Any:
+        # A shallow copy keeps what else the object carries (an encoding's tokenizer data, a ModelOutput's class).
+        result = copy.copy(value)
+        if not isinstance(result, MutableMapping):
+            return dict(zip(keys, children, strict=True))
+        if isinstance(result, UserDict):
+            result.data = dict(result.data)  # copies share their dict
+        for key, child in zip(keys, children, strict=True):
+            result[key] = child
+        return result
+
+    return [value[key] for key in keys], build
+
+
+def _dataclass(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+    def build(children: list[Any]) -> Any:
+        result = copy.copy(value)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(result, name, child)
+        return result
+
+    return [getattr(value, name) for name in names], build

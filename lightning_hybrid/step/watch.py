@@ -1,0 +1,165 @@
+"""Watch the glue of a step: every torch operation outside units, and every call of a unit.
+
+``StepWatch`` is what recording and replay share: it sorts what it sees into operations that are the same everywhere
+(they touch the batch alone), reads of a tensor's metadata or content, and *events*: operations that touch a parameter
+or something computed from one. A subclass says what an event does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
+from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forward
+from lightning_hybrid.step.tree import flatten
+
+# Properties that make a new tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
+_VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+
+_METADATA = frozenset(
+    ["dim", "size", "numel", "is_floating_point", "is_complex", "element_size", "ndimension", "stride", "is_contiguous", "__len__", "__hash__", "is_signed", "get_device", "nelement", "type_as_string", "storage_offset", "register_hook", "retain_grad", "requires_grad_", "is_tensor", "is_same_size", "data_ptr", "untyped_storage", "storage", "__dir__", "is_shared", "is_pinned", "is_inference", "is_conj", "is_neg", "_is_view", "names", "has_names", "broadcast_shapes", "result_type", "can_cast", "promote_types", "is_storage", "dim_order", "register_post_accumulate_grad_hook"]
+)
+_NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
+_TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
+_BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
+_CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_READS = _NUMBER_READS | _TEXT_READS | _BRANCH_READS | _CONTENT_READS
+
+_OWN_FOLDER = __file__.rsplit("/", 2)[0]
+
+
+class StepWatch(TorchFunctionMode, ABC):
+    """Sees the glue operations and unit calls of one run of a step.
+
+    Attributes:
+        parameters: FQN by ``id`` of every parameter and tracked buffer.
+    """
+
+    def __init__(self, parameters: Mapping[int, str], randomness: KeyedRandomness | None = None) -> None:
+        """Args: parameters: FQN by id. randomness: reseeded before glue operations that draw."""
+        super().__init__()
+        self.parameters = parameters
+        self._randomness = randomness
+        self._inside_unit = False
+
+    @abstractmethod
+    def event(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
+    ) -> Any:
+        """An operation or unit call; ``owned`` are the parameters that the unit holds."""
+
+    @abstractmethod
+    def is_absent_here(self, tensor: Tensor) -> bool:
+        """Whether the content of ``tensor`` is not on this rank."""
+
+    def mark_of(self, tensor: Tensor) -> int | None:
+        """Index of the value that ``tensor`` is in this run; None if it is batch-only."""
+        mark = getattr(tensor, MARK, None)
+        return mark[1] if mark is not None and mark[0] is self else None
+
+    def mark(self, tensor: Tensor, value: int) -> None:
+        """Note that ``tensor`` now is this value."""
+        setattr(tensor, MARK, (self, value))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sort one torch function call of the glue."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+            if name not in _VIEW_PROPERTIES:
+                return func(*args, **kwargs)
+            name = "get_" + name
+        elif name in _METADATA or (name == "__set__" and func.__self__.__name__ != "data"):
+            return func(*args, **kwargs)
+        elif name in _READS:
+            return self._read(name, func, args, kwargs)
+        elif self._randomness is not None and draws(name):
+            self._randomness.reseed()
+        return self.event(name, func, args, kwargs, ())
+
+    def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        absent = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and self.is_absent_here(leaf)]
+        if not absent:
+            return self.read_here(name, func(*args, **kwargs), args)
+        line = user_line()
+        if name in _NUMBER_READS:
+            return AbsentFloat(line)
+        if name == "__format__":
+            return "nan"
+        if name in _TEXT_READS:
+            return f"absent{tuple(absent[0].shape)}"
+        if name in _CONTENT_READS:
+            raise ControlFlowError(
+                f"{line}: .{name}() reads values of the model that live on another pipeline stage;"
+                " keep the tensor itself (it is filled in after the step) or set pipeline_parallel_size=1"
+            )
+        raise ControlFlowError(branch_message(line))
+
+    def read_here(self, name: str, result: Any, args: Any) -> Any:
+        """A read of a tensor that has content; a recording notes it."""
+        return result
+
+    @contextlib.contextmanager
+    def units(self, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+        """Make each call of these units one event, seen above its forward and below its hooks."""
+        with contextlib.ExitStack() as stack:
+            for fqn, unit in units.items():
+                wrap = self._unit_wrapper("@" + fqn, owned[fqn])
+                stack.enter_context(replaced_forward(unit, wrap))
+            yield
+
+    def _unit_wrapper(self, name: str, owned: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if self._inside_unit:
+                    return original(*args, **kwargs)
+                with self._suspended():
+                    return self.event(name, original, args, kwargs, owned)
+
+            return forward
+
+        return wrap
+
+    @contextlib.contextmanager
+    def _suspended(self) -> Iterator[None]:
+        """Take this mode off the stack, by identity: users push modes of their own above it."""
+        above: list[Any] = []
+        present = any(mode is self for mode in _get_current_function_mode_stack())
+        while present and (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        self._inside_unit = True
+        unwatched = self._randomness.watching(False) if self._randomness is not None else contextlib.nullcontext()
+        try:
+            with unwatched:
+                yield
+        finally:
+            self._inside_unit = False
+            for _ in above:
+                _pop_mode()
+            if present:
+                _push_mode(self)
+            for mode in reversed(above):
+                _push_mode(mode)
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame of the user's own code."""
+    frame: Any = sys._getframe(1)
+    torch_folder = torch.__file__.rsplit("/", 1)[0]
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_OWN_FOLDER, torch_folder)) and "/lightning/" not in path and path != "<string>":
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"

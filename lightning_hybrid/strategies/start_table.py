@@ -1,0 +1,61 @@
+"""The table printed when a run starts: what lies where, and what is sent."""
+
+from __future__ import annotations
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.step.graph import StepGraph
+from lightning_hybrid.step.partition import Assignment
+
+_SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
+
+
+def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: str, num_ranks: int) -> str:
+    """The layout in one line and, for a pipeline, one row per stage."""
+    head = (
+        f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
+        f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
+    )
+    if assignment is None or assignment.num_stages == 1:
+        return head
+    graph, costs = assignment.graph, assignment.costs()
+    rows = [("stage", "rank", "units", "parameters", "cost", "sends per microbatch")]
+    for stage in range(assignment.num_stages):
+        held = [name for name, stages in assignment.holders.items() if stage in stages]
+        size = sum(graph.parameter_bytes[name] for name in held)
+        sends = [
+            f"{_bytes(sum(_value_bytes(graph, v) for v in sent))} to {target}"
+            for (source, target), sent in assignment.portals.items()
+            if source == stage
+        ]
+        share = f"{100 * costs[stage] / sum(costs):.0f} %"
+        units = _units(assignment, stage)
+        rows.append((str(stage), str(stage % num_ranks), units, _bytes(size), share, ", ".join(sends) or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    shared = [f"{name} on stages {list(stages)}" for name, stages in assignment.shared.items()]
+    tail = [f"shared parameters: {', '.join(shared[:4])}{' ...' if len(shared) > 4 else ''}"] if shared else []
+    return "\n".join([f"{head}, schedule {schedule}", *lines, *tail])
+
+
+def _units(assignment: Assignment, stage: int) -> str:
+    nodes = [node for node, s in zip(assignment.graph.nodes, assignment.node_stage, strict=True) if s == stage]
+    units = list(dict.fromkeys(node.unit for node in nodes if node.unit is not None))
+    if not units:
+        return "(glue)"
+    return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
+
+
+def _value_bytes(graph: StepGraph, index: int) -> int:
+    value = graph.values[index]
+    count = 1
+    for size in value.shape:
+        count *= size
+    return count * _SIZES.get(value.dtype, 2)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

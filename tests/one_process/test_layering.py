@@ -1,0 +1,141 @@
+"""The folder list is the architecture: a file imports only from floors below its own (docs/design, the house)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_hybrid"
+MAX_LINES = 400
+
+# Low to high. The rooms of one floor do not import each other, except those of plain Python.
+FLOORS = [
+    {"layout"},
+    {"schedule", "planner", "step/graph", "step/partition"},
+    {"mesh"},
+    {"step"},
+    {"pipeline", "tensor", "zero", "experts", "memory", "replicate"},
+    {"checkpoint", "verify"},
+    {"precision", "callbacks"},
+    {"strategies"},
+    {"cli", "__init__"},
+]
+PURE = FLOORS[0] | FLOORS[1]
+FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+MAY_IMPORT_LIGHTNING = {"strategies", "precision", "callbacks", "cli", "__init__"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+def sources():
+    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def room_of(parts):
+    """The room of a file or module, given as the parts of its path below the package."""
+    parts = tuple(parts) or ("__init__",)
+    return "/".join(parts[:2]) if "/".join(parts[:2]) in PURE else parts[0]
+
+
+def floor_of(room):
+    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def module_parts(path):
+    """`step/graph.py` -> ("step", "graph"); `step/__init__.py` -> ("step",); `__init__.py` -> ()."""
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports_of(source, path):
+    """Every imported name as absolute parts, `from a import b` as a.b, since b may be a module."""
+    package = ("lightning_hybrid", *path.parts[:-1])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            for alias in node.names:
+                yield node.lineno, (*base, alias.name)
+
+
+def violations(source, path):
+    """What the imports of a file do that its floor forbids, one sentence each."""
+    room = room_of(module_parts(path))
+    floor = floor_of(room)
+    if floor is None:
+        yield f"{path} is on no floor; name its room in FLOORS"
+        return
+    for line, (top, *rest) in imports_of(source, path):
+        where = f"{path}:{line}"
+        if top in FRAMEWORKS and room in PURE:
+            yield f"{where}: {room} is plain Python but imports {top}"
+        elif top in LIGHTNING and room not in MAY_IMPORT_LIGHTNING:
+            yield f"{where}: only {', '.join(sorted(MAY_IMPORT_LIGHTNING))} may import {top}"
+        elif top == "lightning_hybrid":
+            # `from lightning_hybrid import X` means a room if there is one, and else a public name.
+            other = room_of(rest)
+            other_floor = floor_of(other)
+            if other_floor is None:
+                other, other_floor = "__init__", len(FLOORS) - 1
+            siblings = {room, other} <= FLOORS[1]
+            if other != room and not siblings and other_floor >= floor:
+                yield f"{where}: {room} (floor {floor}) imports {other} (floor {other_floor}), which is not below it"
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_imports_point_down(path):
+    assert not list(violations((PACKAGE / path).read_text(), path))
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_a_file_holds_one_idea(path):
+    num_lines = len((PACKAGE / path).read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
+    assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("layout.py", "from .schedule.actions import Action"),
+        ("schedule/picture.py", "import torch"),
+        ("planner/search.py", "from torch import nn"),
+        ("step/graph.py", "import torch.fx"),
+        ("step/graph.py", "from lightning_hybrid.step.record import record"),
+        ("step/graph.py", "from .record import record"),
+        ("step/partition.py", "from . import record"),
+        ("step/record.py", "import lightning.pytorch"),
+        ("step/record.py", "from lightning_hybrid.pipeline.executor import run"),
+        ("mesh.py", "from lightning_hybrid import step"),
+        ("pipeline/executor.py", "from lightning_hybrid.zero import shard"),
+        ("pipeline/executor.py", "from ..zero.shard import shard"),
+        ("zero/shard.py", "from .. import strategies"),
+        ("zero/shard.py", "def late():\n    from lightning_hybrid.checkpoint import save"),
+        ("checkpoint/save.py", "from lightning_hybrid.verify import compare"),
+        ("callbacks/timeline.py", "from lightning_hybrid import HybridStrategy"),
+        ("strategies/hybrid.py", "from lightning_hybrid.cli import main"),
+        ("misplaced.py", ""),
+    ],
+)
+def test_a_wrong_import_is_found(path, source):
+    assert len(list(violations(source, Path(path)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("schedule/picture.py", "import math\nfrom .actions import Action\nfrom lightning_hybrid.layout import AXES"),
+        ("planner/search.py", "from lightning_hybrid.schedule import simulator\nfrom ..step.graph import StepGraph"),
+        ("step/record.py", "import torch\nfrom .graph import StepGraph\nfrom ..mesh import Mesh"),
+        ("pipeline/executor.py", "from lightning_hybrid.step.replay import replay\nfrom . import transport"),
+        ("strategies/hybrid.py", "import lightning.pytorch\nfrom ..callbacks import timeline\nfrom .. import layout"),
+        ("__init__.py", "from lightning_hybrid.strategies.hybrid import HybridStrategy\nfrom .layout import AXES"),
+        ("cli/plan.py", "from lightning_hybrid.planner import search"),
+    ],
+)
+def test_a_right_import_passes(path, source):
+    assert not list(violations(source, Path(path)))

@@ -1,0 +1,64 @@
+"""What the two sides of a world say to each other.
+
+Free of torch: pytest itself imports this file, and stays light for tests without ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# A rank that is stopped inside a task writes its stack first. Lightning installs no handler for this signal.
+STOP_SIGNAL = signal.SIGUSR2
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on every rank of a world.
+
+    Attributes:
+        number: counts the tasks of the world, from 0.
+        module_name: what pytest calls the module of the function.
+        module_path: where it lies.
+        call: the pickled function, its positional and its keyword arguments.
+        main_port: a free port on loopback, for code that opens a store of its own.
+        capture: whether to keep what the task prints in a file instead of showing it.
+    """
+
+    number: int
+    module_name: str
+    module_path: str
+    call: bytes
+    main_port: int
+    capture: bool
+
+
+@dataclass(frozen=True)
+class Idle:
+    """All ranks have reported: nobody needs the process group of the last task any more."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the process."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a task on one rank: a pickled result, or a text that says why there is none."""
+
+    outcome: Literal["passed", "skipped", "failed"]
+    result: bytes = b""
+    text: str = ""
+
+
+def output_path(folder: str, rank: int) -> Path:
+    """Where a rank of a world keeps what its current task prints."""
+    return Path(folder) / f"output-{rank}"
+
+
+def stack_path(folder: str, rank: int) -> Path:
+    """Where a rank of a world writes its stack when it is stopped."""
+    return Path(folder) / f"stack-{rank}"
