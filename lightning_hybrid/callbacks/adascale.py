@@ -161,12 +161,15 @@ class AdaScale(Callback):
             return
         if batches > 1:
             self._update(squares[0], squares[1] / num_batches**2, batches)
+        if len(self._weights) < len(optimizer.param_groups):
+            return  # nothing is known yet
         scale = self.scale or float(self._data_parallel_size * accumulated)
+        self._restore(optimizer)  # an optimizer may evaluate its closure more than once per step
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group, gain in zip(optimizer.param_groups, self.gains(scale), strict=True):
             group["lr"] = group["lr"] * gain
-        overall = _gain(*self._debiased().sum(1).tolist(), scale)
-        pl_module.log("adascale_gain", overall, on_step=True, on_epoch=False)
+        square, variance = self._debiased().sum(1).tolist()
+        pl_module.log("adascale_gain", _gain(square, variance, scale), on_step=True, on_epoch=False)
 
     def _restore(self, optimizer: Optimizer) -> None:
         if self._rates is not None:

@@ -25,6 +25,7 @@ class Entry:
         kwargs: The other arguments of the call, those of the last microbatch.
         values: By microbatch; NaN where the value lives on another rank.
         sizes: The ``batch_size`` given, by microbatch.
+        dtype: Of the logged tensor, at least torch's default; numbers get the default, as Lightning gives them.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Entry:
     kwargs: dict[str, Any]
     values: list[float]
     sizes: list[int | None]
+    dtype: torch.dtype = torch.float32
 
     def combine(self, values: Sequence[float], weights: Sequence[float]) -> float:
         """The value of the whole step out of those of its microbatches, as ``reduce_fx`` says."""
@@ -50,25 +52,29 @@ class Entry:
         return {**self.kwargs, "batch_size": sum(known)} if known else self.kwargs
 
 
+# Key, metric, value, other arguments, dtype.
+_Call = tuple[str, Metric | None, float, dict[str, Any], torch.dtype]
+
+
 class LogCapture:
     """Takes the place of ``LightningModule.log`` while stages run."""
 
     def __init__(self, num_microbatches: int) -> None:
         """Args: num_microbatches: how often the step runs."""
         self._count = num_microbatches
-        self._calls: dict[int, list[tuple[str, Metric | None, float, dict[str, Any]]]] = {}
+        self._calls: dict[int, list[_Call]] = {}
 
     @contextlib.contextmanager
     def microbatch(self, root: nn.Module, index: int) -> Iterator[None]:
         """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
-        calls: list[tuple[str, Metric | None, float, dict[str, Any]]] = []
+        calls: list[_Call] = []
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
             kwargs.update(zip(names, args, strict=False))
             metric = value if isinstance(value, Metric) else None
             with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
-                calls.append((name, metric, _number(name, value), kwargs))
+                calls.append((name, metric, _number(name, value), kwargs, _dtype(value)))
 
         with replaced_log(root, log):
             yield
@@ -94,6 +100,7 @@ class LogCapture:
                 kwargs=columns[-1][3],
                 values=[column[2] for column in columns],
                 sizes=[column[3].get("batch_size") for column in columns],
+                dtype=columns[-1][4],
             )
             for columns in zip(*rows, strict=True)
         ]
@@ -111,6 +118,11 @@ def replaced_log(root: nn.Module, log: Callable[..., None]) -> Iterator[None]:
             del root.__dict__["log"]
         else:
             root.__dict__["log"] = own
+
+
+def _dtype(value: Any) -> torch.dtype:
+    default = torch.get_default_dtype()
+    return torch.promote_types(value.dtype, default) if isinstance(value, Tensor) else default
 
 
 def _number(name: str, value: Any) -> float:

@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.exchange import digest, share_numbers, share_tens
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
 from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
@@ -77,6 +78,7 @@ class StepRunner:
         num_microbatches: int | None,
         splitter: BatchSplitter | None,
         replica: int,
+        metrics: MetricSync,
     ) -> None:
         """Args: root: the user's module. plan: who holds what. group: the ranks of this pipeline. replica: data rank."""
         self.plan = plan
@@ -87,7 +89,9 @@ class StepRunner:
         self._wanted = num_microbatches
         self._splitter = splitter
         self._replica = replica
+        self._metrics = metrics
         self._executor = Executor(root, group.rank(), transport)
+        self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
 
     def record(
@@ -99,7 +103,7 @@ class StepRunner:
     ) -> None:
         """Record a step on an example batch before the run; the first one decides the cut."""
         batch, *rest = args
-        count = choose_count(batch, self._wanted, self.plan.num_stages, self._splitter)
+        count = self._count(name, batch)
         microbatch = split(batch, count, self._splitter)[0][0]
         self.plan.variant(name, _bind(step, microbatch, rest), microbatch, context, train=name == "training_step")
 
@@ -126,7 +130,7 @@ class StepRunner:
             share_output: Whether tensors that the step returned are needed on every rank.
         """
         batch, *rest = args
-        count = choose_count(batch, self._wanted, self.plan.num_stages, self._splitter)
+        count = self._count(name, batch)
         microbatches, weights = split(batch, count, self._splitter)
         steps = [_bind(step, microbatch, rest) for microbatch in microbatches]
         logs = LogCapture(count)
@@ -156,12 +160,26 @@ class StepRunner:
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
         with self._randomness.isolated(), torch.set_grad_enabled(train is not None or torch.is_grad_enabled()):
-            outcome = self._executor.run(job)
+            with self._metrics.step():
+                outcome = self._executor.run(job)
+        self._metrics.note_homes(variants[0].assignment.sinks, self.plan.num_ranks)
         counts = [batch_size_of(microbatch) for microbatch in microbatches]
         result = self._share(variants, outcome, logs.entries(), weights, counts, batch, share_output, train is not None)
         kept.join(weights, counts)
         self.plan.share_buffers(variants[0])
         return result
+
+    def _count(self, name: str, batch: Any) -> int:
+        """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
+        count = choose_count(batch, self._wanted, self.plan.num_stages, self._splitter)
+        size = batch_size_of(batch)
+        if size is None or self._splitter is not None:
+            return count
+        usual = self._full.setdefault(name, (size, count))
+        if size >= usual[0]:
+            self._full[name] = size, count
+            return count
+        return math.ceil(size / math.ceil(usual[0] / usual[1]))
 
     def _program(self, variants: Sequence[Variant], *, train: bool) -> Program:
         forward = frozenset(pair for variant in variants for pair in variant.assignment.portals)

@@ -120,8 +120,9 @@ class HybridPrecision(MixedPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Learn where the model is."""
         if self._follows_model:
-            parameter = next(model.parameters(), None)
-            self.device = self.device if parameter is None else parameter.device.type
+            # Parameters of other stages may be on no device at all.
+            devices = (parameter.device.type for parameter in model.parameters())
+            self.device = next((device for device in devices if device != "meta"), self.device)
             if self.scaler is not None:
                 self.scaler.use_device(self.device)
         return super().connect(model, optimizers, lr_schedulers)

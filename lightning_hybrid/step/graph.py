@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of a metric
+
 
 @dataclass(frozen=True)
 class Value:

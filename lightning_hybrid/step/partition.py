@@ -15,9 +15,9 @@ import bisect
 import difflib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lightning_hybrid.step.graph import Node, StepGraph
+from lightning_hybrid.step.graph import SINK, Node, StepGraph
 
 # Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
 # vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
@@ -42,6 +42,7 @@ class Assignment:
         value_stage: Stage on which each value is made.
         holders: For each parameter read, the stages that read it, ascending; the first is where it counts.
         portals: For each pair (source, target) the values sent, ascending.
+        sinks: The stage that feeds each metric, by its pseudo-parameter.
     """
 
     graph: StepGraph
@@ -50,6 +51,7 @@ class Assignment:
     value_stage: tuple[int, ...]
     holders: Mapping[str, tuple[int, ...]]
     portals: Mapping[tuple[int, int], tuple[int, ...]]
+    sinks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def loss_stage(self) -> int:
@@ -141,23 +143,27 @@ def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = N
 
 def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assignment:
     """Give every node its stage, and derive portals and shared parameters."""
-    value_stage = [0] * len(graph.values)
-    made: set[int] = set()
-    node_stage: list[int] = []
+    sinks = {name: 0 for node in graph.nodes for name in node.parameters if name.startswith(SINK)}
+    while True:
+        # All nodes of a metric lie on one stage: the last that any of its inputs asks for.
+        node_stage, value_stage = _stages(graph, {**homes, **sinks})
+        later = dict(sinks)
+        for node, stage in zip(graph.nodes, node_stage, strict=True):
+            for name in node.parameters:
+                if name in later:
+                    later[name] = max(later[name], stage)
+        if later == sinks:
+            break
+        sinks = later
     holders: dict[str, set[int]] = {}
     portals: dict[tuple[int, int], set[int]] = {}
-    for node in graph.nodes:
-        stage = max([value_stage[v] for v in node.inputs] + [homes[p] for p in node.parameters], default=0)
-        node_stage.append(stage)
+    for node, stage in zip(graph.nodes, node_stage, strict=True):
         for name in node.parameters:
-            holders.setdefault(name, set()).add(stage)
+            if name not in sinks:
+                holders.setdefault(name, set()).add(stage)
         for value in node.inputs:
             if value_stage[value] != stage:
                 portals.setdefault((value_stage[value], stage), set()).add(value)
-        for value in node.outputs:
-            if value not in made:  # a unit may hand an input through: it stays where it was made
-                value_stage[value] = stage
-                made.add(value)
     return Assignment(
         graph=graph,
         num_stages=num_stages,
@@ -165,7 +171,23 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
         value_stage=tuple(value_stage),
         holders={name: tuple(sorted(stages)) for name, stages in holders.items()},
         portals={pair: tuple(sorted(sent)) for pair, sent in sorted(portals.items())},
+        sinks=sinks,
     )
+
+
+def _stages(graph: StepGraph, homes: Mapping[str, int]) -> tuple[list[int], list[int]]:
+    """The stage of each node and of each value."""
+    value_stage = [0] * len(graph.values)
+    made: set[int] = set()
+    node_stage: list[int] = []
+    for node in graph.nodes:
+        stage = max([value_stage[v] for v in node.inputs] + [homes[p] for p in node.parameters], default=0)
+        node_stage.append(stage)
+        for value in node.outputs:
+            if value not in made:  # a unit may hand an input through: it stays where it was made
+                value_stage[value] = stage
+                made.add(value)
+    return node_stage, value_stage
 
 
 def check_shared(assignment: Assignment) -> None:
@@ -190,7 +212,7 @@ def _elements(graph: StepGraph) -> tuple[list[int], dict[str, int]]:
     """The nodes at which a stage may begin (first users of some parameter), and each parameter's first user."""
     starts, first_use = [], {}
     for node in graph.nodes:
-        new = [name for name in node.parameters if name not in first_use]
+        new = [name for name in node.parameters if name not in first_use and not name.startswith(SINK)]
         first_use.update(dict.fromkeys(new, node.index))
         if new:
             starts.append(node.index)

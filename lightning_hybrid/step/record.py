@@ -6,6 +6,7 @@ time, also while most parameters live on other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_hybrid.step.absent import (
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.graph import Node, StepGraph, Value
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, index_by_numbers, run_on_stand_ins
 from lightning_hybrid.step.transaction import ModuleState, Place, reachable
 from lightning_hybrid.step.tree import Spec, flatten
@@ -125,8 +127,15 @@ def record(
     try:
         with randomness.isolated(), absent_members(owners) as names:
             owned = {fqn: _owned(unit, names) for fqn, unit in units.items()}
-            watch = RecordWatch(names, costs, _buffer_names(root, units))
-            with randomness.microbatch(0, 0), costs.module_stack(), watch.units(units, owned), costs, watch:
+            sinks = find_sinks(root)
+            watch = RecordWatch(names, costs, _buffer_names(root, units), SinkRehearsal(sinks))
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(randomness.microbatch(0, 0))
+                stack.enter_context(costs.module_stack())
+                stack.enter_context(watch.units(units, owned))
+                stack.enter_context(watch.sinks(sinks))
+                stack.enter_context(costs)
+                stack.enter_context(watch)
                 result = step()
             return watch.finish(root, name, result, units, owned, loss_required=loss_required)
     finally:
@@ -150,11 +159,16 @@ class RecordWatch(StepWatch):
     """Runs every event on stand-ins and notes it as a node."""
 
     def __init__(
-        self, parameters: Mapping[int, str], costs: CostWatch, buffers: Mapping[int, tuple[str, bool]]
+        self,
+        parameters: Mapping[int, str],
+        costs: CostWatch,
+        buffers: Mapping[int, tuple[str, bool]],
+        rehearsal: SinkRehearsal,
     ) -> None:
         """Args: parameters: FQN by id of the stand-ins. costs: counts the kernels. buffers: see ``_buffer_names``."""
         super().__init__(parameters)
         self._buffers = buffers
+        self._rehearsal = rehearsal
         self._found_buffers: set[str] = set()
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._costs = costs
@@ -169,6 +183,10 @@ class RecordWatch(StepWatch):
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Everything that came from a parameter is absent while recording."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
+
+    def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Metrics are rehearsed on a copy."""
+        return self._rehearsal.run(fqn, method)
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """A number read from the batch may become a size: shapes from here on are not known from shapes alone."""
@@ -192,6 +210,8 @@ class RecordWatch(StepWatch):
             return run(*args, **kwargs)
         self._open_for_writing(name, args, kwargs)
         parameters = tuple(dict.fromkeys((*direct, *owned)))
+        for parameter in parameters:
+            self._bytes.setdefault(parameter, 0)
         for tensor in tensors:
             if id(tensor) in self.parameters:
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()

@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.absent import MARK, make_placeholder
+from lightning_hybrid.step.absent import MARK, fill, make_placeholder
 from lightning_hybrid.step.graph import Node
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import Recording, StepError
+from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, unflatten
 from lightning_hybrid.step.watch import StepWatch, user_line
 
@@ -60,6 +61,7 @@ class StageReplay:
         self.wanted = frozenset(wanted)
         self.held_by_user = frozenset((*graph.returned, *graph.kept))
         modules = dict(root.named_modules())
+        self._sinks = find_sinks(root)
         self._drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
         self.device = randomness.device
 
@@ -80,6 +82,7 @@ class StageReplay:
         with (
             randomness.modules(self._drawing),
             watch.units(recording.units, recording.owned),
+            watch.sinks(self._sinks),
             randomness.watching(True),
             watch,
         ):
@@ -190,10 +193,18 @@ class ReplayWatch(StepWatch):
             if described.value is not None:
                 self.mark(leaf, described.value)
         for place, value in template.written:
-            self.mark(leaves[place], value)
-            if value in self._held_by_user and isinstance(leaves[place], FakeTensor):
-                self.placeholders.append((value, leaves[place]))
+            self._rewrite(leaves[place], value)
         return unflatten(result, template.spec)
+
+    def _rewrite(self, written: Tensor, value: int) -> None:
+        """Let the tensor that a skipped operation writes in place, the user's own object, become what was written."""
+        if value in self._received:
+            fill(written, self._received[value].clone())
+        elif not isinstance(written, FakeTensor):
+            fill(written, make_placeholder(self._values[value], self._device))
+        self.mark(written, value)
+        if value in self._held_by_user and isinstance(written, FakeTensor):
+            self.placeholders.append((value, written))
 
     def _placeholder(self, value: int) -> FakeTensor:
         placeholder = make_placeholder(self._values[value], self._device)

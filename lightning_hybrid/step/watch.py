@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forward
+from lightning_hybrid.step.sinks import intercepted, sink_name
 from lightning_hybrid.step.tree import flatten
 
 # Properties that make a new tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
@@ -116,6 +117,27 @@ class StepWatch(TorchFunctionMode, ABC):
                 wrap = self._unit_wrapper("@" + fqn, owned[fqn])
                 stack.enter_context(replaced_forward(unit, wrap))
             yield
+
+    @contextlib.contextmanager
+    def sinks(self, sinks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Make each call of these metrics one event."""
+
+        def intercept(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            wrap = self._unit_wrapper(f"{sink_name(fqn)}.{method}", (sink_name(fqn),))
+            inner = wrap(self.sink_method(fqn, method, original))
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return (original if self._inside_unit else inner)(*args, **kwargs)
+
+            return call
+
+        with intercepted(sinks, intercept):
+            yield
+
+    def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs when a metric's method is executed; a recording only rehearses it."""
+        del fqn, method
+        return original
 
     def _unit_wrapper(self, name: str, owned: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,104 @@
+"""Make metrics known on every rank: state from the rank that feeds them, summed over replicas once.
+
+A metric is fed on one pipeline rank. Before its value is computed, that rank gives its state to the others, and the
+sync over processes that torchmetrics then does covers the data axes alone, so no sample counts twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_hybrid.step.graph import SINK
+
+
+class MetricSync:
+    """Installed on all metrics of a module for the time of a run."""
+
+    def __init__(self, root: nn.Module, pipeline: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+        """Args: root: the user's module. pipeline: ranks of one pipeline. data: ranks that see other samples."""
+        self._pipeline = pipeline
+        self._home: dict[str, int] = {}
+        self._inside_step = False
+        self._undo: list[Callable[[], None]] = []
+        self.metrics = {name: module for name, module in root.named_modules() if isinstance(module, Metric)}
+        for name, metric in self.metrics.items():
+            self._install(name, metric, data)
+
+    def _install(self, name: str, metric: Metric, data: dist.ProcessGroup) -> None:
+        own_sync, own_compute = metric.dist_sync_fn, metric.compute
+
+        def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            return gather_all_tensors(tensor, group or data)
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside_step and metric._computed is None:
+                self._share_state(name, metric)
+            return own_compute(*args, **kwargs)
+
+        if own_sync is None:
+            metric.dist_sync_fn = gather
+        metric.__dict__["compute"] = compute
+
+        def undo() -> None:
+            metric.dist_sync_fn = own_sync
+            metric.__dict__["compute"] = own_compute
+
+        self._undo.append(undo)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside a step metrics are nodes of its graph, and a value of the step before is not this one's."""
+        for metric in self.metrics.values():
+            metric._forward_cache = None
+        self._inside_step = True
+        try:
+            yield
+        finally:
+            self._inside_step = False
+
+    def note_homes(self, sinks: Mapping[str, int], num_ranks: int) -> None:
+        """Note which rank feeds which metric.
+
+        Args:
+            sinks: Stage by pseudo-parameter.
+            num_ranks: Ranks of the pipeline.
+
+        Raises:
+            ValueError: One metric is fed on different ranks by different steps.
+        """
+        for sink, stage in sinks.items():
+            outer, rank = sink.removeprefix(SINK), stage % num_ranks
+            for name in self.metrics:
+                if name == outer or name.startswith(outer + "."):
+                    known = self._home.setdefault(name, rank)
+                    if known != rank:
+                        raise ValueError(
+                            f"metric {name!r} is fed on pipeline rank {known} by one step and on rank {rank} by another;"
+                            " use one metric object per step, as in self.train_accuracy and self.val_accuracy"
+                        )
+
+    def _share_state(self, name: str, metric: Metric) -> None:
+        if name not in self._home or self._pipeline.size() == 1:
+            return
+        home = self._home[name]
+        states = {state: getattr(metric, state) for state in metric._defaults}
+        box = [(states, metric._update_count)] if self._pipeline.rank() == home else [None]
+        dist.broadcast_object_list(box, group=self._pipeline, group_src=home)
+        assert box[0] is not None
+        if self._pipeline.rank() != home:
+            received, metric._update_count = box[0]
+            for state, value in received.items():
+                setattr(metric, state, value)
+
+    def close(self) -> None:
+        """Leave the metrics as they were."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()

@@ -1,0 +1,94 @@
+"""torchmetrics objects are sinks: fed where their inputs live, never traced inside, known everywhere in the end.
+
+A call of ``forward``, ``update``, ``compute`` or ``reset`` on the outermost Metric or MetricCollection is one node. It
+reads and writes the pseudo-parameter ``metric:FQN``, so all of a metric's nodes lie on one stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_hybrid.step.absent import is_absent, make_absent
+from lightning_hybrid.step.graph import SINK
+from lightning_hybrid.step.tree import flatten, map_leaves, unflatten
+
+_METHODS = ("forward", "update", "compute", "reset")
+
+Interceptor = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+
+
+def find_sinks(root: nn.Module) -> dict[str, nn.Module]:
+    """The outermost metrics of a module, by FQN."""
+    sinks: dict[str, nn.Module] = {}
+    for fqn, module in root.named_modules():
+        if isinstance(module, Metric | MetricCollection) and not any(fqn.startswith(outer + ".") for outer in sinks):
+            sinks[fqn] = module
+    return sinks
+
+
+@contextlib.contextmanager
+def intercepted(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Iterator[None]:
+    """Replace the methods of each sink, on the instance alone, by what ``intercept(fqn, method, original)`` gives."""
+    saved: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for fqn, sink in sinks.items():
+            for method in _METHODS:
+                original = getattr(sink, method)
+                saved.append((sink, method, sink.__dict__.get(method)))
+                sink.__dict__[method] = intercept(fqn, method, original)
+        yield
+    finally:
+        for sink, method, own in reversed(saved):
+            if own is None:
+                del sink.__dict__[method]
+            else:
+                sink.__dict__[method] = own
+
+
+def sink_name(fqn: str) -> str:
+    """The pseudo-parameter that stands for a metric's state."""
+    return SINK + fqn
+
+
+class SinkRehearsal:
+    """While recording, metrics are called on copies with random stand-ins: nothing is written, shapes are learnt."""
+
+    def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
+        """Args: sinks: by FQN."""
+        self._sinks = sinks
+        self._copies: dict[str, nn.Module] = {}
+
+    def run(self, fqn: str, method: str) -> Callable[..., Any]:
+        """What to run in place of the metric's method."""
+
+        def rehearse(*args: Any, **kwargs: Any) -> Any:
+            if fqn not in self._copies:
+                self._copies[fqn] = copy.deepcopy(self._sinks[fqn])
+            leaves, spec = flatten((args, kwargs))
+            given, given_kwargs = unflatten([_real(leaf) for leaf in leaves], spec)
+            try:
+                with torch.no_grad():
+                    out = getattr(self._copies[fqn], method)(*given, **given_kwargs)
+            except Exception:  # a metric may refuse random values; what it returns then is taken to be one number
+                out = torch.zeros(()) if method in ("forward", "compute") else None
+            return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
+
+        return rehearse
+
+
+def _real(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not is_absent(leaf):
+        return leaf.detach()
+    device = leaf.fake_device
+    if leaf.is_floating_point():
+        return torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

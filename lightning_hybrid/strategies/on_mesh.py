@@ -1,0 +1,166 @@
+"""A Lightning strategy whose ranks are laid out on a mesh: how they meet, and what user code may ask of them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.mesh import Mesh
+
+
+class MeshStrategy(ParallelStrategy):
+    """Ranks on a mesh; those of one replica see the same batch and count once in what users reduce or gather."""
+
+    def __init__(
+        self,
+        *,
+        sizes: dict[str, int | Literal["auto"]],
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        start_method: Literal["popen", "fork"],
+        **lightning: Any,
+    ) -> None:
+        """Args: sizes: as ``ParallelLayout.resolve``. lightning: arguments of Lightning's own strategies."""
+        super().__init__(**lightning)
+        self._sizes = sizes
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self.num_nodes = 1
+        self._layout: ParallelLayout | None = None
+        self._mesh: Mesh | None = None
+
+    # -- the world ----------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of ``torch.distributed``."""
+        return self._process_group_backend
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of this run."""
+        if self._layout is None:
+            raise RuntimeError("the layout is known once the processes run; ask in setup() or later")
+        return self._layout
+
+    @property
+    def mesh(self) -> Mesh:
+        """The process groups of this run."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh is there once the processes run; ask in setup() or later")
+        return self._mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers must be split: with one replica the user's order of samples stands."""
+        return self._layout is None or self._layout.data_parallel_size > 1
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's replica."""
+        return self.layout.data_rank(self.global_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers are split over the data axes only; all ranks of a replica draw the same batch."""
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.data_rank}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method != "popen":
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        elif not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Join the world and build the mesh."""
+        super().setup_environment()
+        reset_seed()
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+        self._layout = ParallelLayout.resolve(self.world_size, **self._sizes)  # type: ignore[arg-type]
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        self._process_group_backend = backend
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._mesh is None or self._mesh.layout != self._layout:
+            self._mesh = Mesh.build(self._layout, self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.published()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed loader workers by replica: Lightning seeds them by rank, but all ranks of a replica augment alike."""
+        if (
+            isinstance(dataloader, DataLoader)
+            and dataloader.worker_init_fn is None
+            and int(os.environ.get("PL_SEED_WORKERS", 0))
+        ):
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+        return dataloader
+
+    # -- collectives that user code asks for --------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src`` on every rank."""
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data axes: the ranks of one replica hold the same value and count once."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.mesh.group("data"), reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) ranks of the world decided so."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        self.mesh.all_reduce(votes, "world")
+        return int(votes) == self.world_size if all else bool(votes)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data axes; a leading dimension of the data-parallel size is added."""
+        return super().all_gather(tensor, group=group or self.mesh.group("data"), sync_grads=sync_grads)

@@ -1,0 +1,103 @@
+"""The state of a module in parts: as one process would save it, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hybrid.checkpoint.single_file import (
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    own_optimizer_state,
+)
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.strategies.agreement import check_gathered
+from lightning_hybrid.strategies.on_mesh import MeshStrategy
+
+
+class StagedStrategy(MeshStrategy):
+    """A strategy whose ranks hold stages of the module: Lightning's questions about state are about the whole."""
+
+    def __init__(self, **options: Any) -> None:
+        """Args: options: as ``MeshStrategy``."""
+        super().__init__(**options)
+        self._plan: StagePlan | None = None
+        self._is_whole = True
+        self._failed = False
+        self._guard: RemovableHandle | None = None
+
+    @property
+    def plan(self) -> StagePlan | None:
+        """Which stage holds what; None while no step was recorded."""
+        return self._plan
+
+    def _in_parts(self, module: nn.Module) -> None:
+        """From now on the module is not whole; its own ``state_dict()`` refuses to emit empty tensors."""
+        self._is_whole = False
+        self._guard = module.register_state_dict_post_hook(check_gathered)
+
+    @contextlib.contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        """Let this file read the state dict of a module in parts."""
+        module, guard = self.lightning_module, self._guard
+        assert module is not None
+        if guard is not None:
+            guard.remove()
+        try:
+            yield
+        finally:
+            if guard is not None:
+                self._guard = module.register_state_dict_post_hook(check_gathered)
+
+    def make_whole(self) -> None:
+        """Give every rank the whole module again; collective."""
+        if self._is_whole or self._plan is None or self._failed:
+            return
+        self._plan.make_whole()
+        self._is_whole = True
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict of the whole module on the first rank; collective."""
+        assert self.lightning_module is not None
+        if self._is_whole or self._plan is None:
+            return self.lightning_module.state_dict()
+        with self._unguarded():
+            return gather_module_state(self.lightning_module, self._plan) if self.data_rank == 0 else {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict into what this rank holds."""
+        assert self.lightning_module is not None
+        if self._is_whole:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        else:
+            with self._unguarded():
+                load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer over all pipeline ranks, on the first; collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._plan is None or self._plan.num_ranks == 1:
+            return optimizer.state_dict()
+        return gather_optimizer_state(optimizer, self._plan) if self.data_rank == 0 else {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each optimizer's state for the parameters of this rank."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(own_optimizer_state(optimizer, state))
+            _optimizer_to_device(optimizer, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ranks that failed take no further part in collectives."""
+        self._failed = True

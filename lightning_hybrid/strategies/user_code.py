@@ -1,0 +1,46 @@
+"""What the user's steps take, what their hooks look at, and in whose name something is logged."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+
+# Where hooks come from that never look at what a step returned.
+_READS_NO_OUTPUT = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
+
+
+def step_arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, ...]:
+    """The arguments with which Lightning calls a step, as far as the step takes them.
+
+    Raises:
+        ValueError: The step fetches its own batches.
+    """
+    takes = inspect.signature(getattr(module, name)).parameters
+    if "dataloader_iter" in takes:
+        raise ValueError(
+            f"{name}(dataloader_iter) fetches its own batches, which microbatches cannot share;"
+            " take the batch as an argument, or set pipeline_parallel_size=1"
+        )
+    anything = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values())
+    return (batch, 0) if anything or len(takes) > 1 else (batch,)
+
+
+def output_is_read(trainer: pl.Trainer, name: str) -> bool:
+    """Whether any hook of the user sees what the step returned."""
+    hook = f"on_{'train' if name == 'training_step' else name.removesuffix('_step')}_batch_end"
+    users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(_READS_NO_OUTPUT) for user in users)
+
+
+@contextlib.contextmanager
+def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
+    """Say which hook of the module runs, as Lightning's own calls do; ``self.log`` asks."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before

@@ -1,0 +1,106 @@
+"""A tiny LightningModule with its data, and how the tests of the Trainer run it on a rank."""
+
+import logging
+import warnings
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import lightning_hybrid
+
+FEATURES = 4
+
+
+class Samples(Dataset):
+    """Sample i is a function of i."""
+
+    def __init__(self, num=16):
+        self.num = num
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, index):
+        x = torch.cos(torch.arange(FEATURES, dtype=torch.float64) * (index + 1) + index)
+        return {"x": x, "y": x.sum().reshape(1) / 2, "index": index}
+
+
+class Tiny(LightningModule):
+    """Four layers, a mean squared error, plain SGD."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(layers)), nn.Linear(FEATURES, 1)
+        ).double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self(batch["x"]), batch["y"])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer_of(size=1, pp=1, **options):
+    """A quiet Trainer on this rank: hybrid3d over `size` ranks, or Lightning's own strategy for size 1 and pp 1."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    strategy_options = options.pop("strategy_options", {})
+    if size > 1 or strategy_options:
+        strategy = lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=pp, **strategy_options)
+    else:
+        strategy = "auto"
+    defaults = {
+        "accelerator": "cpu",
+        "devices": size,
+        "num_nodes": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "strategy": strategy,
+    }
+    return Trainer(**{**defaults, **options})
+
+
+def loader(batch_size, num=16, *, replicas=None, **options):
+    """A loader in order; with `replicas`, in the order in which Lightning deals shuffled samples to that many ranks."""
+    samples = Samples(num)
+    if replicas is not None:
+        options["sampler"] = DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True, seed=0)
+    return DataLoader(samples, batch_size=batch_size, **options)
+
+
+def weights_of(module):
+    """Every parameter by name."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def assert_same(result, expected, *, rtol=1e-10, atol=1e-12):
+    """Both hold the same numbers under the same names."""
+    assert set(result) == set(expected)
+    far = {
+        name: (result[name], expected[name])
+        for name in expected
+        if not torch.allclose(
+            torch.as_tensor(result[name], dtype=torch.float64),
+            torch.as_tensor(expected[name], dtype=torch.float64),
+            rtol=rtol,
+            atol=atol,
+        )
+    }
+    assert not far
+
+
+def ignore_warnings():
+    """For a run whose warnings another test is about."""
+    warnings.simplefilter("ignore")

@@ -1,0 +1,160 @@
+"""Cutting a step graph: the balance is exact, the rule gives every operation its stage, and refusals name names."""
+
+import itertools
+import random
+
+import pytest
+
+from lightning_hybrid.step.graph import Node, StepGraph, Value
+from lightning_hybrid.step.partition import PartitionError, assign, balance, check_shared, find_homes
+
+
+def largest(costs, starts):
+    ends = [*starts[1:], len(costs)]
+    return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
+
+
+def test_balance_is_exact_against_brute_force():
+    draw = random.Random(0)
+    for _ in range(300):
+        costs = [draw.choice([0, 0, 1, 2, 3, 5, 8, 100]) for _ in range(draw.randint(1, 9))]
+        for parts in range(1, len(costs) + 1):
+            starts = balance(costs, parts)
+            assert len(starts) == parts and starts[0] == 0
+            assert all(a < b for a, b in itertools.pairwise([*starts, len(costs)])), "a segment is empty"
+            cuts = itertools.combinations(range(1, len(costs)), parts - 1)
+            assert largest(costs, starts) == min(largest(costs, [0, *cut]) for cut in cuts)
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_balance_refuses_empty_parts(parts):
+    with pytest.raises(PartitionError, match=f"3 elements cannot be cut into {parts}"):
+        balance([1, 2, 3], parts)
+
+
+def graph_of(*rows, loss=None):
+    """Nodes as (name, inputs, parameters), each of which makes one value, the one of its own number."""
+    nodes = tuple(
+        Node(index, name, tuple(inputs), tuple(parameters), (index,), flops=1.0)
+        for index, (name, inputs, parameters) in enumerate(rows)
+    )
+    values = tuple(Value(index, (2, 2), "float32", (2, 1), requires_grad=True) for index in range(len(rows)))
+    sizes = {name: 4 for _, _, parameters in rows for name in parameters}
+    return StepGraph("training_step", nodes, values, sizes, loss=len(rows) - 1 if loss is None else loss)
+
+
+def chain(count):
+    """Blocks one after the other, then a loss."""
+    rows = [(f"@blocks.{i}", [i - 1] if i else [], [f"blocks.{i}.weight"]) for i in range(count)]
+    return graph_of(*rows, ("mean", [count - 1], []))
+
+
+def test_a_chain_is_cut_evenly_and_hands_on_one_value():
+    graph = chain(8)
+    homes = find_homes(graph, 4)
+    assert [homes[f"blocks.{i}.weight"] for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assignment = assign(graph, homes, 4)
+    assert assignment.portals == {(0, 1): (1,), (1, 2): (3,), (2, 3): (5,)}
+    assert assignment.loss_stage == 3
+    assert assignment.shared == {}
+    assert sum(assignment.costs()) == pytest.approx(9 + 8 * 4 * 8)  # FLOPs, and the bytes of the weights
+
+
+def test_the_stage_of_an_operation_is_the_latest_of_what_it_reads():
+    graph = graph_of(
+        ("@a", [], ["a"]),  # 0
+        ("@b", [0], ["b"]),  # 1
+        ("add", [0, 0], []),  # 2: reads stage 0 alone, though it runs after b
+        ("@c", [1], ["c"]),  # 3
+        ("add", [2, 3], []),  # 4: a long skip from 0 to 2
+        ("mul", [4], ["a"]),  # 5: reads an early parameter late
+    )
+    assignment = assign(graph, find_homes(graph, 3), 3)
+    assert assignment.node_stage == (0, 1, 0, 2, 2, 2)
+    assert assignment.portals == {(0, 1): (0,), (0, 2): (2,), (1, 2): (1,)}
+    assert assignment.shared == {"a": (0, 2)}
+    assert assignment.gradient_portals() == assignment.portals
+
+
+def test_values_without_gradients_have_no_way_back():
+    graph = chain(2)
+    values = (*graph.values[:0], Value(0, (2, 2), "int64", (2, 1), requires_grad=False), *graph.values[1:])
+    graph = StepGraph("training_step", graph.nodes, values, graph.parameter_bytes, loss=graph.loss)
+    assignment = assign(graph, find_homes(graph, 2), 2)
+    assert assignment.portals == {(0, 1): (0,)}
+    assert assignment.gradient_portals() == {}
+
+
+def test_a_value_handed_through_a_unit_stays_where_it_was_made():
+    nodes = (
+        Node(0, "@a", (), ("a",), (0, 1)),
+        Node(1, "@b", (0, 1), ("b",), (2, 1)),  # returns its second input
+        Node(2, "@c", (2, 1), ("c",), (3,)),
+    )
+    values = tuple(Value(index, (1,), "float32", (1,), requires_grad=True) for index in range(4))
+    graph = StepGraph("training_step", nodes, values, {"a": 4, "b": 4, "c": 4}, loss=3)
+    assignment = assign(graph, find_homes(graph, 3), 3)
+    assert assignment.value_stage == (0, 0, 1, 2)
+    assert assignment.portals == {(0, 1): (0, 1), (0, 2): (1,), (1, 2): (2,)}
+
+
+def test_what_is_written_lives_with_what_it_is_written_from():
+    graph = graph_of(
+        ("@student.0", [], ["student.0"]),
+        ("@student.1", [0], ["student.1"]),
+        ("@teacher.0", [], ["teacher.0"]),
+        ("@teacher.1", [2], ["teacher.1"]),
+        ("mse_loss", [1, 3], []),
+        loss=4,
+    )
+    updates = tuple(
+        Node(5 + i, "mul_", (), (f"teacher.{i}", f"student.{i}"), (), written=(f"teacher.{i}",)) for i in range(2)
+    )
+    graph = StepGraph("training_step", (*graph.nodes, *updates), graph.values, graph.parameter_bytes, loss=4)
+    homes = find_homes(graph, 2)
+    assert homes["teacher.0"] == homes["student.0"] and homes["teacher.1"] == homes["student.1"]
+
+
+# --- cuts by name ----------------------------------------------------------------------------------------------------
+
+
+def test_cuts_begin_the_stages():
+    homes = find_homes(chain(8), 3, ["blocks.1", "blocks.7"])
+    assert [homes[f"blocks.{i}.weight"] for i in range(8)] == [0, 1, 1, 1, 1, 1, 1, 2]
+
+
+def test_an_unknown_cut_lists_the_nearest_names():
+    with pytest.raises(PartitionError, match=r"'block\.3', which training_step never uses; nearest: \['blocks\.3'"):
+        find_homes(chain(8), 2, ["block.3"])
+
+
+def test_cuts_must_come_in_the_order_of_the_step():
+    with pytest.raises(PartitionError, match=r"not in the order of training_step: 'blocks\.2'"):
+        find_homes(chain(8), 3, ["blocks.4", "blocks.2"])
+
+
+def test_a_cut_at_the_first_unit_would_leave_stage_0_empty():
+    with pytest.raises(PartitionError, match=r"'blocks\.0'"):
+        find_homes(chain(8), 2, ["blocks.0"])
+
+
+def test_one_cut_twice_would_leave_a_stage_empty():
+    with pytest.raises(PartitionError, match=r"'blocks\.4'"):
+        find_homes(chain(8), 3, ["blocks.4", "blocks.4"])
+
+
+def test_the_number_of_cuts_must_fit():
+    with pytest.raises(PartitionError, match="has 1 entries but 4 stages need 3"):
+        find_homes(chain(8), 4, ["blocks.4"])
+
+
+def test_more_stages_than_units():
+    with pytest.raises(PartitionError, match="needs 4 stages but has only 3 units.* 3 or less"):
+        find_homes(chain(3), 4)
+
+
+def test_a_recurrent_step_is_refused():
+    rows = [(f"@blocks.{i % 4}", [i - 1] if i else [], [f"blocks.{i % 4}.weight"]) for i in range(8)]
+    graph = graph_of(*rows)
+    with pytest.raises(PartitionError, match=r"recurrent through its stages: 8 of 16 .*'blocks\.\d\.weight'.*=1|12 of 16"):
+        check_shared(assign(graph, find_homes(graph, 4), 4))

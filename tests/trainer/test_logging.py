@@ -1,0 +1,174 @@
+"""What a step logs is the same number on every rank, and the number that one process logs."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_runs import Tiny, assert_same, loader, trainer_of
+
+LAYOUTS = pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+
+
+class Logs(Tiny):
+    """Logs in every way, in training and validation."""
+
+    def log_all(self, stage, batch, loss):
+        everywhere = {"sync_dist": True, "on_step": False, "on_epoch": True, "batch_size": len(batch["x"])}
+        self.log(f"{stage}_loss", loss, prog_bar=True, **everywhere)
+        self.log(f"{stage}_item", loss.item(), **everywhere)
+        self.log(f"{stage}_float", float(loss.detach()), **everywhere)
+        self.log(f"{stage}_exp", math.exp(loss.item()), **everywhere)
+        self.log(f"{stage}_half", loss.item() / 2 + 1, **everywhere)
+        self.log(f"{stage}_mean_index", batch["index"].double().mean(), **everywhere)
+        self.log(f"{stage}_python", 3, **everywhere)
+        for how in ("mean", "sum", "max", "min"):
+            self.log(f"{stage}_{how}", loss, reduce_fx=how, **everywhere)
+        self.log(f"{stage}_torch_max", loss, reduce_fx=torch.max, **everywhere)
+        self.log_dict({f"{stage}_a": loss * 2, f"{stage}_b": batch["x"].sum()}, reduce_fx="sum", **everywhere)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log_all("train", batch, loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log_all("val", batch, self.loss(batch))
+
+
+def run_logs(size, pp, batch_size, options, **trainer_options):
+    if size == 1 and "accumulate_grad_batches" not in trainer_options:
+        trainer_options["accumulate_grad_batches"] = 1
+    trainer = trainer_of(size, pp, max_epochs=2, strategy_options=options, **trainer_options)
+    train = loader(batch_size, 18, replicas=1 if size == pp else None)
+    trainer.fit(Logs(), train, loader(batch_size, 18))
+    as_numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    return as_numbers, bar, logged
+
+
+@LAYOUTS
+def test_epoch_values_equal_those_of_one_process_that_accumulates(worlds, size, pp):
+    # Microbatches of one sample: the mean over them is the mean over samples, for nonlinear values too.
+    replicas = size // pp
+    [expected] = worlds.run(1, run_logs, 1, 1, 1, {}, accumulate_grad_batches=6)
+    results = worlds.run(size, run_logs, size, pp, 6 // replicas, {"num_microbatches": 6 // replicas})
+    for result in results:
+        for ours, one_process in zip(result, expected, strict=True):
+            assert_same(ours, one_process, rtol=1e-6)  # numbers read with .item() are logged in float32
+
+
+class LogsSteps(Tiny):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("step", loss)
+        self.log("mean_index", batch["index"].double().mean(), on_step=True, on_epoch=True)
+        return {"loss": loss, "doubled": loss * 2}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.steps = [
+            *getattr(self, "steps", []),
+            {
+                **{name: float(value) for name, value in self.trainer.logged_metrics.items()},
+                **{f"bar_{name}": float(value) for name, value in self.trainer.progress_bar_metrics.items()},
+                "output": float(outputs["loss"]),
+                "doubled": float(outputs["doubled"]),
+                "len": len(batch["x"]),
+            },
+        ]
+
+
+def run_steps(size, pp, options):
+    model = LogsSteps()
+    # The last batch is short: the epoch's mean weighs by batch size.
+    trainer = trainer_of(size, pp, max_epochs=2, strategy_options=options, log_every_n_steps=1)
+    trainer.fit(model, loader(6, 16))
+    end = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return model.steps, end
+
+
+@pytest.mark.parametrize("count", [1, 3, "auto"])
+def test_step_values_and_outputs_equal_those_of_one_process(worlds, count):
+    [(steps, end)] = worlds.run(1, run_steps, 1, 1, {})
+    for ours, our_end in worlds.run(2, run_steps, 2, 2, {"num_microbatches": count}):
+        assert len(ours) == len(steps) == 6
+        for our_step, step in zip(ours, steps, strict=True):
+            assert_same(our_step, step)
+        assert_same(our_end, end)
+
+
+class LogsInHooks(Tiny):
+    """Logs from hooks of the module, and keeps outputs as Lightning's documentation shows."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train", loss)
+        return loss
+
+    def on_validation_epoch_start(self):
+        self.outputs = []
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.outputs.append(loss)
+        return loss
+
+    def on_validation_epoch_end(self):
+        self.log("val", torch.stack(self.outputs).mean(), sync_dist=True)
+
+    def on_train_epoch_end(self):
+        self.log("epoch_twice", self.current_epoch * 2.0)
+
+
+def run_monitors(size, pp, folder):
+    stopping = EarlyStopping("val", min_delta=0.02, patience=1)
+    saving = ModelCheckpoint(folder, monitor="val", save_top_k=2, filename="{epoch}")
+    trainer = trainer_of(size, pp, max_epochs=20, callbacks=[stopping, saving], enable_checkpointing=True)
+    trainer.fit(LogsInHooks(), loader(4), loader(4))
+    return (
+        trainer.current_epoch,
+        stopping.stopped_epoch,
+        float(stopping.best_score),
+        float(saving.best_model_score),
+        saving.best_model_path.rsplit("/", 1)[-1],
+        sorted(path.rsplit("/", 1)[-1] for path in saving.best_k_models),
+    )
+
+
+@pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+def test_monitor_on_nonzero_rank(worlds, tmp_path, size, pp):
+    results = worlds.run(size, run_monitors, size, pp, tmp_path / "hybrid")
+    assert all(result == results[0] for result in results)
+    assert 1 < results[0][0] < 20
+    if size == pp:
+        [expected] = worlds.run(1, run_monitors, 1, 1, tmp_path / "one")
+        assert results[0][2:4] == pytest.approx(expected[2:4])
+        assert (*results[0][:2], *results[0][4:]) == (*expected[:2], *expected[4:])
+
+
+class LogsOnOneStage(Tiny):
+    """The value lives on the first stage only; the loss on the last."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.layers[0](batch["x"])
+        self.log("hidden", hidden.abs().mean())
+        self.log("hidden_item", hidden.abs().max().item(), reduce_fx="max")
+        return nn_mse(self.layers[1:](hidden), batch["y"])
+
+
+def nn_mse(a, b):
+    return torch.nn.functional.mse_loss(a, b)
+
+
+def run_one_stage(size, pp):
+    trainer = trainer_of(size, pp)
+    trainer.fit(LogsOnOneStage(), loader(8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_metric_logged_on_one_stage_only(worlds):
+    [expected] = worlds.run(1, run_one_stage, 1, 1)
+    for result in worlds.run(2, run_one_stage, 2, 2):
+        assert_same(result, expected)
