@@ -231,7 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="bytes per window")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("gpt_out"), help="folder for the pictures")
+    parser.add_argument("--out", type=Path, default=Path("lightning_logs/gpt"), help="folder for the pictures")
     return parser.parse_args()
 
 
@@ -256,7 +256,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         val_check_interval=every,
         check_val_every_n_epoch=None,
-        limit_val_batches=16,
+        limit_val_batches=8,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

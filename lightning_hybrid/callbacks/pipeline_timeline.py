@@ -2,7 +2,8 @@
 
 Each rank notes when its actions ran. This callback brings the notes of one replica together, on one clock, and draws
 them as swim-lanes. The bound is the same schedule simulated with the measured mean times of each stage: what is lost
-beyond it is waiting that the schedule does not demand.
+beyond it went to transfers and to actions that took longer than others of their stage. It is a bound on average only: a
+step whose first and last actions happened to be short may lie a little below it.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ def share_numbers(
         if len(set(seen)) > 1:
             raise RanksDisagree(
                 f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to {len(seen) - 1});"
-                " every rank must draw the same samples: seed samplers and augmentation without the rank, or set"
-                " batch_source='first'"
+                " every rank must draw the same samples: seed samplers and augmentation without the rank"
                 if place == 2
                 else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
             )

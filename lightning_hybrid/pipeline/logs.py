@@ -35,16 +35,21 @@ class Entry:
     sizes: list[int | None]
     dtype: torch.dtype = torch.float32
 
-    def combine(self, values: Sequence[float], weights: Sequence[float]) -> float:
-        """The value of the whole step out of those of its microbatches, as ``reduce_fx`` says."""
+    @property
+    def how(self) -> str:
+        """Name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
         how = self.kwargs.get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "")
-        if name in ("mean", "avg"):
+        return "mean" if name == "avg" else name
+
+    def combine(self, values: Sequence[float], weights: Sequence[float]) -> float:
+        """The value of the whole step out of those of its microbatches, as ``reduce_fx`` says."""
+        if self.how == "mean":
             return sum(value * weight for value, weight in zip(values, weights, strict=True))
         plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-        if name in plain:
-            return float(plain[name](values))
-        return float(how(torch.tensor(list(values), dtype=torch.float64)))
+        if self.how in plain:
+            return float(plain[self.how](values))
+        return float(self.kwargs["reduce_fx"](torch.tensor(list(values), dtype=torch.float64)))
 
     def total_kwargs(self) -> dict[str, Any]:
         """Arguments for the one call that stands for all: the batch sizes are summed."""

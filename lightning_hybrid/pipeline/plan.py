@@ -142,10 +142,11 @@ class StagePlan:
             try:
                 homes = find_homes(recording.graph, self.num_stages, self._cuts)
                 costs = assign(recording.graph, homes, self.num_stages).costs()
-                if best is None or max(costs) < 0.97 * best[0]:
+                if best is None or self._cuts is not None or max(costs) < 0.97 * best[0]:
                     best = max(costs), recording, homes
-                unbalanced = max(costs) > _UNBALANCED * sum(costs) / self.num_stages and self._cuts is None
-                wanted = sum(costs) / self.num_stages / 4 if unbalanced else None
+                unbalanced = max(costs) > _UNBALANCED * sum(costs) / self.num_stages
+                # A cut inside a unit opens it, whatever the balance.
+                wanted = sum(costs) / self.num_stages / 4 if unbalanced or self._cuts is not None else None
             except PartitionError:
                 if best is None and not self._openable(recording, 0.0, self._cuts):
                     raise

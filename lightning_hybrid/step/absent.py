@@ -68,12 +68,22 @@ def drop(parameter: Tensor) -> None:
     """Free the storage of ``parameter`` in place: the same object becomes absent."""
     absent = make_absent_parameter(parameter)
     parameter.grad = None
-    torch.utils.swap_tensors(parameter, absent)
+    _exchange(parameter, absent)
 
 
 def fill(absent: Tensor, content: Tensor) -> None:
     """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
-    torch.utils.swap_tensors(absent, content)
+    _exchange(absent, content)
+
+
+def _exchange(first: Tensor, second: Tensor) -> None:
+    """``torch.utils.swap_tensors`` also where weak references exist (``nn.LSTM`` holds some to its parameters).
+
+    They mean the user's object, which stays the same.
+    """
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    torch._C._swap_tensor_impl(first, second)
 
 
 class AbsentFloat(float):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -21,8 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import LBFGS
 
-from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.pipeline.deposit import Deposit
+from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
@@ -30,14 +29,16 @@ from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.pipeline.transport import GroupTransport
 from lightning_hybrid.precision import HybridPrecision
 from lightning_hybrid.replicate.reducer import GradientReducer
-from lightning_hybrid.schedule import SCHEDULE_NAMES, Span
+from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
 from lightning_hybrid.strategies.example_batch import take_example
 from lightning_hybrid.strategies.gradients import connect_gradients
+from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.saved_state import StagedStrategy
+from lightning_hybrid.strategies.step_logs import log_for_all
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.user_code import current_hook, output_is_read, step_arguments
 
@@ -99,20 +100,21 @@ class Hybrid3DStrategy(StagedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        if schedule not in SCHEDULE_NAMES:
-            raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
-        if num_microbatches != "auto" and (not isinstance(num_microbatches, int) or num_microbatches < 1):
-            raise ValueError(f"num_microbatches={num_microbatches!r}; use 'auto' or a whole number of 1 or more")
-        if not isinstance(stages_per_rank, int) or stages_per_rank < 1:
-            raise ValueError(f"stages_per_rank={stages_per_rank!r}; use a whole number of 1 or more")
-        if tensor_parallel_size != 1:
-            raise LayoutError(f"tensor_parallel_size={tensor_parallel_size} is not there yet; set it to 1")
+        sizes: dict[str, int | Literal["auto"]] = {
+            "data_parallel_size": data_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+        }
+        check_options(
+            sizes,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            stages_per_rank=stages_per_rank,
+            pipeline_cuts=pipeline_cuts,
+            batch_splitter=batch_splitter,
+        )
         super().__init__(
-            sizes={
-                "data_parallel_size": data_parallel_size,
-                "tensor_parallel_size": tensor_parallel_size,
-                "pipeline_parallel_size": pipeline_parallel_size,
-            },
+            sizes=sizes,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -132,7 +134,7 @@ class Hybrid3DStrategy(StagedStrategy):
         self._shared: SharedParameters | None = None
         self._reducers: dict[int | None, GradientReducer] = {}
         self._backward_syncs = True
-        self._batches_run = 0
+        self._evaluated = 0
         self._whole_again: pl.Callback | None = None
         self._metrics: MetricSync | None = None
         self.spans: list[Span] = []
@@ -163,9 +165,10 @@ class Hybrid3DStrategy(StagedStrategy):
         self.model_to_device()
         # Weights and generators must agree before anything is drawn or recorded.
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device)
+        self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = None
         if self._needs_runner():
-            self._record(trainer, module, KeyedRandomness(seed, self.root_device))
+            self._record(trainer, module, KeyedRandomness(self._seed, self.root_device))
         self._announce()
         if is_fitting:
             # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
@@ -263,15 +266,13 @@ class Hybrid3DStrategy(StagedStrategy):
         module = self.lightning_module
         assert module is not None
         if self._runner is None:
-            with self.precision_plugin.train_step_context():
-                return module.training_step(*args, **kwargs)
+            return self._plain_step("training_step", args)
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         accumulated = self._trainer.accumulate_grad_batches
         seed_factor = self.precision_plugin.loss_scale / accumulated
         trained = [p for p in module.parameters() if not is_absent(p)]
         deposit = Deposit(trained, zeroed_later=batch_idx % accumulated == 0, seeded=seed_factor)
         train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage)
-        self._batches_run += 1
         result = self._run("training_step", args, train)
         if self._backward_syncs:
             if self._shared is not None:
@@ -299,7 +300,9 @@ class Hybrid3DStrategy(StagedStrategy):
     def _run(self, name: str, args: Sequence[Any], train: TrainContext | None) -> StepResult:
         module, runner = self.lightning_module, self._runner
         assert module is not None and runner is not None
-        number = self._batches_run
+        self._evaluated += train is None
+        # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
         share = name == "predict_step" or output_is_read(self._trainer, name)
         result = runner.run(
             name,
@@ -311,15 +314,21 @@ class Hybrid3DStrategy(StagedStrategy):
             share_output=share,
         )
         self.spans = result.spans
-        for entry, value in result.logs:
-            if entry.metric is not None:
-                known = not math.isnan(value)
-                entry.metric._forward_cache = torch.tensor(value, device=self.root_device) if known else None
-                module.log(entry.name, entry.metric, **entry.total_kwargs())
-            else:
-                number = torch.tensor(value, dtype=entry.dtype, device=self.root_device)
-                module.log(entry.name, number, **entry.total_kwargs())
+        log_for_all(module, result.logs, self.mesh)
         return result
+
+    def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
+        """The user's step as it is; only what it logs is caught, to be the same on every replica."""
+        module = self.lightning_module
+        assert module is not None
+        if self.layout.data_parallel_size == 1:
+            with self._context(name)():
+                return getattr(module, name)(*args)
+        logs = LogCapture(1)
+        with self._context(name)(), logs.microbatch(module, 0):
+            output = getattr(module, name)(*args)
+        log_for_all(module, [(entry, entry.values[0]) for entry in logs.entries()], self.mesh)
+        return output
 
     def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
         precision = self.precision_plugin
@@ -335,9 +344,7 @@ class Hybrid3DStrategy(StagedStrategy):
         module = self.lightning_module
         assert module is not None
         if self._runner is None or self._plan is None or self._plan.first is None:
-            with self._context(name)():
-                return getattr(module, name)(*args)
-        self._batches_run += 1
+            return self._plain_step(name, args)
         return self._run(name, args, None).output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,7 @@ class StagedStrategy(MeshStrategy):
         self._is_whole = True
         self._failed = False
         self._guard: RemovableHandle | None = None
+        self._seed: int | None = None
 
     @property
     def plan(self) -> StagePlan | None:
@@ -97,6 +98,16 @@ class StagedStrategy(MeshStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(own_optimizer_state(optimizer, state))
             _optimizer_to_device(optimizer, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the file on the first rank; the seed of keyed randomness goes with it."""
+        super().save_checkpoint({**checkpoint, "hybrid3d": {"seed": self._seed}}, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the file on every rank; a resumed run draws what the saved one would have drawn."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._seed = checkpoint.get("hybrid3d", {}).get("seed", self._seed)
+        return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
         """Ranks that failed take no further part in collectives."""

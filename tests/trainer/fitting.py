@@ -211,7 +211,7 @@ def assert_parity(ranks: list[Fitted], expected: Fitted, run: Run, *, tolerance:
     for rank in ranks:
         assert rank.state.keys() == expected.state.keys()
         for name, value in expected.state.items():
-            scale = float(value.double().abs().max()) or 1.0
+            scale = max(float(value.double().abs().max()), 1e-2)  # a key's bias stays zero but for rounding
             error = float((rank.state[name].double() - value.double()).abs().max()) / scale
             assert error <= tolerance * 10, f"{name} after the run: relative error {error:.3g}"
     assert_cut(ranks, run)

@@ -1,0 +1,62 @@
+"""Check what the user asked for as soon as it is asked, before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.schedule import SCHEDULE_NAMES
+
+
+def check_options(
+    sizes: Mapping[str, Any],
+    *,
+    schedule: Any,
+    num_microbatches: Any,
+    stages_per_rank: Any,
+    pipeline_cuts: Any,
+    batch_splitter: Any,
+) -> None:
+    """Refuse options that can be right in no world.
+
+    Args:
+        sizes: The user's parallel sizes by name; "auto" stands for what is left.
+        schedule: Name of the order of actions.
+        num_microbatches: A count or "auto".
+        stages_per_rank: A count.
+        pipeline_cuts: Module names or None.
+        batch_splitter: A function or None.
+
+    Raises:
+        LayoutError: A size that is no whole number of 1 or more.
+        ValueError: An unknown schedule, or a count that is none.
+        TypeError: Cuts that are no list of names, or a splitter that cannot be called.
+    """
+    for name, size in sizes.items():
+        is_auto = name == "data_parallel_size" and size == "auto"
+        if not is_auto and not _is_count(size):
+            also = "'auto' or " if name == "data_parallel_size" else ""
+            raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
+    if sizes["tensor_parallel_size"] != 1:
+        raise LayoutError(f"tensor_parallel_size={sizes['tensor_parallel_size']} is not there yet; set it to 1")
+    if schedule not in SCHEDULE_NAMES:
+        raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
+    if num_microbatches != "auto" and not _is_count(num_microbatches):
+        raise ValueError(f"num_microbatches={num_microbatches!r}; use 'auto' or a whole number of 1 or more")
+    if not _is_count(stages_per_rank):
+        raise ValueError(f"stages_per_rank={stages_per_rank!r}; use a whole number of 1 or more")
+    if pipeline_cuts is not None and (
+        isinstance(pipeline_cuts, str) or not all(isinstance(name, str) for name in pipeline_cuts)
+    ):
+        raise TypeError(
+            f"pipeline_cuts={pipeline_cuts!r}; use a list with the name of the first module of each stage but the"
+            " first, such as ['model.layers.4']"
+        )
+    if batch_splitter is not None and not callable(batch_splitter):
+        raise TypeError(f"batch_splitter={batch_splitter!r}; use function(batch, count) -> list of microbatches")
+
+
+def _is_count(value: Any) -> bool:
+    # bool is an int to Python; here it is always a mistake.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,131 @@
+"""Real launches: scripts started by Lightning and by torchrun, and jobs of which one rank fails."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from lightning_runs import Tiny  # noqa: F401  (the scripts import it from here too)
+
+TESTS = Path(__file__).parent.parent
+
+FIT = """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    import lightning_hybrid
+    import torch
+    from lightning.pytorch import Trainer
+    from lightning_runs import Tiny, loader
+
+    class Model(Tiny):
+        def training_step(self, batch, batch_idx):
+            {fault}
+            loss = self.loss(batch)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    trainer = Trainer(accelerator="cpu", devices={devices}, num_nodes={nodes}, max_epochs=1, logger=False,
+                      strategy=lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2),
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Model(), loader(4))
+    print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: {{float(trainer.callback_metrics['loss']):.6f}}", flush=True)
+"""
+
+
+def write_script(folder, *, devices=2, nodes=1, fault="pass"):
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(FIT).format(devices=devices, nodes=nodes, fault=fault))
+    return str(path)
+
+
+def environment():
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING_", "SLURM_"))}
+    paths = [str(TESTS), str(TESTS.parent), kept.get("PYTHONPATH", "")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(command):
+    # A session of its own: what a failed job leaves behind is ended with it.
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(command, timeout=150):
+    """Exit code, output and seconds of a job that must end by itself."""
+    began = time.monotonic()
+    process = start(command)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(f"the job still ran after {timeout} s:\n{output[-4000:]}")
+    return process.returncode, output, time.monotonic() - began
+
+
+def losses_of(output):
+    return {int(rank): loss for rank, loss in re.findall(r"rank (\d+) of \d+: ([\d.]+)", output)}
+
+
+def torchrun(script, *options):
+    return [sys.executable, "-m", "torch.distributed.run", *options, script]
+
+
+def test_lightning_launches_the_script_once_per_device(tmp_path):
+    code, output, _ = run([sys.executable, write_script(tmp_path)])
+    assert code == 0, output
+    losses = losses_of(output)
+    assert set(losses) == {0, 1} and losses[0] == losses[1], output
+    assert "stage" in output and "pipeline 2" in output
+
+
+def two_nodes(script, tmp_path, per_node=1):
+    port = free_port()
+    common = ("--nnodes=2", f"--nproc-per-node={per_node}", "--master-addr=127.0.0.1", f"--master-port={port}")
+    other = start(torchrun(script, *common, "--node-rank=1"))
+    try:
+        code, output, seconds = run(torchrun(script, *common, "--node-rank=0"))
+        more, _ = other.communicate(timeout=60)
+    finally:
+        if other.poll() is None:
+            os.killpg(other.pid, 9)
+    return code, other.returncode, output, more, seconds
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
+    code, other_code, output, more, _ = two_nodes(write_script(tmp_path, devices=1, nodes=2), tmp_path)
+    assert (code, other_code) == (0, 0), output + more
+    losses = losses_of(output + more)
+    assert set(losses) == {0, 1} and losses[0] == losses[1]
+
+
+RAISES = 'if batch_idx == 1 and self.trainer.global_rank == 1: raise ZeroDivisionError("on purpose")'
+DIES = "if batch_idx == 1 and self.trainer.global_rank == 1: import os; os._exit(3)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
+@pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])
+def test_one_rank_that_fails_brings_the_job_down(tmp_path, launcher, fault):
+    script = write_script(tmp_path, fault=fault)
+    command = [sys.executable, script]
+    if launcher == "torchrun":
+        command = torchrun(script, "--nproc-per-node=2", f"--master-port={free_port()}")
+    code, output, _ = run(command)
+    assert code != 0
+    if fault == RAISES:
+        assert "on purpose" in output
+        assert "on pipeline rank 1, stage 1 of 2, action" in output and "training_step" in output

@@ -1,0 +1,158 @@
+"""What cannot run is refused at set-up or before any parameter changes, in words that say what to do."""
+
+import pytest
+import torch
+from lightning_runs import FEATURES, Tiny, loader, trainer_of, weights_of
+from torch import nn
+
+import lightning_hybrid
+
+
+class Manual(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ReturnsNone(Tiny):
+    def training_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+class ReturnsDetached(Tiny):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch).detach()
+
+
+class Branches(Tiny):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if loss > 3:
+            loss = loss * 2
+        return loss
+
+
+class BranchesOnNumber(Tiny):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if loss.item() > 3:
+            loss = loss * 2
+        return loss
+
+
+class ChangesLater(Tiny):
+    """The first batch looks different from the others: no signature shows it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss if batch["index"].min() < 4 else loss * 2 + 1
+
+
+class Recurrent(Tiny):
+    """Feeds its output back through all layers: most parameters are needed on every stage."""
+
+    def forward(self, x):
+        for _ in range(3):
+            for layer in self.layers[:-1]:
+                x = layer(x)
+        return self.layers[-1](x)
+
+
+class WithLBFGS(Tiny):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class OneUnit(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(FEATURES, 1).double()
+
+
+CASES = {
+    "manual": (Manual, {}, ["Manual", "manual optimization", "pipeline_parallel_size=1"]),
+    "none": (ReturnsNone, {}, ["training_step", "NoneType", "loss"]),
+    "detached": (ReturnsDetached, {}, ["training_step", "loss", "trainable"]),
+    "branch": (Branches, {}, ["test_refusals.py", "branches", "torch.where", "pipeline_parallel_size=1"]),
+    "branch_item": (BranchesOnNumber, {}, ["test_refusals.py", "branches", "pipeline_parallel_size=1"]),
+    "changes": (ChangesLater, {"num_microbatches": 1}, ["training_step", "recorded", "control flow"]),
+    "recurrent": (Recurrent, {}, ["pipeline_parallel_size=1", "stages"]),
+    "lbfgs": (WithLBFGS, {}, ["LBFGS", "pipeline_parallel_size=1"]),
+    "one_unit": (OneUnit, {}, ["1", "2", "pipeline_parallel_size"]),
+    "cut": (Tiny, {"pipeline_cuts": ["layers.9"]}, ["layers.9", "pipeline_cuts"]),
+    "microbatches": (Tiny, {"num_microbatches": 9}, ["num_microbatches=9", "4 samples"]),
+    "sizes": (Tiny, {"data_parallel_size": 3}, ["6", "world has 2", "devices=6"]),
+}
+
+
+def run_refused(case):
+    model_class, options, _ = CASES[case]
+    model = model_class()
+    before = weights_of(model)
+    try:
+        trainer_of(2, 2, strategy_options=options).fit(model, loader(4))
+    except Exception as error:
+        changed = [name for name, value in weights_of(model).items() if value.device.type == "cpu" and not same(value, before[name])]
+        return type(error).__name__, str(error), changed
+    return "nothing was raised", "", []
+
+
+def same(value, before):
+    return type(value) is not torch.Tensor or torch.equal(value, before)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "changes"])
+def test_refused_before_any_parameter_changes(worlds, case):
+    words = CASES[case][2]
+    for name, message, changed in worlds.run(2, run_refused, case):
+        assert all(word in message for word in words), f"{name}: {message}"
+        assert name not in ("AssertionError", "KeyError", "AttributeError", "RankError")
+        assert not changed
+
+
+def run_changes():
+    model = ChangesLater()
+    steps = []
+    model.on_train_batch_end = lambda *_: steps.append(
+        {name: value.clone() for name, value in model.named_parameters() if type(value.data) is torch.Tensor}
+    )
+    try:
+        trainer_of(2, 2, strategy_options={"num_microbatches": 1}).fit(model, loader(4))
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        now = {name: value for name, value in model.named_parameters() if name in steps[-1]}
+        changed = [name for name, value in now.items() if not same(value.detach(), steps[-1][name])]
+        return type(error).__name__, f"{error} {notes}", changed, len(steps)
+    return "nothing was raised", "", [], 0
+
+
+def test_control_flow_that_differs_between_batches_stops_before_its_step_changes_anything(worlds):
+    for name, message, changed, steps in worlds.run(2, run_changes):
+        assert name == "StepChanged"
+        assert all(word in message for word in ("training_step", "recorded", "control flow", "stage", "rank")), message
+        assert not changed
+        assert steps == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"schedule": "zigzag"}, ValueError, ["zigzag", "gpipe", "1f1b"]),
+        ({"num_microbatches": 0}, ValueError, ["num_microbatches=0", "1 or more"]),
+        ({"num_microbatches": "four"}, ValueError, ["num_microbatches='four'", "'auto'"]),
+        ({"num_microbatches": 2.0}, ValueError, ["num_microbatches=2.0"]),
+        ({"num_microbatches": True}, ValueError, ["num_microbatches=True"]),
+        ({"stages_per_rank": 0}, ValueError, ["stages_per_rank=0"]),
+        ({"tensor_parallel_size": 2}, ValueError, ["tensor_parallel_size=2"]),
+        ({"pipeline_parallel_size": 0}, ValueError, ["pipeline_parallel_size", "0"]),
+        ({"pipeline_parallel_size": "2"}, ValueError, ["pipeline_parallel_size", "'2'"]),
+        ({"data_parallel_size": "all"}, ValueError, ["data_parallel_size", "'all'"]),
+        ({"pipeline_cuts": "layers.1"}, TypeError, ["pipeline_cuts", "list"]),
+        ({"batch_splitter": 3}, TypeError, ["batch_splitter", "3"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_bad_options_are_refused_when_the_strategy_is_made(options, error, words):
+    with pytest.raises(error) as caught:
+        lightning_hybrid.Hybrid3DStrategy(**options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
