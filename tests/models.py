@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (as torch's own documentation spells it)
+from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 WIDTH = 16
@@ -450,7 +450,15 @@ class Transformer(Lit):
         return self.model(**batch).loss
 
 
-class GPT2(Transformer):
+class Causal(Transformer):
+    """The loss of transformers' causal models is float32 whatever the model's dtype; this one is the model's."""
+
+    def loss(self, batch):
+        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class GPT2(Causal):
     def build(self, transformers):
         p = self.dropout
         config = transformers.GPT2Config(
@@ -464,7 +472,7 @@ class GPT2Dropout(GPT2):
     dropout = 0.2
 
 
-class Llama(Transformer):
+class Llama(Causal):
     def build(self, transformers):
         config = transformers.LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=self.layers,

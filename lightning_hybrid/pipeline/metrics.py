@@ -80,8 +80,8 @@ class MetricSync:
                     known = self._home.setdefault(name, rank)
                     if known != rank:
                         raise ValueError(
-                            f"metric {name!r} is fed on pipeline rank {known} by one step and on rank {rank} by another;"
-                            " use one metric object per step, as in self.train_accuracy and self.val_accuracy"
+                            f"metric {name!r} is fed on pipeline rank {known} by one step and on rank {rank} by another"
+                            "; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
                         )
 
     def _share_state(self, name: str, metric: Metric) -> None:

@@ -19,7 +19,8 @@ from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.record import Recording, StepError, record
+from lightning_hybrid.step.record import record
+from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.units import can_open, choose_units

@@ -80,7 +80,7 @@ class StepRunner:
         replica: int,
         metrics: MetricSync,
     ) -> None:
-        """Args: root: the user's module. plan: who holds what. group: the ranks of this pipeline. replica: data rank."""
+        """Args: root: the user's module. plan: who holds what. group: this pipeline's ranks. replica: data rank."""
         self.plan = plan
         self._root = root
         self._group = group
@@ -159,9 +159,9 @@ class StepRunner:
                 reduce=train.reduce,
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
-        with self._randomness.isolated(), torch.set_grad_enabled(train is not None or torch.is_grad_enabled()):
-            with self._metrics.step():
-                outcome = self._executor.run(job)
+        grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
+        with self._randomness.isolated(), grad, self._metrics.step():
+            outcome = self._executor.run(job)
         self._metrics.note_homes(variants[0].assignment.sinks, self.plan.num_ranks)
         counts = [batch_size_of(microbatch) for microbatch in microbatches]
         result = self._share(variants, outcome, logs.entries(), weights, counts, batch, share_output, train is not None)

@@ -19,7 +19,7 @@ class SharedParameters:
     def __init__(
         self, holders: Mapping[str, Sequence[int]], parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
     ) -> None:
-        """Args: holders: pipeline ranks by FQN, of parameters with more than one. parameters: by FQN. group: the pipeline."""
+        """Args: holders: pipeline ranks by FQN. parameters: by FQN. group: the ranks of this pipeline."""
         self._group = group
         self._rank = group.rank()
         sets: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}

@@ -105,8 +105,8 @@ class AbsentFloat(float):
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
     __truediv__ = __rtruediv__ = __rpow__ = __neg__ = __pos__ = __abs__ = _arithmetic
-    __pow__ = _arithmetic  # type: ignore[assignment]
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __round__ = _arithmetic
+    __pow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _arithmetic
+    __round__ = _arithmetic  # type: ignore[assignment]
 
     def _compare(self, *_: Any) -> bool:
         raise ControlFlowError(branch_message(self.line))
@@ -152,11 +152,8 @@ def absent_members(owners: list[tuple[nn.Module, str, str]]) -> Iterator[dict[in
         for module in {id(module): module for module, _, _ in owners}.values():
             # torch's recurrent layers, and users, hold parameters in plain lists and dicts too.
             for held in module.__dict__.values():
-                if (
-                    type(held) is list
-                    or (type(held) is dict
-                    and held is not module._parameters
-                    and held is not module._buffers)
+                if type(held) is list or (
+                    type(held) is dict and held is not module._parameters and held is not module._buffers
                 ):
                     _substitute(held, stand_ins, saved)
         yield {id(stand_in): fqn for stand_in, fqn in stand_ins.values()}

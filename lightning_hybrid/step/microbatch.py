@@ -79,6 +79,11 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
     return even[-1] if even else most
 
 
+def why_whole(batch: Any, splitter: BatchSplitter | None) -> str:
+    """Why ``batch`` runs as one microbatch whatever is asked for; empty if it can be split."""
+    return _measure(batch)[1] if splitter is None else ""
+
+
 def check_count(batch: Any, wanted: int | None) -> None:
     """Refuse more microbatches than a full batch has samples.
 

@@ -7,7 +7,6 @@ time, also while most parameters live on other ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,71 +20,41 @@ from lightning_hybrid.step.absent import (
     absent_members,
     make_absent,
 )
+from lightning_hybrid.step.alike import LikeUnits
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.graph import Node, StepGraph, Value
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, index_by_numbers, run_on_stand_ins
 from lightning_hybrid.step.transaction import ModuleState, Place, reachable
-from lightning_hybrid.step.tree import Spec, flatten
+from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import StepWatch, user_line
 
 _SIZED_BY_DATA = frozenset(
-    ["nonzero", "masked_select", "unique", "unique_consecutive", "argwhere", "bincount", "repeat_interleave"]
+    {
+        "nonzero",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "argwhere",
+        "bincount",
+        "repeat_interleave",
+    }
 )
-_WRITES = frozenset(["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__"])
-
-
-class StepError(ValueError):
-    """A step that cannot be recorded."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What one leaf of a node's result is: a value, an input handed through, or a plain object."""
-
-    value: int | None = None
-    input: int | None = None
-    constant: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Template:
-    """How the result of a node that runs elsewhere is rebuilt.
-
-    Attributes:
-        leaves: What each leaf of its result is.
-        spec: The container around them.
-        written: Inputs written in place, as (place among the input leaves, the value they are afterwards).
-    """
-
-    leaves: tuple[Leaf, ...]
-    spec: Spec | None
-    written: tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recording:
-    """A step graph together with what replay needs of the user's containers.
-
-    Attributes:
-        graph: The graph.
-        templates: One per node.
-        units: The units that were one node each, by FQN.
-        owned: What each unit holds, by FQN.
-        kept: Where values of the step stay reachable from the modules.
-        unopened: Units whose parameters were read around their forward; they should be opened.
-        found_buffers: Buffers that turned out to have a home (the glue writes model values into them, or reads them
-            from inside a unit); the recording is to be repeated with them tracked.
-    """
-
-    graph: StepGraph
-    templates: tuple[Template, ...]
-    units: Mapping[str, nn.Module]
-    owned: Mapping[str, tuple[str, ...]]
-    kept: tuple[tuple[Place, int], ...]
-    unopened: frozenset[str]
-    found_buffers: frozenset[str] = frozenset()
+_WRITES = frozenset(
+    {
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+    }
+)
 
 
 def record(
@@ -128,7 +97,7 @@ def record(
         with randomness.isolated(), absent_members(owners) as names:
             owned = {fqn: _owned(unit, names) for fqn, unit in units.items()}
             sinks = find_sinks(root)
-            watch = RecordWatch(names, costs, _buffer_names(root, units), SinkRehearsal(sinks))
+            watch = RecordWatch(names, costs, _buffer_names(root, units), SinkRehearsal(sinks), units)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(randomness.microbatch(0, 0))
                 stack.enter_context(costs.module_stack())
@@ -164,11 +133,14 @@ class RecordWatch(StepWatch):
         costs: CostWatch,
         buffers: Mapping[int, tuple[str, bool]],
         rehearsal: SinkRehearsal,
+        units: Mapping[str, nn.Module],
     ) -> None:
         """Args: parameters: FQN by id of the stand-ins. costs: counts the kernels. buffers: see ``_buffer_names``."""
         super().__init__(parameters)
         self._buffers = buffers
         self._rehearsal = rehearsal
+        self._units = units
+        self._alike = LikeUnits(costs)
         self._found_buffers: set[str] = set()
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._costs = costs
@@ -198,7 +170,7 @@ class RecordWatch(StepWatch):
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
         """Run one operation on stand-ins; a node, unless it touches the batch alone."""
-        leaves, _spec = flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         marks = [self.mark_of(tensor) for tensor in tensors]
         inputs = tuple(mark for mark in marks if mark is not None)
@@ -217,7 +189,11 @@ class RecordWatch(StepWatch):
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
-        out, dynamic = self._run(name, run, args, kwargs)
+        if name.startswith("@"):
+            unit = self._units[name[1:]]
+            out, dynamic = self._alike.run(name[1:], unit, leaves, spec, lambda: self._run(name, run, args, kwargs))
+        else:
+            out, dynamic = self._run(name, run, args, kwargs)
         dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
 
         # A tensor whose version moved was written in place: the object now is a new value.
@@ -380,11 +356,6 @@ class RecordWatch(StepWatch):
             if isinstance(leaf, FakeTensor) and (value := self.mark_of(leaf)) is not None:
                 kept.append((place, value))
         return kept
-
-
-def find_loss(result: Any) -> Any:
-    """The loss in what a training step returned: itself, or its ``loss`` entry."""
-    return result.get("loss") if isinstance(result, Mapping) else result
 
 
 def _shape_of(result: Any) -> str:

@@ -18,7 +18,7 @@ from lightning_hybrid.step.absent import MARK, fill, make_placeholder
 from lightning_hybrid.step.graph import Node
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.record import Recording, StepError
+from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, unflatten
 from lightning_hybrid.step.watch import StepWatch, user_line
@@ -168,6 +168,12 @@ class ReplayWatch(StepWatch):
     def _note(self, tensor: Tensor, value: int) -> None:
         self.mark(tensor, value)
         if value in self._wanted and value not in self.made:
+            known = self._values[value]
+            if tuple(tensor.shape) != known.shape and not known.dynamic:
+                raise StepChanged(
+                    f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
+                    f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
+                )
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
     def _present(self, leaf: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.step.absent import is_absent, make_absent
@@ -88,7 +89,7 @@ def _real(leaf: Any) -> Any:
         return leaf
     if not is_absent(leaf):
         return leaf.detach()
-    device = leaf.fake_device
+    device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
     if leaf.is_floating_point():
         return torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, leaf.dtype)
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

@@ -23,7 +23,7 @@ _DEEPEST = 4
 
 
 class Place(NamedTuple):
-    """Where a value is reachable from: attribute ``attribute`` of module ``module``, then ``path`` through containers."""
+    """Where a value is reachable from: an attribute of a module, then a path through containers."""
 
     module: str
     attribute: str

@@ -26,7 +26,48 @@ from lightning_hybrid.step.tree import flatten
 _VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 _METADATA = frozenset(
-    ["dim", "size", "numel", "is_floating_point", "is_complex", "element_size", "ndimension", "stride", "is_contiguous", "__len__", "__hash__", "is_signed", "get_device", "nelement", "type_as_string", "storage_offset", "register_hook", "retain_grad", "requires_grad_", "is_tensor", "is_same_size", "data_ptr", "untyped_storage", "storage", "__dir__", "is_shared", "is_pinned", "is_inference", "is_conj", "is_neg", "_is_view", "names", "has_names", "broadcast_shapes", "result_type", "can_cast", "promote_types", "is_storage", "dim_order", "register_post_accumulate_grad_hook"]
+    {
+        "dim",
+        "size",
+        "numel",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "ndimension",
+        "stride",
+        "is_contiguous",
+        "__len__",
+        "__hash__",
+        "is_signed",
+        "get_device",
+        "nelement",
+        "type_as_string",
+        "storage_offset",
+        "register_hook",
+        "retain_grad",
+        "requires_grad_",
+        "is_tensor",
+        "is_same_size",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "__dir__",
+        "is_shared",
+        "is_pinned",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "_is_view",
+        "names",
+        "has_names",
+        "broadcast_shapes",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "is_storage",
+        "dim_order",
+        "register_post_accumulate_grad_hook",
+    }
 )
 _NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
 _TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})

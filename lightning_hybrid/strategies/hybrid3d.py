@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS
 
@@ -31,15 +31,15 @@ from lightning_hybrid.precision import HybridPrecision
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.microbatch import BatchSplitter, check_count
+from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
 from lightning_hybrid.strategies.example_batch import take_example
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.saved_state import StagedStrategy
-from lightning_hybrid.strategies.step_logs import log_for_all
 from lightning_hybrid.strategies.start_table import describe
+from lightning_hybrid.strategies.step_logs import log_for_all
 from lightning_hybrid.strategies.user_code import current_hook, output_is_read, step_arguments
 
 _MODES = {
@@ -220,6 +220,12 @@ class Hybrid3DStrategy(StagedStrategy):
         loop = trainer._active_loop
         batch = self._example_batch if self._example_batch is not None else take_example(trainer, loop, mode)
         check_count(batch, self._num_microbatches)
+        reason = why_whole(batch, self._splitter)
+        if reason and pipeline.size() > 1:
+            rank_zero_warn(
+                f"the batch cannot be split into microbatches: {reason}; the {pipeline.size()} pipeline ranks work one"
+                " after the other. Pass batch_splitter=function(batch, count) -> list of batches"
+            )
         is_fitting = name == "training_step"
         was_training = {part: part.training for part in module.modules()}
         if not is_fitting:

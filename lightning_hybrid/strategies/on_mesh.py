@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
@@ -107,9 +109,12 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         assert self.cluster_environment is not None
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            # Lightning's launcher shares the cores out on the first rank alone; each other rank would take them all.
+            _set_num_threads_if_needed(self.num_processes)
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         self._layout = ParallelLayout.resolve(self.world_size, **self._sizes)  # type: ignore[arg-type]
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend

@@ -31,7 +31,8 @@ def log_for_all(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]
             module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
             continue
         known = not math.isnan(value)
-        entry.metric._forward_cache = torch.tensor(value, device=module.device) if known else None
+        cache = torch.tensor(value, device=module.device) if known else None
+        entry.metric._forward_cache = cache  # type: ignore[assignment]
         module.log(entry.name, entry.metric, **kwargs)
 
 

@@ -94,9 +94,12 @@ def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None
                     leaf = values[value].detach()
                     received[value] = leaf.requires_grad_() if graph.values[value].requires_grad else leaf
         given = {value: leaf.clone() if value in graph.cloned else leaf for value, leaf in received.items()}
-        with poisoned(module, lambda name, stage=stage: stage not in assignment.holders.get(name, ())):
-            with randomness.isolated(), randomness.microbatch(step_number, 0):
-                run = variant.replays[stage].run(again or step, given, names)
+        with (
+            poisoned(module, lambda name, stage=stage: stage not in assignment.holders.get(name, ())),
+            randomness.isolated(),
+            randomness.microbatch(step_number, 0),
+        ):
+            run = variant.replays[stage].run(again or step, given, names)
         received_by.append(received)
         made_by.append(run.made)
         values.update(run.made)
@@ -133,7 +136,7 @@ def poisoned(module, is_foreign):
 def assert_same_gradients(grads, expected, *, tolerance=1e-10):
     """Every gradient within `tolerance` of its reference, relative to its largest entry; names the worst.
 
-    Gradients that are zero but for rounding (a key's bias in attention) are measured against 1e-6 of the largest of all.
+    Gradients that are zero but for rounding (a key's bias in attention) are measured against 1e-6 of the largest.
     """
     assert grads.keys() == expected.keys(), f"only one side has {sorted(grads.keys() ^ expected.keys())}"
     floor = 1e-6 * max(float(grad.abs().max()) for grad in expected.values())

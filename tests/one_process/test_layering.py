@@ -19,6 +19,7 @@ FLOORS = [
     {"checkpoint", "verify"},
     {"precision", "callbacks"},
     {"strategies"},
+    {"registration"},
     {"cli", "__init__"},
 ]
 PURE = FLOORS[0] | FLOORS[1]

@@ -4,7 +4,7 @@ import pytest
 from models import WIDTH, Layers, batch_of, make, mlp
 from one_process.in_process import assert_same_gradients, pipeline, reference
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from lightning_hybrid.step.partition import PartitionError
 
@@ -32,12 +32,19 @@ def test_a_large_unit_is_opened():
             self.layers = nn.ModuleList([mlp(), nn.Sequential(mlp(), mlp(), mlp(), mlp(), mlp())])
 
     module = make(Nested)
-    assert run(module, 2).units == [["layers.0", "layers.1.0", "layers.1.1"], ["layers.1.2", "layers.1.3", "layers.1.4", "head"]]
+    assert run(module, 2).units == [
+        ["layers.0", "layers.1.0", "layers.1.1"],
+        ["layers.1.2", "layers.1.3", "layers.1.4", "head"],
+    ]
 
 
 @pytest.mark.parametrize(
     ("cuts", "first"),
-    [(["layers.1"], ["layers.0"]), (["head"], [f"layers.{i}" for i in range(4)]), (["layers.3"], ["layers.0", "layers.1", "layers.2"])],
+    [
+        (["layers.1"], ["layers.0"]),
+        (["head"], [f"layers.{i}" for i in range(4)]),
+        (["layers.3"], ["layers.0", "layers.1", "layers.2"]),
+    ],
 )
 def test_cuts_are_where_the_user_puts_them(cuts, first):
     module = make("Layers")
@@ -87,5 +94,7 @@ def test_a_recurrent_model_is_refused():
                     x = x + layer(x)
             return F.cross_entropy(self.head(x), batch["label"])
 
-    with pytest.raises(PartitionError, match=r"recurrent through its stages: \d+ of \d+ .*set pipeline_parallel_size=1"):
+    with pytest.raises(
+        PartitionError, match=r"recurrent through its stages: \d+ of \d+ .*set pipeline_parallel_size=1"
+    ):
         run(make(Loops), 2)

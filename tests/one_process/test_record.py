@@ -8,10 +8,10 @@ import torch
 from models import CASES, WIDTH, Layers, batch_of, make, mlp
 from one_process.in_process import cut, keyed, pipeline, reference
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
-from lightning_hybrid.step.record import StepError
+from lightning_hybrid.step.recording import StepError
 
 
 def record(module, num_stages=2, batch=None):
@@ -38,7 +38,9 @@ def assert_unchanged(before, after):
     for key, (value, content) in before.items():
         assert after[key][0] is value, f"{key} is another object"
         if isinstance(content, list):
-            assert len(content) == len(after[key][1]) and all(a is b for a, b in zip(content, after[key][1], strict=True))
+            assert len(content) == len(after[key][1]) and all(
+                a is b for a, b in zip(content, after[key][1], strict=True)
+            )
         elif isinstance(content, dict):
             assert content.keys() == after[key][1].keys(), key
             assert all(after[key][1][name] is item for name, item in content.items()), key
@@ -189,7 +191,9 @@ def as_array(loss):
 def test_control_flow_on_the_model_is_refused_with_its_line(use):
     module = make(Branches)
     module.use = use
-    with pytest.raises(ControlFlowError, match=rf"{__file__}:{use.__code__.co_firstlineno + 1}: .*pipeline_parallel_size=1"):
+    with pytest.raises(
+        ControlFlowError, match=rf"{__file__}:{use.__code__.co_firstlineno + 1}: .*pipeline_parallel_size=1"
+    ):
         record(module)
 
 

@@ -47,7 +47,9 @@ def test_parity(case, num_stages):
     assert_same_gradients(got.grads, expected.grads)
     assert_cut_as_meant(got, case, num_stages)
     for name, b in module.named_buffers():
-        torch.testing.assert_close(b, after[name], rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            b, after[name], rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("case", [Layers, *HUGGING_FACE], ids=lambda case: case.__name__)
@@ -95,7 +97,7 @@ def test_a_value_for_a_later_stage_goes_there_directly():
     step = step_on(module, batch_of("vectors", range(4)))
     got = pipeline(module, step, 4)
     assert got.units == [["down.0", "down.1"], ["down.2", "down.3"], ["up.0", "up.1"], ["up.2", "up.3"]]
-    # up.0 reads down.3 twice, as x and as its skip; the sum x + skip in front of up.2 is made where both are first known.
+    # up.0 reads down.3 twice, as x and as its skip; the sum in front of up.2 is made where both terms are known.
     assert {pair: len(sent) for pair, sent in got.assignment.portals.items()} == {
         (0, 1): 1, (0, 2): 1, (0, 3): 1, (1, 2): 2, (2, 3): 1,
     }  # fmt: skip

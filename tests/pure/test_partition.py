@@ -149,12 +149,12 @@ def test_the_number_of_cuts_must_fit():
 
 
 def test_more_stages_than_units():
-    with pytest.raises(PartitionError, match="needs 4 stages but has only 3 units.* 3 or less"):
+    with pytest.raises(PartitionError, match=r"needs 4 stages but has only 3 units.* 3 or less"):
         find_homes(chain(3), 4)
 
 
 def test_a_recurrent_step_is_refused():
     rows = [(f"@blocks.{i % 4}", [i - 1] if i else [], [f"blocks.{i % 4}.weight"]) for i in range(8)]
     graph = graph_of(*rows)
-    with pytest.raises(PartitionError, match=r"recurrent through its stages: 8 of 16 .*'blocks\.\d\.weight'.*=1|12 of 16"):
+    with pytest.raises(PartitionError, match=r"recurrent through its stages: \d+ of 16 .*'blocks\.\d\.weight'.*=1"):
         check_shared(assign(graph, find_homes(graph, 4), 4))

@@ -73,7 +73,7 @@ class Notes(Callback):
 
 
 def trainer_of(world_size: int, strategy: Any, callbacks: list[Callback], **kwargs: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     limits = {"max_epochs": 1, "num_sanity_val_steps": 0}
     arguments = {"accelerator": "cpu", "devices": world_size, "num_nodes": 1, **quiet, **limits, **kwargs}
     if strategy is not None:
@@ -126,13 +126,11 @@ class Run:
 
 def fit(run: Run) -> Fitted:
     """On a rank: fit under the strategy."""
-    strategy = Hybrid3DStrategy(
-        pipeline_parallel_size=run.pp, num_microbatches=run.microbatches, **run.strategy
-    )
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=run.pp, num_microbatches=run.microbatches, **run.strategy)
     return _fit(run, run.world_size, strategy, batch_size=run.batch_size)
 
 
-def fit_reference(run: Run, microbatched: bool = False) -> Fitted:
+def fit_reference(run: Run) -> Fitted:
     """In one process, on the concatenation of the replicas' batches: plain Lightning."""
     return _fit(run, 1, None, batch_sampler=joined_batches(run))
 
@@ -158,12 +156,11 @@ def joined_batches(run: Run) -> list[list[int]]:
 
 
 def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
-    torch.manual_seed(0)
+    own = run.callback() if run.callback is not None else None
     module = make(run.case, run.dtype)
     if run.change is not None:
         run.change(module)
     notes = Notes()
-    own = run.callback() if run.callback is not None else None
     kwargs = dict(run.trainer)
     if run.precision is not None:
         from lightning_hybrid import HybridPrecision
@@ -173,13 +170,13 @@ def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
     data = Samples(module.kind, run.num_samples, run.dtype)
     loader = DataLoader(data, collate_fn=run.collate, **loading)
     val = DataLoader(data, collate_fn=run.collate, **loading) if run.validate else None
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    before = {name: p.tolist() for name, p in module.named_parameters()}  # no tensors: a test counts their bytes
     trainer.fit(module, loader, val)
     fitted = notes.fitted
     fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    trained = {name for grads in fitted.grads for name, grad in grads.items() if grad.any()}
+    trained = {name for grads in fitted.grads for name, grad in grads.items() if float(grad.abs().max()) > 1e-6}
     for name in trained:
-        assert not torch.equal(before[name], fitted.state[name]), f"{name} had a gradient and did not move"
+        assert before[name] != fitted.state[name].tolist(), f"{name} had a gradient and did not move"
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     fitted.scale = 1.0 if scaler is None else scaler.get_scale()
     fitted.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from lightning_runs import Tiny  # noqa: F401  (the scripts import it from here too)
 
 TESTS = Path(__file__).parent.parent
 
@@ -32,7 +31,8 @@ FIT = """
                       strategy=lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2),
                       enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Model(), loader(4))
-    print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: {{float(trainer.callback_metrics['loss']):.6f}}", flush=True)
+    loss = float(trainer.callback_metrics["loss"])
+    print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: {{loss:.6f}}", flush=True)
 """
 
 

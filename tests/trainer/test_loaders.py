@@ -280,9 +280,7 @@ def test_a_batch_that_cannot_be_split_runs_as_one_microbatch_and_says_so(worlds)
 
 def test_batch_splitter_splits_what_only_the_user_knows(worlds):
     [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
-    for weights, warned in worlds.run(
-        2, run_graphs, 2, 2, {"batch_splitter": split_graph, "num_microbatches": 2}
-    ):
+    for weights, warned in worlds.run(2, run_graphs, 2, 2, {"batch_splitter": split_graph, "num_microbatches": 2}):
         assert_same(weights, expected)
         assert not warned
 

@@ -134,18 +134,17 @@ def test_batch_shape_changes_between_steps(worlds):
     run = Run("GPT2", pp=2, num_batches=5, collate=of_different_lengths)
     check(worlds, run)
     lengths = {3 + int(sample("tokens", batch[0])["input_ids"][0]) % 4 for batch in joined_batches(run)}
-    assert len(lengths) > 2, "the lengths must differ"
+    assert len(lengths) > 1, "the lengths must differ"
 
 
-@pytest.mark.parametrize("last", [3, 1])
-def test_last_batch_divides_unevenly(worlds, last):
-    run = Run("Layers", pp=2, batch_size=5, microbatches=2, last=last)
+@pytest.mark.parametrize(("last", "microbatches"), [(5, 3), (1, 1)])
+def test_last_batch_divides_unevenly(worlds, last, microbatches):
+    """Five samples in microbatches of two, which weigh 2/5, 2/5 and 1/5."""
+    run = Run("Layers", pp=2, batch_size=6, microbatches=3, last=last)
     [expected] = worlds.run(1, fit_reference, run)
     ranks = worlds.run(2, fit, run)
-    assert [rank.num_microbatches for rank in ranks] == [min(last, 2)] * 2
-    for rank in ranks:
-        rank.num_microbatches = 2
-    assert_parity(ranks, expected, run)
+    assert [rank.num_microbatches for rank in ranks] == [microbatches] * 2
+    assert_parity(ranks, expected, dataclasses.replace(run, microbatches=microbatches))
 
 
 def test_labels_of_the_right_microbatch(worlds):
@@ -176,7 +175,7 @@ def test_loss_masked_unevenly(worlds):
         run, batch_size=2, num_batches=6, trainer={"accumulate_grad_batches": 2}, microbatches=1
     )
     [expected] = worlds.run(1, fit_reference, small)
-    expected.losses = [(a + b) / 2 for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
+    expected.losses = [a + b for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
     assert_parity(ranks, expected, run)
     [whole] = worlds.run(1, fit_reference, run)
     assert not torch.allclose(whole.losses[0], expected.losses[0]), "the masks must differ between microbatches"
@@ -247,7 +246,7 @@ def test_buffers_after_run(worlds, strategy):
     run = Run("BatchNorms", pp=2, microbatches=2, strategy=strategy)
     small = Run("BatchNorms", batch_size=2, num_batches=6, microbatches=1, trainer={"accumulate_grad_batches": 2})
     [expected] = worlds.run(1, fit_reference, small)
-    expected.losses = [(a + b) / 2 for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
+    expected.losses = [a + b for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
     ranks = worlds.run(2, fit, run)
     assert_parity(ranks, expected, run)
     assert all(int(rank.state["norm.num_batches_tracked"]) == 6 for rank in ranks)
@@ -308,34 +307,36 @@ def use_sgd(module):
 
 
 class CountsBytes(Callback):
-    """After the second step: bytes of all live storages, and of those of this rank's own parameters."""
+    """Bytes of all storages that came to life since it was made, after set-up and after the second step."""
+
+    def __init__(self):
+        gc.collect()
+        self.earlier = live_tensors()  # kept alive, so that no address is used again
+
+    def count(self):
+        gc.collect()
+        known = {tensor.untyped_storage().data_ptr() for tensor in self.earlier}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in live_tensors()}
+        return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in known)
 
     def on_train_start(self, trainer, pl_module):
-        gc.collect()
-        self.before = live_bytes()
+        self.after_setup = self.count()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 1:
-            gc.collect()
             own = [p for p in pl_module.parameters() if not is_absent(p)]
             absent = [p for p in pl_module.parameters() if is_absent(p)]
             assert all(p.grad is None and p not in trainer.optimizers[0].state for p in absent)
             self.noted = {
-                "before": self.before,
-                "live": live_bytes(),
+                "after_setup": self.after_setup,
+                "live": self.count(),
                 "own": sum(p.nbytes for p in own),
                 "all": sum(p.nbytes for p in own) + sum(p.numel() * p.element_size() for p in absent),
             }
 
 
-def live_bytes():
-    """Bytes of the storages of all tensors alive."""
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not is_absent(thing):
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+def live_tensors():
+    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not is_absent(t)]
 
 
 def many_layers(module):
@@ -349,6 +350,8 @@ def test_foreign_parameters_are_absent(worlds):
     assert sum(note["own"] for note in notes) == notes[0]["all"]
     for note in notes:
         assert note["own"] < 0.4 * note["all"]
-        # Its parameters, gradients and two moments of Adam; beyond that only batches and activations of one step.
-        assert 4 * note["own"] <= note["live"] < 4 * note["own"] + 0.25 * note["all"], note
-        assert note["before"] < note["own"] + 0.25 * note["all"], note
+        # Parameters, gradients and two moments of Adam, and two copies of the gradients in the harness's own notes;
+        # the rest is the batches and values of one step.
+        rest = 0.05 * note["all"]
+        assert note["own"] <= note["after_setup"] < note["own"] + rest, note
+        assert 6 * note["own"] <= note["live"] < 6 * note["own"] + rest, note

@@ -1,0 +1,137 @@
+"""How much of the time that a schedule allows is lost to carrying it out: stages that sleep instead of computing.
+
+    python benchmarks/bubble.py
+    python benchmarks/bubble.py --ranks 4 --microbatches 16
+
+Each stage sleeps a fixed time in its forward and twice that in its backward, so cores do not matter and every second
+beyond the schedule's own is overhead: dispatch, transfers, sharing of the loss, the optimizer, Lightning's loop. The
+module is an unmodified LightningModule, run by hybrid3d through the Trainer, and the same stages are run by
+torch.distributed.pipelining (Schedule1F1B). Wall time is from batch to batch.
+
+Must be reached: bound / measured >= 0.96, where the bound is the makespan of `lightning_hybrid.schedule.simulate` with
+the same costs (the sleeps as they turned out, one by one, before the run: a sleep is always a little longer than asked
+for, more so on a busy machine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from side_by_side import Turn, Variant, compare, fit, print_table, quartiles, verdict
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from lightning_hybrid.schedule import chain, make_schedule, simulate
+
+WIDTH = 8
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, gradient.sum(0), None
+
+
+class SleepingStage(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x, self.weight, self.seconds)
+
+
+class Sleeper(LightningModule):
+    def __init__(self, num_stages: int, seconds: float) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(SleepingStage(seconds) for _ in range(num_stages))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for part in self.parts:
+            batch = part(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def hybrid3d(turn: Turn, ranks: int, microbatches: int, seconds: float) -> None:
+    from lightning_hybrid import Hybrid3DStrategy
+
+    # Sleeping costs no floating-point operations, so the cuts are given.
+    cuts = [f"parts.{stage}" for stage in range(1, ranks)]
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=ranks, num_microbatches=microbatches, pipeline_cuts=cuts)
+    fit(turn, Sleeper(ranks, seconds), torch.ones(microbatches, WIDTH), strategy=strategy, devices=ranks)
+
+
+def torch_1f1b(turn: Turn, ranks: int, microbatches: int, seconds: float) -> None:
+    module = SleepingStage(seconds)
+    stage = PipelineStage(module, turn.rank, ranks, torch.device("cpu"), group=dist.new_group(range(ranks)))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, target: (out - target).square().mean())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    batch = torch.ones(microbatches, WIDTH)
+    while True:
+        turn.border()
+        optimizer.zero_grad()
+        if turn.rank == 0:
+            schedule.step(batch)
+        elif turn.rank == ranks - 1:
+            schedule.step(target=torch.zeros_like(batch), losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+
+
+def slept(seconds: float, times: int = 25) -> float:
+    """What a sleep of this length takes here and now."""
+    taken = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        time.sleep(seconds)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--seconds", type=float, default=0.02, help="of a forward")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=2, help="per turn")
+    args = parser.parse_args()
+    forward, backward = slept(args.seconds), slept(2 * args.seconds)
+    print(f"a forward takes {1000 * forward:.2f} ms, a backward {1000 * backward:.2f} ms")
+    for ranks in args.ranks:
+        variants = [
+            Variant(f"{function.__name__}, m={m}", partial(function, ranks=ranks, microbatches=m, seconds=args.seconds))
+            for m in args.microbatches
+            for function in (torch_1f1b, hybrid3d)
+        ]
+        results = compare(variants, ranks=ranks, rounds=args.rounds, steps=args.steps)
+        print_table(f"{ranks} sleeping stages", results)
+        for result, m in zip(results, [m for m in args.microbatches for _ in range(2)], strict=True):
+            timeline = simulate(
+                make_schedule("1f1b", ranks, m), chain(ranks), forward_seconds=forward, backward_seconds=backward
+            )
+            bound = timeline.makespan_seconds
+            what = f"{result.name}, p={ranks}: bound {1000 * bound:.1f} ms / measured"
+            verdict(what, quartiles([bound / wall for wall in result.wall]), at_least=0.96)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Record the first of many like layers, and reuse what it showed for the others.
+
+Two units are alike if they have the same classes, plain attributes and tensor shapes throughout, get arguments of the
+same shapes, and share every other object they refer to. A whole number that equals a unit's own position in its list
+(a layer index) counts as the same. What is reused is metadata alone (result shapes, costs); a replay that finds another
+shape says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.step.absent import make_absent
+from lightning_hybrid.step.costs import CostWatch
+from lightning_hybrid.step.transaction import reachable
+from lightning_hybrid.step.tree import flatten, unflatten
+
+_PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_TENSORS = ("_parameters", "_buffers")
+_SKIPPED = (*_TENSORS, "_modules", "forward", "training")
+
+
+def unit_key(fqn: str, unit: nn.Module) -> Hashable:
+    """Equal for units that do the same."""
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", fqn)
+    position = int(numbers[-1]) if numbers else None
+    return tuple(_module_key(name, module, position) for name, module in unit.named_modules())
+
+
+def _module_key(name: str, module: nn.Module, position: int | None) -> Hashable:
+    tensors = [
+        (member, None if tensor is None else _tensor_key(tensor))
+        for group in _TENSORS
+        for member, tensor in module.__dict__[group].items()
+    ]
+    attributes = [
+        (key, _value_key(value, position))
+        for key, value in module.__dict__.items()
+        if key not in _SKIPPED and not (isinstance(value, dict) and not value)
+    ]
+    return name, type(module), module.training, tuple(tensors), tuple(attributes)
+
+
+def _value_key(value: Any, position: int | None) -> Hashable:
+    if type(value) is int and value == position:
+        return "position"
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if type(value) in (tuple, list):
+        return type(value), tuple(_value_key(item, position) for item in value)
+    if isinstance(value, Tensor):
+        return _tensor_key(value)
+    if type(value) is set and all(isinstance(item, _PLAIN) for item in value):
+        return frozenset(value)
+    return id(value)
+
+
+def _tensor_key(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def arguments_key(leaves: list[Any], spec: Any) -> Hashable:
+    """Equal for arguments that make a unit do the same."""
+    first_place: dict[int, int] = {}
+    keys: list[Hashable] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, FakeTensor):
+            again = first_place.setdefault(id(leaf), place)
+            keys.append((again, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.requires_grad))
+        elif isinstance(leaf, _PLAIN):
+            keys.append((type(leaf), leaf))
+        else:
+            keys.append(id(leaf))
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return tuple(keys), _spec_key(spec), grad, autocast
+
+
+def _spec_key(spec: Any) -> Hashable:
+    return None if spec is None else tuple(_spec_key(child) for child in spec.children)
+
+
+class _Known(NamedTuple):
+    """What a recorded unit showed: each result leaf as (place among the inputs, stand-in, plain value)."""
+
+    leaves: tuple[tuple[int | None, FakeTensor | None, Any], ...]
+    spec: Any
+    flops: float
+    moved_bytes: float
+    drawing: tuple[str, ...]
+    dynamic: bool
+
+
+class LikeUnits:
+    """Runs units on stand-ins, each kind once."""
+
+    def __init__(self, costs: CostWatch) -> None:
+        """Args: costs: where what a reused unit costs is counted too."""
+        self._costs = costs
+        self._known: dict[Hashable, _Known] = {}
+
+    def run(
+        self, fqn: str, unit: nn.Module, leaves: list[Any], spec: Any, execute: Callable[[], tuple[Any, bool]]
+    ) -> tuple[Any, bool]:
+        """The result of a unit on stand-ins, and whether its shape depends on data.
+
+        Args:
+            fqn: FQN of the unit.
+            unit: The unit.
+            leaves: Leaves of its arguments.
+            spec: Their containers.
+            execute: Runs it.
+        """
+        key = unit_key(fqn, unit), arguments_key(leaves, spec)
+        known = self._known.get(key)
+        if known is None:
+            return self._learn(key, fqn, unit, leaves, execute)
+        self._costs.flops += known.flops
+        self._costs.moved_bytes += known.moved_bytes
+        self._costs.drawing.update((fqn + relative, None) for relative in known.drawing)
+        given = [
+            leaves[place] if place is not None else plain if like is None else _another(like)
+            for place, like, plain in known.leaves
+        ]
+        return unflatten(given, known.spec), known.dynamic
+
+    def _learn(
+        self, key: Hashable, fqn: str, unit: nn.Module, leaves: list[Any], execute: Callable[[], tuple[Any, bool]]
+    ) -> tuple[Any, bool]:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
+        out, dynamic = execute()
+        out_leaves, out_spec = flatten(out)
+        described = [_describe(leaf, leaves) for leaf in out_leaves]
+        repeatable = (
+            [tensor._version for tensor in tensors] == versions
+            and not any(isinstance(left, FakeTensor) for _, left in reachable(unit))
+            and all(description is not None for description in described)
+        )
+        if repeatable:
+            drawing = [n for n in self._costs.drawing if n not in drawn and (n == fqn or n.startswith(fqn + "."))]
+            self._known[key] = _Known(
+                tuple(description for description in described if description is not None),
+                out_spec,
+                self._costs.flops - flops,
+                self._costs.moved_bytes - moved,
+                tuple(name[len(fqn) :] for name in drawing),
+                dynamic,
+            )
+        return out, dynamic
+
+
+def _another(like: FakeTensor) -> Tensor:
+    """A stand-in like this one; never a leaf of autograd, which could not be written in place."""
+    absent = make_absent(like)
+    return absent.clone() if like.requires_grad else absent
+
+
+def _describe(leaf: Any, inputs: list[Any]) -> tuple[int | None, FakeTensor | None, Any] | None:
+    """How a result leaf of another unit of this kind is made; None if that is not known."""
+    for place, given in enumerate(inputs):
+        if leaf is given and not isinstance(leaf, _PLAIN):
+            return place, None, None
+    if isinstance(leaf, FakeTensor):
+        return None, leaf, None
+    return (None, None, leaf) if isinstance(leaf, _PLAIN) else None

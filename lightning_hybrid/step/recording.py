@@ -1,0 +1,70 @@
+"""What a recording is: the step graph, and what a replay needs of the user's containers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_hybrid.step.graph import StepGraph
+from lightning_hybrid.step.transaction import Place
+from lightning_hybrid.step.tree import Spec
+
+
+class StepError(ValueError):
+    """A step that cannot be recorded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What one leaf of a node's result is: a value, an input handed through, or a plain object."""
+
+    value: int | None = None
+    input: int | None = None
+    constant: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """How the result of a node that runs elsewhere is rebuilt.
+
+    Attributes:
+        leaves: What each leaf of its result is.
+        spec: The container around them.
+        written: Inputs written in place, as (place among the input leaves, the value they are afterwards).
+    """
+
+    leaves: tuple[Leaf, ...]
+    spec: Spec | None
+    written: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A step graph together with what replay needs of the user's containers.
+
+    Attributes:
+        graph: The graph.
+        templates: One per node.
+        units: The units that were one node each, by FQN.
+        owned: What each unit holds, by FQN.
+        kept: Where values of the step stay reachable from the modules.
+        unopened: Units whose parameters were read around their forward; they should be opened.
+        found_buffers: Buffers that turned out to have a home (the glue writes model values into them, or reads them
+            from inside a unit); the recording is to be repeated with them tracked.
+    """
+
+    graph: StepGraph
+    templates: tuple[Template, ...]
+    units: Mapping[str, nn.Module]
+    owned: Mapping[str, tuple[str, ...]]
+    kept: tuple[tuple[Place, int], ...]
+    unopened: frozenset[str]
+    found_buffers: frozenset[str] = frozenset()
+
+
+def find_loss(result: Any) -> Any:
+    """The loss in what a training step returned: itself, or its ``loss`` entry."""
+    return result.get("loss") if isinstance(result, Mapping) else result
