@@ -15,8 +15,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import LBFGS
 
@@ -31,23 +30,16 @@ from lightning_hybrid.precision import HybridPrecision
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
+from lightning_hybrid.step.microbatch import BatchSplitter
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
-from lightning_hybrid.strategies.example_batch import take_example
+from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.saved_state import StagedStrategy
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import log_for_all
-from lightning_hybrid.strategies.user_code import current_hook, output_is_read, step_arguments
-
-_MODES = {
-    TrainerFn.FITTING: ("training_step", "max_size_cycle"),
-    TrainerFn.VALIDATING: ("validation_step", "sequential"),
-    TrainerFn.TESTING: ("test_step", "sequential"),
-    TrainerFn.PREDICTING: ("predict_step", "sequential"),
-}
+from lightning_hybrid.strategies.user_code import output_is_read
 
 
 class Hybrid3DStrategy(StagedStrategy):
@@ -213,37 +205,21 @@ class Hybrid3DStrategy(StagedStrategy):
             replica=self.data_rank,
             metrics=self._metrics,
         )
-        assert trainer.state.fn is not None
-        name, mode = _MODES[TrainerFn(trainer.state.fn)]
-        if not is_overridden(name, module):
-            return
-        loop = trainer._active_loop
-        batch = self._example_batch if self._example_batch is not None else take_example(trainer, loop, mode)
-        check_count(batch, self._num_microbatches)
-        reason = why_whole(batch, self._splitter)
-        if reason and pipeline.size() > 1:
-            rank_zero_warn(
-                f"the batch cannot be split into microbatches: {reason}; the {pipeline.size()} pipeline ranks work one"
-                " after the other. Pass batch_splitter=function(batch, count) -> list of batches"
-            )
-        is_fitting = name == "training_step"
-        was_training = {part: part.training for part in module.modules()}
-        if not is_fitting:
-            module.eval()
-        try:
-            with torch.set_grad_enabled(is_fitting), current_hook(module, name):
-                self._runner.record(
-                    name, getattr(module, name), step_arguments(module, name, batch), self._context(name)
-                )
-        finally:
-            for part, mode_before in was_training.items():
-                part.training = mode_before
-        if self._plan.num_ranks > 1:
+        recorded = record_first_step(
+            trainer,
+            module,
+            self._runner,
+            example=self._example_batch,
+            num_microbatches=self._num_microbatches,
+            splitter=self._splitter,
+            context=self._context,
+        )
+        if recorded and self._plan.num_ranks > 1:
             self._plan.drop_foreign()
             self._in_parts(module)
-            if is_fitting:
+            if trainer.state.fn == TrainerFn.FITTING:
                 self._whole_again = whole_again_callback(self)
-                trainer.callbacks.insert(0, self._whole_again)
+                trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None

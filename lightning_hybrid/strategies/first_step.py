@@ -1,0 +1,78 @@
+"""Record the step that a run begins with, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
+from lightning_hybrid.strategies.example_batch import take_example
+from lightning_hybrid.strategies.user_code import current_hook, step_arguments
+
+_STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
+    TrainerFn.FITTING: ("training_step", "max_size_cycle"),
+    TrainerFn.VALIDATING: ("validation_step", "sequential"),
+    TrainerFn.TESTING: ("test_step", "sequential"),
+    TrainerFn.PREDICTING: ("predict_step", "sequential"),
+}
+
+
+def record_first_step(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    runner: StepRunner,
+    *,
+    example: Any,
+    num_microbatches: int | None,
+    splitter: BatchSplitter | None,
+    context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
+) -> bool:
+    """Record the step of this run's kind on an example batch; it decides the cut.
+
+    Args:
+        trainer: About to run.
+        module: The user's module, whole.
+        runner: Of this run.
+        example: The user's example batch; drawn from the run's own loader if None.
+        num_microbatches: As the user gave it.
+        splitter: As the user gave it.
+        context: The contexts in which each step runs.
+
+    Returns:
+        Whether the module has such a step.
+
+    Raises:
+        BatchError: The batch cannot be split as asked.
+        StepError: The step cannot be recorded.
+    """
+    assert trainer.state.fn is not None
+    name, mode = _STEPS[TrainerFn(trainer.state.fn)]
+    if not is_overridden(name, module):
+        return False
+    batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
+    check_count(batch, num_microbatches)
+    reason = why_whole(batch, splitter)
+    if reason and runner.plan.num_ranks > 1:
+        rank_zero_warn(
+            f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
+            " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
+        )
+    is_fitting = name == "training_step"
+    was_training = {part: part.training for part in module.modules()}
+    if not is_fitting:
+        module.eval()
+    try:
+        with torch.set_grad_enabled(is_fitting), current_hook(module, name):
+            runner.record(name, getattr(module, name), step_arguments(module, name, batch), context(name))
+    finally:
+        for part, mode_before in was_training.items():
+            part.training = mode_before
+    return True
