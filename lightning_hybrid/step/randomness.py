@@ -119,6 +119,7 @@ class KeyedRandomness:
         self._base: int | None = None
         self._module = [0]
         self._drawn: Counter[int] = Counter()
+        self._drawing: dict[str, nn.Module] = {}
 
     @contextlib.contextmanager
     def microbatch(self, step: int, microbatch: int) -> Iterator[None]:
@@ -171,10 +172,29 @@ class KeyedRandomness:
     @contextlib.contextmanager
     def modules(self, drawing: dict[str, nn.Module]) -> Iterator[None]:
         """Key what these modules draw by their FQN, inside units too, where nothing else watches."""
+        before, self._drawing = self._drawing, drawing
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_drawing", before)
             for fqn, module in drawing.items():
                 stack.enter_context(replaced_forward(module, partial(self._keyed, fqn)))
             yield
+
+    def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` for a second run, later: it draws what it draws when it runs now."""
+        base, stack, drawn, drawing = self._base, list(self._module), Counter(self._drawn), self._drawing
+        if base is None:
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            saved = self._base, self._module, self._drawn
+            self._base, self._module, self._drawn = base, list(stack), Counter(drawn)
+            try:
+                with self.isolated(), self.modules(drawing):
+                    return function(*args, **kwargs)
+            finally:
+                self._base, self._module, self._drawn = saved
+
+        return run
 
     def _keyed(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
         code = zlib.crc32(fqn.encode())

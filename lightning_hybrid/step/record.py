@@ -29,6 +29,7 @@ from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, index_by_numbers, run_on_stand_ins
 from lightning_hybrid.step.transaction import ModuleState, Place, reachable
 from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import StepWatch, user_line
 
 _SIZED_BY_DATA = frozenset(
@@ -103,6 +104,7 @@ def record(
                 stack.enter_context(costs.module_stack())
                 stack.enter_context(watch.units(units, owned))
                 stack.enter_context(watch.sinks(sinks))
+                stack.enter_context(adopted_checkpoints(watch, randomness))
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()

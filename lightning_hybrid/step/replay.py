@@ -21,6 +21,7 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, unflatten
+from lightning_hybrid.step.user_checkpointing import adopted_checkpoints, recomputed
 from lightning_hybrid.step.watch import StepWatch, user_line
 
 
@@ -84,6 +85,7 @@ class StageReplay:
             watch.units(recording.units, recording.owned),
             watch.sinks(self._sinks),
             randomness.watching(True),
+            adopted_checkpoints(watch, randomness),
             watch,
         ):
             result = step()
@@ -152,7 +154,7 @@ class ReplayWatch(StepWatch):
         if replace:
             leaves = [self._present(leaf) for leaf in leaves]
             args, kwargs = unflatten(leaves, spec)
-        out = run(*args, **kwargs)
+        out = recomputed(run, args, kwargs) if self.recompute_depth and node.unit is not None else run(*args, **kwargs)
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
         if len(out_leaves) != len(template.leaves):
             raise StepChanged(

@@ -83,6 +83,8 @@ class StepWatch(TorchFunctionMode, ABC):
 
     Attributes:
         parameters: FQN by ``id`` of every parameter and tracked buffer.
+        inside_unit: Whether a unit or metric runs, where nothing is intercepted.
+        recompute_depth: How many checkpointed functions of the user's glue are running.
     """
 
     def __init__(self, parameters: Mapping[int, str], randomness: KeyedRandomness | None = None) -> None:
@@ -90,7 +92,8 @@ class StepWatch(TorchFunctionMode, ABC):
         super().__init__()
         self.parameters = parameters
         self._randomness = randomness
-        self._inside_unit = False
+        self.inside_unit = False
+        self.recompute_depth = 0
 
     @abstractmethod
     def event(
@@ -151,6 +154,15 @@ class StepWatch(TorchFunctionMode, ABC):
         return result
 
     @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """The user's code asks for activation checkpointing of what runs inside."""
+        self.recompute_depth += 1
+        try:
+            yield
+        finally:
+            self.recompute_depth -= 1
+
+    @contextlib.contextmanager
     def units(self, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
         """Make each call of these units one event, seen above its forward and below its hooks."""
         with contextlib.ExitStack() as stack:
@@ -168,7 +180,7 @@ class StepWatch(TorchFunctionMode, ABC):
             inner = wrap(self.sink_method(fqn, method, original))
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                return (original if self._inside_unit else inner)(*args, **kwargs)
+                return (original if self.inside_unit else inner)(*args, **kwargs)
 
             return call
 
@@ -183,7 +195,7 @@ class StepWatch(TorchFunctionMode, ABC):
     def _unit_wrapper(self, name: str, owned: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                if self._inside_unit:
+                if self.inside_unit:
                     return original(*args, **kwargs)
                 with self._suspended():
                     return self.event(name, original, args, kwargs, owned)
@@ -201,13 +213,13 @@ class StepWatch(TorchFunctionMode, ABC):
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
-        self._inside_unit = True
+        self.inside_unit = True
         unwatched = self._randomness.watching(False) if self._randomness is not None else contextlib.nullcontext()
         try:
             with unwatched:
                 yield
         finally:
-            self._inside_unit = False
+            self.inside_unit = False
             for _ in above:
                 _pop_mode()
             if present:

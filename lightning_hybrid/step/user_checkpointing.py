@@ -1,0 +1,66 @@
+"""Activation checkpointing that the user's own code asks for, under replay.
+
+``torch.utils.checkpoint`` runs a function again during the backward, when no replay is under way. Inside a unit that
+is right, as long as the second run draws the random numbers of the first. In the glue the function spans several
+units, of which most may live elsewhere: there the call is replaced by recomputation of each unit inside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.checkpoint
+
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.watch import StepWatch
+
+
+@contextlib.contextmanager
+def adopted_checkpoints(watch: StepWatch, randomness: KeyedRandomness) -> Iterator[None]:
+    """Let ``torch.utils.checkpoint.checkpoint``, however it was imported, respect units and keyed randomness."""
+    home: Any = torch.utils.checkpoint
+    generator, function = home._checkpoint_without_reentrant_generator, home.CheckpointFunction
+
+    def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if watch.inside_unit:
+            return generator(randomness.again(fn), *args, **kwargs)
+        return _each_unit(watch)
+
+    class Reentrant:
+        @staticmethod
+        def apply(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if watch.inside_unit:
+                return function.apply(_first_plain(fn, randomness.again(fn)), preserve, *args)
+            with watch.recomputing():
+                return fn(*args)
+
+    home._checkpoint_without_reentrant_generator = without_reentrant
+    home.CheckpointFunction = Reentrant
+    try:
+        yield
+    finally:
+        home._checkpoint_without_reentrant_generator = generator
+        home.CheckpointFunction = function
+
+
+def _each_unit(watch: StepWatch) -> Iterator[None]:
+    """Stands in for torch's generator: it yields once, around the function's run."""
+    with watch.recomputing():
+        yield
+
+
+def _first_plain(fn: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+    """The reentrant form calls one function twice: the forward's run, then the backward's."""
+    runs = iter([fn])
+
+    def run(*args: Any) -> Any:
+        return next(runs, again)(*args)
+
+    return run
+
+
+def recomputed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a unit and recompute it in the backward."""
+    return torch.utils.checkpoint.checkpoint(lambda: run(*args, **kwargs), use_reentrant=False)
