@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import LBFGS
 
+from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.pipeline.deposit import Deposit
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
@@ -235,6 +236,11 @@ class Hybrid3DStrategy(StagedStrategy):
             )
         self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
         self.precision_plugin.connect_mesh(self.mesh, lambda: counted)
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, AdaScale):
+                callback.connect_mesh(self.mesh, lambda: counted)
+                for reducer in self._reducers.values():
+                    reducer.observer = callback
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""

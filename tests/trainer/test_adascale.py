@@ -1,0 +1,71 @@
+"""AdaScale through the Trainer: the gain over stages and replicas is that of one process."""
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_hybrid
+from lightning_hybrid.callbacks import AdaScale
+
+
+class Regression(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch):
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Gains(pl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        if "adascale_gain" in trainer.callback_metrics:
+            self.seen.append(float(trainer.callback_metrics["adascale_gain"]))
+
+
+def fit(devices, pipeline, accumulated):
+    torch.manual_seed(0)
+    module = Regression().double()
+    x = torch.randn(48, 6, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    gains = Gains()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=pipeline, num_microbatches=2),
+        max_epochs=1,
+        accumulate_grad_batches=accumulated,
+        callbacks=[AdaScale(scale=2.0, smoothing=0.5), gains],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+    return gains.seen, [p.detach() for p in module.parameters()]
+
+
+def test_gain_over_stages_is_that_of_one_process(worlds):
+    [(gains, parameters)] = worlds.run(1, fit, 1, 1, 3)
+    assert len(gains) >= 4
+    assert any(gain > 1.001 for gain in gains), "the callback did nothing"
+    for other, staged in worlds.run(2, fit, 2, 2, 3):
+        torch.testing.assert_close(other, gains, rtol=1e-9, atol=0)
+        torch.testing.assert_close(staged, parameters, rtol=1e-9, atol=1e-12)
+
+
+def test_gain_over_replicas_and_stages_is_the_same_on_every_rank(worlds):
+    results = worlds.run(4, fit, 4, 2, 1)
+    gains, parameters = results[0]
+    assert any(gain > 1.001 for gain in gains), "the callback did nothing"
+    for other, others_parameters in results:
+        assert other == gains
+        torch.testing.assert_close(others_parameters, parameters, rtol=0, atol=0)
