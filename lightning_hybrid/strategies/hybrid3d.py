@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -152,6 +153,8 @@ class Hybrid3DStrategy(StagedStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
+        # What steps log is the same on every rank already (see step_logs).
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._check(module, is_fitting)
         self.model = self.precision_plugin.convert_module(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -120,6 +122,10 @@ class MeshStrategy(ParallelStrategy):
         self._process_group_backend = backend
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
+        # Lightning sees to that for NCCL alone.
+        atexit.unregister(_destroy_dist_connection)
+        atexit.register(_destroy_dist_connection)
         if self._mesh is None or self._mesh.layout != self._layout:
             self._mesh = Mesh.build(self._layout, self.root_device.type)
         assert self.lightning_module is not None
