@@ -45,6 +45,7 @@ class Node:
         parameters: FQNs of the parameters and tracked buffers read (for a unit: all that it owns).
         outputs: Indices of the values made, those of mutated inputs included.
         written: FQNs of the parameters and tracked buffers written in place.
+        aliases: Values whose memory it writes although it is not given them: it writes into a view of theirs.
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
         line: Where in the user's code it was called, ``file:line``.
@@ -56,6 +57,7 @@ class Node:
     parameters: tuple[str, ...]
     outputs: tuple[int, ...]
     written: tuple[str, ...] = ()
+    aliases: tuple[int, ...] = ()
     flops: float = 0.0
     moved_bytes: float = 0.0
     line: str = ""

@@ -155,6 +155,7 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
         if later == sinks:
             break
         sinks = later
+    _check_views(graph, node_stage, value_stage)
     holders: dict[str, set[int]] = {}
     portals: dict[tuple[int, int], set[int]] = {}
     for node, stage in zip(graph.nodes, node_stage, strict=True):
@@ -173,6 +174,18 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
         portals={pair: tuple(sorted(sent)) for pair, sent in sorted(portals.items())},
         sinks=sinks,
     )
+
+
+def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Sequence[int]) -> None:
+    """A tensor and a view of it are two tensors once they are on different ranks; a write must not be lost."""
+    for node, stage in zip(graph.nodes, node_stage, strict=True):
+        lost = [value for value in node.aliases if value_stage[value] != stage]
+        if lost:
+            raise PartitionError(
+                f"{node.line}: {node.name} on stage {stage} writes into a view of a tensor from stage"
+                f" {value_stage[lost[0]]}, which would not see it; write into the tensor itself (x[index] = value) or"
+                " choose pipeline_cuts that keep both on one stage"
+            )
 
 
 def _stages(graph: StepGraph, homes: Mapping[str, int]) -> tuple[list[int], list[int]]:

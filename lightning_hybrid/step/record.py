@@ -151,6 +151,7 @@ class RecordWatch(StepWatch):
         self._values: list[Value] = []
         self._bytes: dict[str, int] = {}
         self._cloned: set[int] = set()
+        self._by_memory: dict[int, list[Tensor]] = {}
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
 
@@ -210,6 +211,7 @@ class RecordWatch(StepWatch):
                 self._cloned.add(old)
             value = self._new_value(tensor, dynamic)
             written.append((next(i for i, leaf in enumerate(leaves) if leaf is tensor), value))
+        aliases = self._sharing_memory(writes)
         out_leaves, out_spec = flatten(out)
         described = tuple(self._describe(leaf, leaves, dynamic) for leaf in out_leaves)
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
@@ -222,6 +224,7 @@ class RecordWatch(StepWatch):
                 parameters=parameters,
                 outputs=tuple(dict.fromkeys(outputs)),
                 written=written_names,
+                aliases=aliases,
                 flops=self._costs.flops - flops,
                 moved_bytes=self._costs.moved_bytes - moved,
                 line=user_line(),
@@ -291,7 +294,13 @@ class RecordWatch(StepWatch):
         dtype = str(like.dtype).removeprefix("torch.")
         self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic))
         self.mark(tensor, index)
+        self._by_memory.setdefault(_memory(tensor), []).append(tensor)
         return index
+
+    def _sharing_memory(self, writes: list[Tensor]) -> tuple[int, ...]:
+        """The values that are seen to change when these tensors are written."""
+        others = [other for t in writes for other in self._by_memory.get(_memory(t), ()) if other is not t]
+        return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
 
     def _refuse_untracked(self, name: str, tensors: list[Tensor]) -> None:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -364,3 +373,8 @@ def _shape_of(result: Any) -> str:
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} with keys {list(result)}"
     return f"a {type(result).__name__}"
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors that are views of one another."""
+    return id(tensor if tensor._base is None else tensor._base)

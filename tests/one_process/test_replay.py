@@ -4,6 +4,9 @@ import pytest
 import torch
 from models import HAND_WRITTEN, HUGGING_FACE, Dropouts, GPT2Dropout, Layers, batch_of, make
 from one_process.in_process import assert_same_gradients, cut, keyed, pipeline, reference
+from torch import nn
+
+from lightning_hybrid.step.partition import PartitionError
 
 # What must be shared because several stages read it; of all other cases nothing may be.
 SHARED = {
@@ -122,3 +125,31 @@ def test_a_tied_parameter_has_the_gradient_of_both_its_uses():
     got = pipeline(module, step, 2)
     assert got.assignment.shared == {"embedding.weight": (0, 1)}
     assert_same_gradients(got.grads, reference(module, step).grads)
+
+
+class WritesThroughView(nn.Module):
+    """A later stage writes into a view of an earlier stage's tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def training_step(self, x):
+        x = self.layers[0](x)
+        z = self.layers[3](self.layers[2](self.layers[1](x)))
+        out = x.clone()
+        out[:, :4].mul_(z[:, :4])
+        return out.square().mean() + z.square().mean()
+
+
+def test_write_through_a_view_from_another_stage_is_refused():
+    module = WritesThroughView().double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with pytest.raises(PartitionError, match=r"mul_ on stage 1 writes into a view of a tensor from stage 0"):
+        pipeline(module, lambda: module.training_step(x), 2)
+    plain = reference(module, lambda: module.training_step(x))
+    staged = pipeline(module, lambda: module.training_step(x), 1)
+        reference(module, lambda: module.training_step(x)),
+        pipeline(module, lambda: module.training_step(x), 1),
+    )
+    assert_same_gradients(staged.grads, plain.grads)
