@@ -75,7 +75,10 @@ def experts(turn: Turn, args: argparse.Namespace, layer: bool) -> None:
         else:
             # Top2Gate's capacity is twice its tokens: each expert computes all its places, filled or not.
             tokens = x.flatten(0, 1)
-            sum(expert(part).square().mean() for expert, part in zip(members, (tokens.repeat(2, 1)).chunk(EXPERTS), strict=True)).backward()
+            sum(
+                expert(part).square().mean()
+                for expert, part in zip(members, (tokens.repeat(2, 1)).chunk(EXPERTS), strict=True)
+            ).backward()
 
 
 def main() -> None:

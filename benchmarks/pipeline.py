@@ -108,7 +108,11 @@ def main() -> None:
     alone, ours, torchs, ceiling = results
     bound = args.microbatches / (args.microbatches + STAGES - 1)
     verdict("CPU, hybrid3d / one process", ratios(ours.cpu, alone.cpu), at_most=1.05)
-    verdict(f"halves / hybrid3d, wall (1F1B's own bound {bound:.3f})", ratios(ceiling.wall, ours.wall), at_least=0.92 * bound)
+    verdict(
+        f"halves / hybrid3d, wall (1F1B's own bound {bound:.3f})",
+        ratios(ceiling.wall, ours.wall),
+        at_least=0.92 * bound,
+    )
     verdict("wall, hybrid3d / torch 1F1B", ratios(ours.wall, torchs.wall), at_most=1.0)
     verdict("CPU, hybrid3d / torch 1F1B", ratios(ours.cpu, torchs.cpu), at_most=1.0)
 
