@@ -6,7 +6,7 @@ recordings (other shapes, validation) are assigned to the same homes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -95,14 +95,23 @@ class StagePlan:
         context: Callable[[], AbstractContextManager[Any]],
         *,
         train: bool,
+        modes: Hashable = None,
     ) -> Variant:
         """The recorded form of a step for this microbatch; recorded now if it is new.
+
+        Args:
+            name: Name of the step.
+            step: Runs it on this microbatch.
+            microbatch: The microbatch.
+            context: Entered around the step.
+            train: Whether it must return a loss.
+            modes: ``self.modes()``, if the caller has it.
 
         Raises:
             StepError: The step cannot be recorded.
             PartitionError: It cannot be cut, or not the way the first step was.
         """
-        key = self._signature(name, microbatch)
+        key = self._signature(name, microbatch), self.modes() if modes is None else modes
         if key not in self._variants:
             recording, assignment = self._cut(name, step, context, train=train)
             replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
@@ -121,9 +130,12 @@ class StagePlan:
             else type(leaf)
             for leaf in leaves
         )
-        modes = tuple(module.training for module in self._root.modules())
-        trainable = tuple(parameter.requires_grad for parameter in self._root.parameters())
-        return name, type(microbatch), shapes, modes, trainable, torch.is_grad_enabled()
+        return name, type(microbatch), shapes, torch.is_grad_enabled()
+
+    def modes(self) -> Hashable:
+        """What a recording depends on beside the batch: train or eval, and requires_grad, everywhere."""
+        modes = tuple([module.training for module in self._root.modules()])
+        return modes, tuple([parameter.requires_grad for parameter in self._root.parameters()])
 
     def _cut(
         self,

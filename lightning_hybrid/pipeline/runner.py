@@ -141,8 +141,10 @@ class StepRunner:
             with context(), keyed, logs.microbatch(self._root, index):
                 yield
 
+        modes = self.plan.modes()
         variants = [
-            self.plan.variant(name, steps[i], microbatches[i], context, train=train is not None) for i in range(count)
+            self.plan.variant(name, steps[i], microbatches[i], context, train=train is not None, modes=modes)
+            for i in range(count)
         ]
         job = Job(
             program=self._program(variants, train=train is not None),

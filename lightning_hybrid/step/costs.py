@@ -35,7 +35,7 @@ class CostWatch(TorchDispatchMode):
         """Count one kernel."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.drawing[self._stack[-1]] = None
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -61,3 +61,14 @@ class CostWatch(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call of a random kernel draws: attention without dropout, or dropout in eval mode, does not."""
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True

@@ -11,7 +11,7 @@ import contextlib
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,9 +71,36 @@ _DRAWING_NAMES = frozenset(
 )
 
 
-def draws(name: str) -> bool:
-    """Whether the torch function of this name may draw random numbers."""
-    return name in _DRAWING_NAMES
+# Where functions that may be switched off have their probability and their "training" argument.
+_SWITCHES: dict[str, tuple[tuple[int, str] | None, tuple[int, str] | None]] = {
+    **dict.fromkeys((name for name in _DRAWING_NAMES if "dropout" in name), ((1, "p"), (2, "training"))),
+    "scaled_dot_product_attention": ((4, "dropout_p"), None),
+    "multi_head_attention_forward": ((10, "dropout_p"), (13, "training")),
+    "rrelu": (None, (3, "training")),
+    "rrelu_": (None, (3, "training")),
+}
+
+
+def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of a torch function draws random numbers.
+
+    It must say no where nothing is drawn, such as dropout in eval mode: draws are counted, and the count must not
+    depend on which calls are seen.
+    """
+    if name not in _DRAWING_NAMES:
+        return False
+    probability, training = _SWITCHES.get(name, (None, None))
+    if probability is not None and _argument(probability, args, kwargs, 0.5 if name != _ATTENTION else 0.0) == 0:
+        return False
+    return training is None or bool(_argument(training, args, kwargs, True))
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def _argument(where: tuple[int, str], args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
+    place, name = where
+    return args[place] if place < len(args) else kwargs.get(name, default)
 
 
 class GeneratorStates:
@@ -222,9 +249,10 @@ class _DrawWatch(TorchFunctionMode):
         self._randomness = randomness
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _DRAWING_NAMES:
+        kwargs = kwargs or {}
+        if draws(getattr(func, "__name__", ""), args, kwargs):
             self._randomness.reseed()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

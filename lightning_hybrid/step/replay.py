@@ -60,6 +60,7 @@ class StageReplay:
         wanted = {v for (source, _), sent in assignment.portals.items() if source == stage for v in sent}
         wanted.update(v for v in (*graph.returned, *graph.kept) if assignment.value_stage[v] == stage)
         self.wanted = frozenset(wanted)
+        self.placeholders: dict[int, FakeTensor] = {}
         self.held_by_user = frozenset((*graph.returned, *graph.kept))
         modules = dict(root.named_modules())
         self._sinks = find_sinks(root)
@@ -114,6 +115,7 @@ class ReplayWatch(StepWatch):
         self._cloned = replay.recording.graph.cloned
         self._wanted = replay.wanted
         self._held_by_user = replay.held_by_user
+        self._reused = replay.placeholders
         self._device = replay.device
         self._received = received
         self._next = 0
@@ -215,10 +217,16 @@ class ReplayWatch(StepWatch):
             self.placeholders.append((value, written))
 
     def _placeholder(self, value: int) -> FakeTensor:
-        placeholder = make_placeholder(self._values[value], self._device)
         if value in self._held_by_user:
+            placeholder = make_placeholder(self._values[value], self._device)
             self.placeholders.append((value, placeholder))
-        return placeholder
+            return placeholder
+        if value in self._cloned:  # written in place later: the object will become another value
+            return make_placeholder(self._values[value], self._device)
+        # Nobody holds it after the run, so every run may hand out the same one.
+        if value not in self._reused:
+            self._reused[value] = make_placeholder(self._values[value], self._device)
+        return self._reused[value]
 
     def _match(self, name: str, inputs: list[int]) -> Node:
         if self._next >= len(self._nodes):

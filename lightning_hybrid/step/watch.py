@@ -127,7 +127,7 @@ class StepWatch(TorchFunctionMode, ABC):
             return func(*args, **kwargs)
         elif name in _READS:
             return self._read(name, func, args, kwargs)
-        elif self._randomness is not None and draws(name):
+        elif self._randomness is not None and draws(name, args, kwargs):
             self._randomness.reseed()
         return self.event(name, func, args, kwargs, ())
 
