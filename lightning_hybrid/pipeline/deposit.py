@@ -16,13 +16,17 @@ from torch import Tensor, nn
 class Deposit:
     """Gradients that wait for Lightning's backward."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, zeroed_later: bool, seeded: float) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, zeroed_later: bool, seeded: float, shown: bool = True
+    ) -> None:
         """Begin a step.
 
         Args:
             parameters: Those that this rank trains.
             zeroed_later: Whether ``zero_grad`` comes between the step and its backward.
             seeded: What the step's backward started from; Lightning's is expected to be the same.
+            shown: Whether anyone looks at the old gradients before they are cleared; otherwise their memory is freed
+                before the step needs it.
         """
         self._parameters = parameters
         self._zeroed_later = zeroed_later
@@ -30,7 +34,7 @@ class Deposit:
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
         if zeroed_later:
-            self._before = [parameter.grad for parameter in parameters]
+            self._before = [parameter.grad if shown else None for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
 

@@ -41,7 +41,7 @@ from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.saved_state import StagedStrategy
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import log_for_all
-from lightning_hybrid.strategies.user_code import output_is_read
+from lightning_hybrid.strategies.user_code import old_gradients_are_read, output_is_read
 
 
 class Hybrid3DStrategy(StagedStrategy):
@@ -262,7 +262,8 @@ class Hybrid3DStrategy(StagedStrategy):
         accumulated = self._trainer.accumulate_grad_batches
         seed_factor = self.precision_plugin.loss_scale / accumulated
         trained = [p for p in module.parameters() if not is_absent(p)]
-        deposit = Deposit(trained, zeroed_later=batch_idx % accumulated == 0, seeded=seed_factor)
+        shown = old_gradients_are_read(self._trainer)
+        deposit = Deposit(trained, zeroed_later=batch_idx % accumulated == 0, seeded=seed_factor, shown=shown)
         train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage)
         result = self._run("training_step", args, train)
         if self._backward_syncs:

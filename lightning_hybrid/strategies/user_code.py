@@ -36,6 +36,17 @@ def output_is_read(trainer: pl.Trainer, name: str) -> bool:
     return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(_READS_NO_OUTPUT) for user in users)
 
 
+def old_gradients_are_read(trainer: pl.Trainer) -> bool:
+    """Whether any hook of the user runs between a step and the clearing of the gradients before it."""
+    users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    return any(
+        not getattr(type(user), hook, pl.Callback).__module__.startswith(_READS_NO_OUTPUT)
+        for user in users
+        for hook in hooks
+    )
+
+
 @contextlib.contextmanager
 def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
     """Say which hook of the module runs, as Lightning's own calls do; ``self.log`` asks."""
