@@ -19,7 +19,7 @@ from lightning_hybrid.step.graph import Value
 
 _MOST_DIMS = 8
 # So many sends may be under way before the oldest is waited for; their tensors stay alive that long.
-_SENDS_IN_FLIGHT = 8
+_SENDS_IN_FLIGHT = 3
 
 
 class Incoming(ABC):

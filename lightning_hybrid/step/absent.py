@@ -19,7 +19,7 @@ from lightning_hybrid.step.graph import Value
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
 
-MARK = "_hybrid_value"  # attribute of a tensor: (run, value index)
+MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
 class ControlFlowError(RuntimeError):

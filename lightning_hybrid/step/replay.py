@@ -142,7 +142,7 @@ class ReplayWatch(StepWatch):
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 mark = getattr(leaf, MARK, None)
-                if mark is not None and mark[0] is self:
+                if mark is not None and mark[0] is self.run_token:
                     inputs.append(mark[1])
                     replace = replace or isinstance(leaf, FakeTensor)
                 elif id(leaf) in self.parameters:

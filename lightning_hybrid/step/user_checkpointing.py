@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch.utils.checkpoint
@@ -28,16 +29,15 @@ def adopted_checkpoints(watch: StepWatch, randomness: KeyedRandomness) -> Iterat
             return generator(randomness.again(fn), *args, **kwargs)
         return _each_unit(watch)
 
-    class Reentrant:
-        @staticmethod
-        def apply(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            if watch.inside_unit:
-                return function.apply(_first_plain(fn, randomness.again(fn)), preserve, *args)
-            with watch.recomputing():
-                return fn(*args)
+    def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if watch.inside_unit:
+            return function.apply(_first_plain(fn, randomness.again(fn)), preserve, *args)
+        with watch.recomputing():
+            return fn(*args)
 
     home._checkpoint_without_reentrant_generator = without_reentrant
-    home.CheckpointFunction = Reentrant
+    # A class of our own would be a reference cycle around the watch, and with it around activations.
+    home.CheckpointFunction = SimpleNamespace(apply=reentrant)
     try:
         yield
     finally:

@@ -91,6 +91,9 @@ class StepWatch(TorchFunctionMode, ABC):
         """Args: parameters: FQN by id. randomness: reseeded before glue operations that draw."""
         super().__init__()
         self.parameters = parameters
+        # Tensors name their run by this token: a reference to the watch, which holds tensors, would be a cycle that
+        # keeps activations alive until Python collects its garbage.
+        self.run_token = object()
         self._randomness = randomness
         self.inside_unit = False
         self.recompute_depth = 0
@@ -108,11 +111,11 @@ class StepWatch(TorchFunctionMode, ABC):
     def mark_of(self, tensor: Tensor) -> int | None:
         """Index of the value that ``tensor`` is in this run; None if it is batch-only."""
         mark = getattr(tensor, MARK, None)
-        return mark[1] if mark is not None and mark[0] is self else None
+        return mark[1] if mark is not None and mark[0] is self.run_token else None
 
     def mark(self, tensor: Tensor, value: int) -> None:
         """Note that ``tensor`` now is this value."""
-        setattr(tensor, MARK, (self, value))
+        setattr(tensor, MARK, (self.run_token, value))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Sort one torch function call of the glue."""
