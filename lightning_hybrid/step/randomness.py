@@ -12,7 +12,6 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy
@@ -200,11 +199,11 @@ class KeyedRandomness:
     def modules(self, drawing: dict[str, nn.Module]) -> Iterator[None]:
         """Key what these modules draw by their FQN, inside units too, where nothing else watches."""
         before, self._drawing = self._drawing, drawing
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "_drawing", before)
-            for fqn, module in drawing.items():
-                stack.enter_context(replaced_forward(module, partial(self._keyed, fqn)))
-            yield
+        try:
+            with replaced_forwards(drawing, self._keyed):
+                yield
+        finally:
+            self._drawing = before
 
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` for a second run, later: it draws what it draws when it runs now."""
@@ -256,14 +255,20 @@ class _DrawWatch(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def replaced_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace ``module.forward`` on this instance alone, below its hooks, and put it back."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = wrap(module.forward)
+def replaced_forwards(
+    modules: Mapping[str, nn.Module], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace the forward of each module, on the instance alone and below its hooks, by ``wrap(FQN, forward)``."""
+    saved: list[tuple[dict[str, Any], Any]] = []
     try:
+        for fqn, module in modules.items():
+            attributes = module.__dict__
+            saved.append((attributes, attributes.get("forward")))
+            attributes["forward"] = wrap(fqn, module.forward)
         yield
     finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
+        for attributes, own in saved:
+            if own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = own

@@ -20,7 +20,7 @@ from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.sinks import find_sinks
-from lightning_hybrid.step.tree import flatten, unflatten
+from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints, recomputed
 from lightning_hybrid.step.watch import StepWatch, user_line
 
@@ -135,7 +135,7 @@ class ReplayWatch(StepWatch):
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
         """Execute or skip one operation."""
-        leaves, spec = flatten((args, kwargs))
+        leaves, plain = flatten_call(args, kwargs)
         inputs: list[int] = []
         tracked = bool(owned)
         replace = False
@@ -155,7 +155,7 @@ class ReplayWatch(StepWatch):
             return self._skip(node, leaves)
         if replace:
             leaves = [self._present(leaf) for leaf in leaves]
-            args, kwargs = unflatten(leaves, spec)
+            args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         out = recomputed(run, args, kwargs) if self.recompute_depth and node.unit is not None else run(*args, **kwargs)
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
         if len(out_leaves) != len(template.leaves):

@@ -14,6 +14,10 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
 LEAF = None
 
 
@@ -39,6 +43,30 @@ def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spe
         return leaves, LEAF
     children, build = parts
     return leaves, Spec(build, tuple([flatten(child, leaves)[1] for child in children]))
+
+
+_LEAF_TYPES = frozenset(
+    {Tensor, nn.Parameter, FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device}
+)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
+    """The leaves of ``flatten((args, kwargs))``, and whether each argument is one leaf; quick where that is so."""
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if type(leaf) not in _LEAF_TYPES:
+            return flatten((args, kwargs))[0], False
+    return leaves, True
+
+
+def rebuild_call(
+    leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call around other leaves; ``plain`` is what ``flatten_call`` said."""
+    if plain:
+        return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
+    rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, flatten((args, kwargs))[1])
+    return rebuilt
 
 
 def unflatten(leaves: list[Any], spec: Spec | None) -> Any:

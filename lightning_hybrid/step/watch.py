@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
-from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forward
+from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.sinks import intercepted, sink_name
 from lightning_hybrid.step.tree import flatten
 
@@ -168,10 +169,7 @@ class StepWatch(TorchFunctionMode, ABC):
     @contextlib.contextmanager
     def units(self, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
         """Make each call of these units one event, seen above its forward and below its hooks."""
-        with contextlib.ExitStack() as stack:
-            for fqn, unit in units.items():
-                wrap = self._unit_wrapper("@" + fqn, owned[fqn])
-                stack.enter_context(replaced_forward(unit, wrap))
+        with replaced_forwards(units, lambda fqn, forward: self._intercepted("@" + fqn, owned[fqn], forward)):
             yield
 
     @contextlib.contextmanager
@@ -179,8 +177,8 @@ class StepWatch(TorchFunctionMode, ABC):
         """Make each call of these metrics one event."""
 
         def intercept(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-            wrap = self._unit_wrapper(f"{sink_name(fqn)}.{method}", (sink_name(fqn),))
-            inner = wrap(self.sink_method(fqn, method, original))
+            name, method_here = f"{sink_name(fqn)}.{method}", self.sink_method(fqn, method, original)
+            inner = self._intercepted(name, (sink_name(fqn),), method_here)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 return (original if self.inside_unit else inner)(*args, **kwargs)
@@ -195,40 +193,53 @@ class StepWatch(TorchFunctionMode, ABC):
         del fqn, method
         return original
 
-    def _unit_wrapper(self, name: str, owned: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if self.inside_unit:
-                    return original(*args, **kwargs)
-                with self._suspended():
-                    return self.event(name, original, args, kwargs, owned)
+    def _intercepted(self, name: str, owned: tuple[str, ...], original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original`` as one event, without this mode inside; the hot path of every unit."""
 
-            return forward
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.inside_unit:
+                return original(*args, **kwargs)
+            above = self._step_aside()
+            self.inside_unit = True
+            randomness = self._randomness
+            watched = randomness is not None and randomness.watched
+            if randomness is not None:
+                randomness.watched = False
+            try:
+                return self.event(name, original, args, kwargs, owned)
+            finally:
+                self.inside_unit = False
+                if randomness is not None:
+                    randomness.watched = watched
+                self._step_back(above)
 
-        return wrap
+        return forward
 
-    @contextlib.contextmanager
-    def _suspended(self) -> Iterator[None]:
-        """Take this mode off the stack, by identity: users push modes of their own above it."""
+    def _step_aside(self) -> list[Any] | None:
+        """Take this mode off the stack, by identity; returns the user's modes above it, None if it is not there."""
+        top = _pop_mode() if _len_torch_function_stack() else None
+        if top is self:
+            return []
+        if top is not None:
+            _push_mode(top)
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            return None
         above: list[Any] = []
-        present = any(mode is self for mode in _get_current_function_mode_stack())
-        while present and (mode := _pop_mode()) is not self:
+        while (mode := _pop_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
-        self.inside_unit = True
-        unwatched = self._randomness.watching(False) if self._randomness is not None else contextlib.nullcontext()
-        try:
-            with unwatched:
-                yield
-        finally:
-            self.inside_unit = False
-            for _ in above:
-                _pop_mode()
-            if present:
-                _push_mode(self)
-            for mode in reversed(above):
-                _push_mode(mode)
+        return above
+
+    def _step_back(self, above: list[Any] | None) -> None:
+        """Undo ``_step_aside``."""
+        if above is None:
+            return
+        for _ in above:
+            _pop_mode()
+        _push_mode(self)
+        for mode in reversed(above):
+            _push_mode(mode)
 
 
 def user_line() -> str:
