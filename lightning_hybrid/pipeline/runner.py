@@ -56,11 +56,13 @@ class TrainContext:
         seed_factor: What the backward starts from (loss scale / accumulated batches).
         before_last_backward: Called with a stage before its last backward.
         reduce: Called with a stage after its last backward.
+        weigh: Weights of the microbatches given; their shares of the samples if None.
     """
 
     seed_factor: float
     before_last_backward: Callable[[int], None]
     reduce: Callable[[int], None]
+    weigh: Callable[[Sequence[Any]], list[float]] | None = None
 
 
 class StepRunner:
@@ -132,6 +134,8 @@ class StepRunner:
         batch, *rest = args
         count = self._count(name, batch)
         microbatches, weights = split(batch, count, self._splitter)
+        if train is not None and train.weigh is not None:
+            weights = train.weigh(microbatches)
         steps = [_bind(step, microbatch, rest) for microbatch in microbatches]
         logs = LogCapture(count)
 

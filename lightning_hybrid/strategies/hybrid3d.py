@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -42,6 +43,7 @@ from lightning_hybrid.strategies.saved_state import StagedStrategy
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import log_for_all
 from lightning_hybrid.strategies.user_code import old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 
 
 class Hybrid3DStrategy(StagedStrategy):
@@ -60,6 +62,8 @@ class Hybrid3DStrategy(StagedStrategy):
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
+        microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
+            the number of unmasked tokens; their numbers of samples if None.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
         process_group_backend: "nccl" or "gloo"; by device if None.
         timeout: Of collective operations.
@@ -86,6 +90,7 @@ class Hybrid3DStrategy(StagedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         *,
+        microbatch_weight: MicrobatchWeight | None = None,
         example_batch: Any = None,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
@@ -106,6 +111,7 @@ class Hybrid3DStrategy(StagedStrategy):
             stages_per_rank=stages_per_rank,
             pipeline_cuts=pipeline_cuts,
             batch_splitter=batch_splitter,
+            microbatch_weight=microbatch_weight,
         )
         super().__init__(
             sizes=sizes,
@@ -123,6 +129,7 @@ class Hybrid3DStrategy(StagedStrategy):
         self._stages_per_rank = stages_per_rank
         self._cuts = pipeline_cuts
         self._splitter = batch_splitter
+        self._weight = microbatch_weight
         self._example_batch = example_batch
         self._runner: StepRunner | None = None
         self._shared: SharedParameters | None = None
@@ -175,7 +182,10 @@ class Hybrid3DStrategy(StagedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _needs_runner(self) -> bool:
-        return self.layout.pipeline_parallel_size > 1 or self._stages_per_rank > 1 or (self._num_microbatches or 1) > 1
+        several = (
+            self.layout.pipeline_parallel_size > 1 or self._stages_per_rank > 1 or (self._num_microbatches or 1) > 1
+        )
+        return several or self._weight is not None
 
     def _check(self, module: pl.LightningModule, is_fitting: bool) -> None:
         if is_fitting and self._needs_runner() and not module.automatic_optimization:
@@ -264,7 +274,8 @@ class Hybrid3DStrategy(StagedStrategy):
         trained = [p for p in module.parameters() if not is_absent(p)]
         shown = old_gradients_are_read(self._trainer)
         deposit = Deposit(trained, zeroed_later=batch_idx % accumulated == 0, seeded=seed_factor, shown=shown)
-        train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage)
+        weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
+        train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage, weigh)
         result = self._run("training_step", args, train)
         if self._backward_syncs:
             if self._shared is not None:

@@ -17,6 +17,7 @@ def check_options(
     stages_per_rank: Any,
     pipeline_cuts: Any,
     batch_splitter: Any,
+    microbatch_weight: Any,
 ) -> None:
     """Refuse options that can be right in no world.
 
@@ -27,6 +28,7 @@ def check_options(
         stages_per_rank: A count.
         pipeline_cuts: Module names or None.
         batch_splitter: A function or None.
+        microbatch_weight: A function or None.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
@@ -55,6 +57,8 @@ def check_options(
         )
     if batch_splitter is not None and not callable(batch_splitter):
         raise TypeError(f"batch_splitter={batch_splitter!r}; use function(batch, count) -> list of microbatches")
+    if microbatch_weight is not None and not callable(microbatch_weight):
+        raise TypeError(f"microbatch_weight={microbatch_weight!r}; use function(microbatch) -> count")
 
 
 def _is_count(value: Any) -> bool:

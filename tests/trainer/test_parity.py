@@ -355,3 +355,23 @@ def test_foreign_parameters_are_absent(worlds):
         rest = 0.05 * note["all"]
         assert note["own"] <= note["after_setup"] < note["own"] + rest, note
         assert 6 * note["own"] <= note["live"] < 6 * note["own"] + rest, note
+
+
+def num_unmasked(microbatch):
+    """Labels that count in GPT-2's shifted cross entropy."""
+    return (microbatch["labels"][:, 1:] != -100).sum()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_loss_masked_unevenly_and_weighted_by_count(worlds, dp):
+    """With ``microbatch_weight`` the loss is the whole batch's mean over unmasked labels, replicas included."""
+    run = Run("GPT2", pp=2, dp=dp, microbatches=2, collate=masked_unevenly)
+    weighted = dataclasses.replace(run, strategy={"microbatch_weight": num_unmasked})
+    ranks = worlds.run(2 * dp, fit, weighted)
+    [expected] = worlds.run(1, fit_reference, run)
+    # Each replica returns its part of the loss, so that the mean over replicas is the whole batch's.
+    means = [torch.stack(losses).mean(0) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
+    torch.testing.assert_close(means, expected.losses, rtol=1e-10, atol=0)
+    for rank in ranks:
+        rank.losses = means
+    assert_parity(ranks, expected, run)

@@ -1,0 +1,39 @@
+"""Weigh microbatches by a count of the user's, such as unmasked tokens, instead of by samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.step.microbatch import BatchError
+
+MicrobatchWeight = Callable[[Any], float]
+
+
+def weigh_by_count(microbatches: Sequence[Any], count: MicrobatchWeight, mesh: Mesh) -> list[float]:
+    """Weights that make the mean over microbatches and replicas the mean over what ``count`` counts.
+
+    Gradients are averaged over the replicas afterwards, so a replica's weights sum to its share of the count times the
+    number of replicas.
+
+    Args:
+        microbatches: Of this replica.
+        count: The user's function of one microbatch; a number or a tensor of one element.
+        mesh: The ranks.
+
+    Raises:
+        BatchError: The whole batch counts nothing, or a count is negative or not finite.
+    """
+    counts = torch.tensor([float(count(microbatch)) for microbatch in microbatches], dtype=torch.float64)
+    if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
+        raise BatchError(f"microbatch_weight gave {counts.tolist()}; each must be a finite number of 0 or more")
+    total = mesh.all_reduce(counts.sum().to(mesh.device_mesh.device_type), "data")
+    if float(total) == 0:
+        raise BatchError(
+            f"microbatch_weight gave 0 for all {len(microbatches)} microbatches; nothing is left to average"
+        )
+    weights: list[float] = (counts * mesh.size("data") / float(total)).tolist()
+    return weights
