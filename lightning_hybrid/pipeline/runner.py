@@ -252,13 +252,15 @@ class StepRunner:
         outputs = []
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)
-            outputs.append(map_leaves(_detached, run.result))
+            if not train or not isinstance(run.result, Tensor):  # a bare loss is joined below
+                outputs.append(map_leaves(_detached, run.result))
         loss = None
         if train:
             parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
-            loss = sum((part * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros_like(parts[0]))
+            total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
+            loss = parts[0].new_tensor(total)
         logged = list(zip(entries, shared[: len(entries)], strict=True))
-        return StepResult(join(outputs, weights, counts), loss, logged, outcome.spans)
+        return StepResult(join(outputs, weights, counts) if outputs else loss, loss, logged, outcome.spans)
 
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -41,8 +40,8 @@ from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.saved_state import StagedStrategy
 from lightning_hybrid.strategies.start_table import describe
-from lightning_hybrid.strategies.step_logs import log_for_all
-from lightning_hybrid.strategies.user_code import old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.step_logs import ask_for_no_sync, begin_logs, log_for_all
+from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 
 
@@ -136,6 +135,7 @@ class Hybrid3DStrategy(StagedStrategy):
         self._reducers: dict[int | None, GradientReducer] = {}
         self._backward_syncs = True
         self._evaluated = 0
+        self._finish_logs: Callable[[], None] | None = None
         self._whole_again: pl.Callback | None = None
         self._metrics: MetricSync | None = None
         self.spans: list[Span] = []
@@ -160,8 +160,7 @@ class Hybrid3DStrategy(StagedStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
-        # What steps log is the same on every rank already (see step_logs).
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._check(module, is_fitting)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -182,10 +181,8 @@ class Hybrid3DStrategy(StagedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _needs_runner(self) -> bool:
-        several = (
-            self.layout.pipeline_parallel_size > 1 or self._stages_per_rank > 1 or (self._num_microbatches or 1) > 1
-        )
-        return several or self._weight is not None
+        num_stages = self.layout.pipeline_parallel_size * self._stages_per_rank
+        return num_stages > 1 or (self._num_microbatches or 1) > 1 or self._weight is not None
 
     def _check(self, module: pl.LightningModule, is_fitting: bool) -> None:
         if is_fitting and self._needs_runner() and not module.automatic_optimization:
@@ -330,18 +327,17 @@ class Hybrid3DStrategy(StagedStrategy):
         logs = LogCapture(1)
         with self._context(name)(), logs.microbatch(module, 0):
             output = getattr(module, name)(*args)
-        log_for_all(module, [(entry, entry.values[0]) for entry in logs.entries()], self.mesh)
+        finish = begin_logs(module, [(entry, entry.values[0]) for entry in logs.entries()], self.mesh)
+        if name == "training_step" and module.automatic_optimization and output is not None:
+            self._finish_logs = finish  # after the backward, which hides the reduction
+        else:
+            finish()
         return output
 
     def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
-        precision = self.precision_plugin
-        contexts = {
-            "training_step": precision.train_step_context,
-            "validation_step": precision.val_step_context,
-            "test_step": precision.test_step_context,
-            "predict_step": precision.predict_step_context,
-        }
-        return contexts[name]
+        short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
+        context: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, f"{short}_step_context")
+        return context
 
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
         module = self.lightning_module
@@ -371,6 +367,11 @@ class Hybrid3DStrategy(StagedStrategy):
         """Without stages, wait for the reduction."""
         if self._runner is None and self._backward_syncs and self._reducers:
             self._reducers[None].finish()
+        if self._finish_logs is not None:
+            assert self.lightning_module is not None
+            with current_hook(self.lightning_module, "training_step"):
+                self._finish_logs()
+            self._finish_logs = None
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
