@@ -49,7 +49,6 @@ def serve(rank: int, world_size: int, folder: str, connection: Connection) -> No
     """
     _die_with_parent()
     stack_file = stack_path(folder, rank).open("w")
-    faulthandler.register(STOP_SIGNAL, file=stack_file, chain=True)
     rank_zero_only.rank = rank
     gc.freeze()  # what the server loaded never becomes garbage; the collection after each task need not look at it
     connection.send("ready")
@@ -64,6 +63,10 @@ def serve(rank: int, world_size: int, folder: str, connection: Connection) -> No
             _leave_process_group()
             continue
         task = message
+        # Anew for each task: a Trainer puts back, for every signal, the handler that Python knows of, and so removes
+        # this one.
+        faulthandler.unregister(STOP_SIGNAL)
+        faulthandler.register(STOP_SIGNAL, file=stack_file, chain=True)
         scratch = Path(folder) / f"task-{task.number}"
         scratch.mkdir(exist_ok=True)
         with _environment(rank, world_size, task.main_port), _output(folder, rank, task.capture):

@@ -35,7 +35,7 @@ from world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, s
 DEFAULT_TIMEOUT = 60.0
 START_TIMEOUT = 180.0
 # After the first failure: how long the other ranks may take to report theirs, before they count as still running.
-GRACE = 20.0  # seconds that an interrupted rank has to say where it was; a busy machine needs some
+GRACE = 5.0  # seconds that an interrupted rank has to say where it was
 SHOWN_OUTPUT_CHARS = 10_000
 
 PRELOADED = [

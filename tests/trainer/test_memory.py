@@ -56,4 +56,5 @@ def count_tensors(devices):
 def test_steps_leave_no_tensors_to_the_garbage_collector(worlds):
     for tensors in [*worlds.run(1, count_tensors, 1), *worlds.run(2, count_tensors, 2)]:
         assert len(tensors) == 6
-        assert len(set(tensors[1:])) == 1, f"live tensors after each step: {tensors}"
+        # The first steps fill caches.
+        assert len(set(tensors[2:])) == 1, f"live tensors after each step: {tensors}"
