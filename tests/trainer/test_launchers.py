@@ -129,3 +129,65 @@ def test_one_rank_that_fails_brings_the_job_down(tmp_path, launcher, fault):
     if fault == RAISES:
         assert "on purpose" in output
         assert "on pipeline rank 1, stage 1 of 2, action" in output and "training_step" in output
+
+
+WORKERS = """
+    import lightning_hybrid
+    import torch
+    from lightning.pytorch import Trainer, seed_everything
+    from test_loaders import Augmented, SeesNoise
+    from torch.utils.data import DataLoader
+
+    seed_everything(7, workers=True, verbose=False)
+    model = SeesNoise()
+    trainer = Trainer(accelerator="cpu", devices=4, max_epochs=2, logger=False, enable_checkpointing=False,
+                      strategy=lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=2),
+                      enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(model, DataLoader(Augmented(), batch_size=8, num_workers=2))
+    print(f"rank {trainer.global_rank} of 4: {float(torch.tensor(model.noise).abs().sum()):.6f}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_random_augmentation_in_workers_is_alike_within_a_replica(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n" + textwrap.dedent(WORKERS))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code == 0, output
+    noise = losses_of(output)
+    assert noise[0] == noise[2] and noise[1] == noise[3], "ranks of one replica see the same augmentation"
+    assert noise[0] != noise[1], "replicas see different augmentation"
+
+
+@pytest.mark.slow
+def test_forked_ranks_train_as_in_a_notebook(tmp_path):
+    path = Path(write_script(tmp_path))
+    text = path.read_text().replace("num_microbatches=2)", "num_microbatches=2, start_method='fork')")
+    path.write_text(text.replace("num_nodes=1, ", ""))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code == 0, output
+    assert "Starting with 2 processes" in output, output
+    assert "stage  rank" in output, output
+
+
+@pytest.mark.slow
+def test_slurm_tells_each_task_its_rank(tmp_path):
+    script, port = write_script(tmp_path), free_port()
+    tasks = []
+    for rank in range(2):
+        slurm = {"JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+        variables = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        variables |= {"SLURM_JOB_ID": "17", "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1"}
+        variables["MASTER_PORT"] = str(port)
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, script]
+        tasks.append(start(command))
+    outputs = []
+    for task in tasks:
+        try:
+            outputs.append(task.communicate(timeout=100)[0])
+        except subprocess.TimeoutExpired:
+            os.killpg(task.pid, 9)
+            outputs.append(task.communicate()[0])
+    assert [task.returncode for task in tasks] == [0, 0], "\n".join(outputs)
+    losses = losses_of("".join(outputs))
+    assert set(losses) == {0, 1} and losses[0] == losses[1]
