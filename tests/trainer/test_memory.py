@@ -47,7 +47,7 @@ def count_tensors(devices):
     )
     gc.disable()
     try:
-        trainer.fit(Small(), DataLoader(TensorDataset(torch.randn(48, 8)), batch_size=8))
+        trainer.fit(Small(), DataLoader(TensorDataset(torch.randn(96, 8)), batch_size=8))
     finally:
         gc.enable()
     return count.tensors
@@ -55,6 +55,6 @@ def count_tensors(devices):
 
 def test_steps_leave_no_tensors_to_the_garbage_collector(worlds):
     for tensors in [*worlds.run(1, count_tensors, 1), *worlds.run(2, count_tensors, 2)]:
-        assert len(tensors) == 6
-        # The first steps fill caches.
-        assert len(set(tensors[2:])) == 1, f"live tensors after each step: {tensors}"
+        assert len(tensors) == 12
+        # One tensor per microbatch left behind would be 40 here; messages under way come and go.
+        assert tensors[-1] - tensors[1] < 10, f"live tensors after each step: {tensors}"
