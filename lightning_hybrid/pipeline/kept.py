@@ -1,7 +1,7 @@
 """Values of a step that stay reachable from the user's module, joined over the microbatches.
 
 ``self.outputs.append(prediction)`` runs once per microbatch; the user expects one entry per step. Lists that grew are
-joined entry by entry, and attributes that were bound anew get the joined value.
+joined entry by entry. An attribute that is bound anew keeps the value of the last microbatch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ class KeptValues:
     def __init__(self, root: nn.Module, replays: Mapping[int, StageReplay], any_stage: int) -> None:
         """Args: root: the user's module. replays: of this rank. any_stage: a stage of this rank."""
         places = replays[any_stage].recording.kept
-        self._root = root
         self._lists: dict[int, tuple[list[Any], int]] = {}
-        self._attributes: list[Place] = []
         for place, _ in places:
             holder = _resolve(root, place._replace(path=place.path[:-1])) if place.path else None
             if isinstance(holder, list):
                 self._lists.setdefault(id(holder), (holder, len(holder)))
-            elif not place.path:
-                self._attributes.append(place)
 
     def join(self, weights: Sequence[float], counts: Sequence[int | None]) -> None:
         """Join what the microbatches appended."""

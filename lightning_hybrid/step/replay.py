@@ -54,7 +54,6 @@ class StageReplay:
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
-        self._root = root
         self._randomness = randomness
         graph = recording.graph
         wanted = {v for (source, _), sent in assignment.portals.items() if source == stage for v in sent}
