@@ -1,0 +1,181 @@
+"""How a strategy with stages runs Lightning's steps: a whole schedule per batch, or the user's step as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_hybrid.pipeline.deposit import Deposit
+from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
+from lightning_hybrid.pipeline.shared import SharedParameters
+from lightning_hybrid.precision import HybridPrecision
+from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.schedule import Span
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.strategies.saved_state import StagedStrategy
+from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all
+from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
+
+
+class SteppingStrategy(StagedStrategy):
+    """Runs the user's steps: through the pipeline where there is a runner, plainly where there is none.
+
+    Attributes:
+        spans: When this rank did what in the latest step.
+    """
+
+    def __init__(self, *, microbatch_weight: MicrobatchWeight | None, **options: Any) -> None:
+        """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``StagedStrategy``."""
+        super().__init__(**options)
+        self._weight = microbatch_weight
+        self._runner: StepRunner | None = None
+        self._shared: SharedParameters | None = None
+        self._reducers: dict[int | None, GradientReducer] = {}
+        self._backward_syncs = True
+        self._evaluated = 0
+        self._finish_logs: Callable[[], None] | None = None
+        self.spans: list[Span] = []
+
+    @property
+    def precision_plugin(self) -> HybridPrecision:
+        """The precision, ours: the connector's stock plugin is converted."""
+        plugin = self._precision_plugin or Precision()
+        if not isinstance(plugin, HybridPrecision):
+            plugin = self._precision_plugin = HybridPrecision.of(plugin)
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin if plugin is None else HybridPrecision.of(plugin)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the whole schedule, forward and backward; the backward that Lightning calls later hands over."""
+        module = self.lightning_module
+        assert module is not None
+        if self._runner is None:
+            return self._plain_step("training_step", args)
+        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        accumulated = self._trainer.accumulate_grad_batches
+        seed_factor = self.precision_plugin.loss_scale / accumulated
+        trained = [p for p in module.parameters() if not is_absent(p)]
+        shown = old_gradients_are_read(self._trainer)
+        deposit = Deposit(trained, zeroed_later=batch_idx % accumulated == 0, seeded=seed_factor, shown=shown)
+        weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
+        train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage, weigh)
+        result = self._run("training_step", args, train)
+        if self._backward_syncs:
+            if self._shared is not None:
+                self._shared.sum_gradients()
+            self._reducers[None].reduce()
+        assert result.loss is not None
+        loss = deposit.wrap(result.loss)
+        if isinstance(result.output, Mapping):
+            return {**result.output, "loss": loss}
+        return loss
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _before_last_backward(self, stage: int) -> None:
+        if self._backward_syncs and stage in self._reducers:
+            self._reducers[stage].arm()
+
+    def _reduce_stage(self, stage: int) -> None:
+        if self._backward_syncs and stage in self._reducers:
+            self._reducers[stage].finish()
+
+    def _run(self, name: str, args: Sequence[Any], train: TrainContext | None) -> StepResult:
+        module, runner = self.lightning_module, self._runner
+        assert module is not None and runner is not None
+        self._evaluated += train is None
+        # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
+        share = name == "predict_step" or output_is_read(self._trainer, name)
+        result = runner.run(
+            name,
+            getattr(module, name),
+            args,
+            step_number=number,
+            context=self._context(name),
+            train=train,
+            share_output=share,
+        )
+        self.spans = result.spans
+        log_for_all(module, result.logs, self.mesh)
+        return result
+
+    def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
+        """The user's step as it is; only what it logs is caught, to be the same on every replica."""
+        module = self.lightning_module
+        assert module is not None
+        if self.layout.data_parallel_size == 1:
+            with self._context(name)():
+                return getattr(module, name)(*args)
+        logs = LogCapture(1)
+        with self._context(name)(), logs.microbatch(module, 0):
+            output = getattr(module, name)(*args)
+        finish = begin_logs(module, [(entry, entry.values[0]) for entry in logs.entries()], self.mesh)
+        if name == "training_step" and module.automatic_optimization and output is not None:
+            self._finish_logs = finish  # after the backward, which hides the reduction
+        else:
+            finish()
+        return output
+
+    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
+        short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
+        context: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, f"{short}_step_context")
+        return context
+
+    def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        if self._runner is None or self._plan is None or self._plan.first is None:
+            return self._plain_step(name, args)
+        return self._run(name, args, None).output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward-only schedule."""
+        return self._evaluate("validation_step", [*args, *kwargs.values()])
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward-only schedule."""
+        return self._evaluate("test_step", [*args, *kwargs.values()])
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward-only schedule; the predictions reach every rank of the pipeline."""
+        return self._evaluate("predict_step", [*args, *kwargs.values()])
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Without stages, arm the reducer: this backward completes the gradients."""
+        if self._runner is None and self._backward_syncs and self._reducers:
+            self._reducers[None].arm()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Without stages, wait for the reduction."""
+        if self._runner is None and self._backward_syncs and self._reducers:
+            self._reducers[None].finish()
+        if self._finish_logs is not None:
+            assert self.lightning_module is not None
+            with current_hook(self.lightning_module, "training_step"):
+                self._finish_logs()
+            self._finish_logs = None
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate: gradients stay local inside."""
+        self._backward_syncs = False
+        try:
+            yield
+        finally:
+            self._backward_syncs = True
