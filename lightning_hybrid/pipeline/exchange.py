@@ -20,49 +20,66 @@ class RanksDisagree(RuntimeError):
     """The ranks of one replica do not see the same batch, or do not do the same."""
 
 
-def share_numbers(
-    numbers: Sequence[float], group: dist.ProcessGroup, *, names: int, batch: int, device: torch.device
-) -> list[float]:
-    """Numbers that each rank knows in part; NaN where it does not.
+class NumberExchange:
+    """Numbers that each rank knows in part, NaN where it does not; under way from the start."""
 
-    Args:
-        numbers: As many and in the same order on every rank.
-        group: The ranks of one replica.
-        names: A digest of what the numbers mean.
-        batch: A digest of the batch; all ranks of a replica must see the same.
-        device: Where the group communicates.
+    def __init__(
+        self, numbers: Sequence[float], group: dist.ProcessGroup, *, names: int, batch: int, device: torch.device
+    ) -> None:
+        """Begin to exchange.
 
-    Returns:
-        For each the first rank's that knows it, NaN if none does.
+        Args:
+            numbers: As many and in the same order on every rank.
+            group: The ranks of one replica.
+            names: A digest of what the numbers mean.
+            batch: A digest of the batch; all ranks of a replica must see the same.
+            device: Where the group communicates.
+        """
+        self._numbers = list(numbers)
+        self._group = group
+        self._device = device
+        self._rows: list[Tensor] = []
+        self._work: dist.Work | None = None
+        if group.size() > 1:
+            first = [float(len(numbers)), float(names), float(batch), *numbers[:_SLOTS]]
+            self._rows, self._work = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
-    Raises:
-        RanksDisagree: The batch or the meaning of the numbers differs between ranks.
-    """
-    if group.size() == 1:
-        return list(numbers)
-    first = [float(len(numbers)), float(names), float(batch), *numbers[:_SLOTS]]
-    rows = _gather(first + [math.nan] * (_HEADER + _SLOTS - len(first)), group, device)
-    for place, what in ((2, "batch"), (0, "number of logged values"), (1, "set of logged keys")):
-        seen = [row[place] for row in rows]
-        if len(set(seen)) > 1:
-            raise RanksDisagree(
-                f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to {len(seen) - 1});"
-                " every rank must draw the same samples: seed samplers and augmentation without the rank"
-                if place == 2
-                else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
-            )
-    rows = [row[_HEADER:] for row in rows]
-    if len(numbers) > _SLOTS:
-        more = _gather(list(numbers[_SLOTS:]), group, device)
-        rows = [row + rest for row, rest in zip(rows, more, strict=True)]
-    return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(len(numbers))]
+    def _start(self, row: list[float]) -> tuple[list[Tensor], dist.Work | None]:
+        mine = torch.tensor(row, dtype=torch.float64, device=self._device)
+        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
+        return rows, dist.all_gather(rows, mine, group=self._group, async_op=True)
 
+    def finish(self) -> list[float]:
+        """For each number the first rank's that knows it, NaN if none does.
 
-def _gather(row: list[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
-    mine = torch.tensor(row, dtype=torch.float64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
-    return [tensor.tolist() for tensor in rows]
+        Raises:
+            RanksDisagree: The batch or the meaning of the numbers differs between ranks.
+        """
+        if not self._rows:
+            return self._numbers
+        rows = self._await(self._rows, self._work)
+        for place, what in ((2, "batch"), (0, "number of logged values"), (1, "set of logged keys")):
+            seen = [row[place] for row in rows]
+            if len(set(seen)) > 1:
+                raise RanksDisagree(
+                    f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
+                    f" {len(seen) - 1}); every rank must draw the same samples: seed samplers and augmentation without"
+                    " the rank"
+                    if place == 2
+                    else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
+                )
+        rows = [row[_HEADER:] for row in rows]
+        if len(self._numbers) > _SLOTS:
+            more = self._await(*self._start(self._numbers[_SLOTS:]))
+            rows = [row + rest for row, rest in zip(rows, more, strict=True)]
+        count = len(self._numbers)
+        return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(count)]
+
+    @staticmethod
+    def _await(rows: list[Tensor], work: dist.Work | None) -> list[list[float]]:
+        if work is not None:
+            work.wait()
+        return [tensor.tolist() for tensor in rows]
 
 
 def share_tensor(

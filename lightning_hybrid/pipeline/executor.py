@@ -9,21 +9,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.places import note, place_of
 from lightning_hybrid.pipeline.transport import Incoming, Transport
-from lightning_hybrid.schedule import Action, Compute, Kind, Message, Program, Receive, Span, needed_by, peer_of
+from lightning_hybrid.schedule import (
+    Action,
+    Compute,
+    Instruction,
+    Kind,
+    Message,
+    Program,
+    Receive,
+    Span,
+    needed_by,
+    peer_of,
+)
 from lightning_hybrid.step.absent import fill
 from lightning_hybrid.step.graph import Value
+from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.partition import Assignment
+from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageReplay, StageRun
 from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.step.watch import Current
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,20 @@ class Variant:
         """The portals whose values carry gradients back."""
         return self.assignment.gradient_portals()
 
+    def carried(self, direction: str, source: int, target: int) -> list[Value]:
+        """The values of one message."""
+        key = direction, source, target
+        if key not in self._carried:
+            forward = direction == "forward"
+            portals = self.assignment.portals if forward else self.gradient_portals
+            indices = portals.get((source, target) if forward else (target, source), ())
+            self._carried[key] = [self.assignment.graph.values[index] for index in indices]
+        return self._carried[key]
+
+    @cached_property
+    def _carried(self) -> dict[tuple[str, int, int], list[Value]]:
+        return {}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -52,21 +80,23 @@ class Job:
         program: What this and the other ranks do.
         variants: The recorded form of each microbatch.
         steps: The user's step on each microbatch.
-        context: Entered around each forward, with the microbatch's index (autocast, keyed randomness).
+        around: Runs a forward in its contexts (autocast, keyed randomness), given the microbatch's index.
         seeds: What the backward of each microbatch's loss starts from.
         parameters: FQN by id of the module's parameters and tracked buffers.
         before_last_backward: Called with a stage before its last backward.
         reduce: Called with a stage after its last backward.
+        after_forwards: Called with this rank's runs by microbatch once the last forward is done.
     """
 
     program: Program
     variants: Sequence[Variant]
     steps: Sequence[Callable[[], Any]]
-    context: Callable[[int], AbstractContextManager[Any]]
+    around: Callable[[int, Callable[[], StageRun]], StageRun]
     seeds: Sequence[float] = ()
     parameters: Mapping[int, str] = field(default_factory=dict)
     before_last_backward: Callable[[int], None] = lambda stage: None
     reduce: Callable[[int], None] = lambda stage: None
+    after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
 
 
 @dataclass
@@ -85,48 +115,54 @@ class Outcome:
 class Executor:
     """Runs jobs on one rank of a pipeline."""
 
-    def __init__(self, root: nn.Module, rank: int, transport: Transport) -> None:
+    def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
         """Args: root: the user's LightningModule. rank: pipeline coordinate of this rank."""
         self._root = root
         self._rank = rank
         self._transport = transport
+        self._randomness = randomness
 
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
-        run = _Run(self._root, self._rank, self._transport, job)
-        for instruction in job.program.instructions[self._rank]:
-            if isinstance(instruction, Compute):
-                run.compute(instruction.action)
-            elif isinstance(instruction, Receive):
-                run.receive(instruction.message, peer_of(instruction, job.program.schedule))
-            else:
-                run.send(instruction.message, peer_of(instruction, job.program.schedule))
-        self._transport.finish()
+        replays = [replay for variant in job.variants for replay in variant.replays.values()]
+        with installed(replays, self._randomness) as current:
+            run = _Run(self._root, self._rank, self._transport, job, current)
+            instruction: Instruction | None = None
+            try:
+                for instruction in job.program.instructions[self._rank]:
+                    if isinstance(instruction, Compute):
+                        run.compute(instruction.action)
+                    elif isinstance(instruction, Receive):
+                        run.receive(instruction.message, peer_of(instruction, job.program.schedule))
+                    else:
+                        run.send(instruction.message, peer_of(instruction, job.program.schedule))
+                instruction = None
+                self._transport.finish()
+            except Exception as error:
+                step = job.variants[0].assignment.graph.step
+                note(error, place_of(instruction, self._rank, job.program, step))
+                raise
         return Outcome(run.results, run.spans)
 
 
 class _Run:
     """The state of one job while it runs."""
 
-    def __init__(self, root: nn.Module, rank: int, transport: Transport, job: Job) -> None:
-        self._root, self._rank, self._transport, self._job = root, rank, transport, job
+    def __init__(self, root: nn.Module, rank: int, transport: Transport, job: Job, current: Current) -> None:
+        self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
         self._incoming: dict[Message, Incoming] = {}
         self._received: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._gradients: dict[Message, list[Tensor]] = {}
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
+        self._forwards_left = len(job.steps) * len(self._backwards_left)
         self._has_backward = job.program.schedule.has_backward
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
 
     def values_of(self, message: Message) -> list[Value]:
         """What a message carries."""
-        variant = self._job.variants[message.microbatch]
-        if message.direction == "forward":
-            indices = variant.assignment.portals.get((message.source, message.target), ())
-        else:
-            indices = variant.gradient_portals.get((message.target, message.source), ())
-        return [variant.assignment.graph.values[index] for index in indices]
+        return self._job.variants[message.microbatch].carried(message.direction, message.source, message.target)
 
     def receive(self, message: Message, peer: int) -> None:
         self._incoming[message] = self._transport.receive(message, peer, self.values_of(message))
@@ -143,23 +179,18 @@ class _Run:
     def compute(self, action: Action) -> None:
         """Wait for what the action needs, and carry it out."""
         stage, microbatch = action.stage, action.microbatch
-        try:
-            arrived = {message: self._arrived(message) for message in needed_by(action, self._job.program.portals)}
-            start = time.perf_counter()
-            if action.kind is Kind.F:
-                self._forward(stage, microbatch, arrived)
-            elif action.kind is Kind.B:
-                self._backward(stage, microbatch, arrived)
-            else:
-                assert action.kind is Kind.REDUCE
-                self._job.reduce(stage)
-            self.spans.append(Span(self._rank, action, start, time.perf_counter()))
-        except Exception as error:
-            assignment = self._job.variants[0].assignment
-            if hasattr(error, "add_note"):  # Python 3.11
-                place = f"stage {stage} of {assignment.num_stages}, action {action} of {assignment.graph.step}"
-                error.add_note(f"on pipeline rank {self._rank}, {place}")
-            raise
+        arrived = {message: self._arrived(message) for message in needed_by(action, self._job.program.portals)}
+        start = time.perf_counter()
+        if action.kind is Kind.F:
+            self._forward(stage, microbatch, arrived)
+        elif action.kind is Kind.B:
+            self._backward(stage, microbatch, arrived)
+        else:
+            assert action.kind is Kind.REDUCE
+            self._job.reduce(stage)
+        self.spans.append(Span(self._rank, action, start, time.perf_counter()))
+        if action.kind is Kind.F and not self._forwards_left:
+            self._job.after_forwards(self.results)
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
@@ -180,13 +211,16 @@ class _Run:
         replay = self._job.variants[microbatch].replays[stage]
         # The user's bookkeeping counts once per microbatch, also where this rank runs several stages of it.
         before = None if stage == max(self._backwards_left) else ModuleState(self._root, buffers=False)
-        with self._job.context(microbatch):
-            run = replay.run(self._job.steps[microbatch], _for_user(received, replay), self._job.parameters)
+        given = _for_user(received, replay)
+        job = self._job
+        step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
+        run = job.around(microbatch, step)
         if before is not None:
             before.restore()
         self._made[stage, microbatch] = run.made
+        self._forwards_left -= 1
         earlier = self.results.get(microbatch)
-        held = {index: made.detach() for index, made in run.made.items() if index in replay.held_by_user}
+        held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
         self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,24 +70,9 @@ class LogCapture:
         self._count = num_microbatches
         self._calls: dict[int, list[_Call]] = {}
 
-    @contextlib.contextmanager
-    def microbatch(self, root: nn.Module, index: int) -> Iterator[None]:
+    def microbatch(self, root: nn.Module, index: int) -> AbstractContextManager[None]:
         """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
-        calls: list[_Call] = []
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
-            kwargs.update(zip(names, args, strict=False))
-            metric = value if isinstance(value, Metric) else None
-            with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
-                calls.append((name, metric, _number(name, value), kwargs, _dtype(value)))
-
-        with replaced_log(root, log):
-            yield
-        earlier = self._calls.get(index)
-        if earlier is not None and len(earlier) == len(calls):
-            calls = [new if not math.isnan(new[2]) else old for old, new in zip(earlier, calls, strict=True)]
-        self._calls[index] = calls
+        return _Catching(self._calls, root, index)
 
     def entries(self) -> list[Entry]:
         """One entry per call, in the order of the calls.
@@ -109,6 +95,36 @@ class LogCapture:
             )
             for columns in zip(*rows, strict=True)
         ]
+
+
+class _Catching(AbstractContextManager[None]):
+    """Takes the place of ``root.log``. A class, not a generator: it is entered before every forward."""
+
+    def __init__(self, rows: dict[int, list[_Call]], root: nn.Module, index: int) -> None:
+        self._rows, self._root, self._index = rows, root, index
+        self._calls: list[_Call] = []
+
+    def __enter__(self) -> None:
+        self._own = self._root.__dict__.get("log")
+        self._root.__dict__["log"] = self._log
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if self._own is None:
+            del self._root.__dict__["log"]
+        else:
+            self._root.__dict__["log"] = self._own
+        if error is None:
+            calls, earlier = self._calls, self._rows.get(self._index)
+            if earlier is not None and len(earlier) == len(calls):
+                calls = [new if not math.isnan(new[2]) else old for old, new in zip(earlier, calls, strict=True)]
+            self._rows[self._index] = calls
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+        kwargs.update(zip(names, args, strict=False))
+        metric = value if isinstance(value, Metric) else None
+        with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
+            self._calls.append((name, metric, _number(name, value), kwargs, _dtype(value)))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ requires_grad everywhere. A batch of another length, or a parameter unfrozen mid
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.exchange import digest, share_numbers, share_tensor
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
 from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.sharing import StepSharing
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, join, split
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.tree import flatten, map_leaves
+from lightning_hybrid.step.replay import StageRun
+from lightning_hybrid.step.tree import map_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,8 @@ class StepRunner:
         self._splitter = splitter
         self._replica = replica
         self._metrics = metrics
-        self._executor = Executor(root, group.rank(), transport)
+        self._executor = Executor(root, group.rank(), transport, randomness)
+        self._channel = transport.channel
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
 
@@ -139,24 +139,35 @@ class StepRunner:
         steps = [_bind(step, microbatch, rest) for microbatch in microbatches]
         logs = LogCapture(count)
 
-        @contextlib.contextmanager
-        def around(index: int):  # type: ignore[no-untyped-def]
+        def around(index: int, run: Callable[[], StageRun]) -> StageRun:
             keyed = self._randomness.microbatch(step_number, self._replica * count + index)
             with context(), keyed, logs.microbatch(self._root, index):
-                yield
+                return run()
 
         modes = self.plan.modes()
         variants = [
             self.plan.variant(name, steps[i], microbatches[i], context, train=train is not None, modes=modes)
             for i in range(count)
         ]
+        sharing = StepSharing(
+            self._group,
+            self._randomness.device,
+            variants,
+            logs,
+            weights,
+            batch,
+            share_output=share_output,
+            train=train is not None,
+        )
         job = Job(
             program=self._program(variants, train=train is not None),
             variants=variants,
             steps=steps,
-            context=around,
+            around=around,
             parameters=self.plan.names(),
         )
+        if self._channel == "tags":  # otherwise a collective must not stand between transfers
+            job = dataclasses.replace(job, after_forwards=sharing.begin)
         if train is not None:
             job = dataclasses.replace(
                 job,
@@ -170,7 +181,7 @@ class StepRunner:
             outcome = self._executor.run(job)
         self._metrics.note_homes(variants[0].assignment.sinks, self.plan.num_ranks)
         counts = [batch_size_of(microbatch) for microbatch in microbatches]
-        result = self._share(variants, outcome, logs.entries(), weights, counts, batch, share_output, train is not None)
+        result = self._result(variants, outcome, sharing, weights, counts, train is not None)
         kept.join(weights, counts)
         self.plan.share_buffers(variants[0])
         return result
@@ -206,49 +217,24 @@ class StepRunner:
             else:
                 schedule = forward_only(ranks, len(variants), each)
             # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
-            program = lower(schedule, Portals(forward, backward), post_ahead=0 if dynamic else 1)
+            ahead = 0 if dynamic else _POST_AHEAD[self._channel]
+            program = lower(schedule, Portals(forward, backward), post_ahead=ahead, channel=self._channel)
             check_program(program)
             self._programs[key] = program
         return self._programs[key]
 
-    def _share(
+    def _result(
         self,
         variants: Sequence[Variant],
         outcome: Outcome,
-        entries: list[Entry],
+        sharing: StepSharing,
         weights: Sequence[float],
         counts: Sequence[int | None],
-        batch: Any,
-        share_output: bool,
         train: bool,
     ) -> StepResult:
-        """Exchange logs, loss and values; fill what is absent; join."""
+        """Share what the ranks know, fill what is absent, and join the microbatches."""
         runs = [outcome.runs[index] for index in range(len(variants))]
-        numbers = [entry.combine(entry.values, weights) for entry in entries]
-        wanted: list[tuple[int, int]] = []
-        scalars: list[tuple[int, int]] = []
-        for index, variant in enumerate(variants):
-            graph = variant.assignment.graph
-            for value in dict.fromkeys((*(graph.returned if share_output else ()), *graph.kept)):
-                is_scalar = not graph.values[value].shape and graph.values[value].dtype in _EXACT_IN_FLOAT64
-                (scalars if is_scalar else wanted).append((index, value))
-            if train and graph.loss is not None and (index, graph.loss) not in scalars:
-                scalars.append((index, graph.loss))
-        for index, value in scalars:
-            made = runs[index].made.get(value)
-            numbers.append(math.nan if made is None else float(made))
-        names = zlib.crc32("|".join(entry.name for entry in entries).encode())
-        device = self._randomness.device
-        shared = share_numbers(numbers, self._group, names=names, batch=digest(flatten(batch)[0]), device=device)
-        content: list[dict[int, Tensor]] = [{} for _ in variants]
-        for (index, value), number in zip(scalars, shared[len(entries) :], strict=True):
-            dtype = getattr(torch, variants[index].assignment.graph.values[value].dtype)
-            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
-        for index, value in wanted:
-            assignment = variants[index].assignment
-            source = assignment.value_stage[value] % self.plan.num_ranks
-            made = runs[index].made.get(value) if source == self._group.rank() else None
-            content[index][value] = share_tensor(assignment.graph.values[value], made, source, self._group, device)
+        logged, content = sharing.finish(outcome.runs, self.plan.num_ranks)
         outputs = []
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)
@@ -259,11 +245,11 @@ class StepRunner:
             parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
-        logged = list(zip(entries, shared[: len(entries)], strict=True))
         return StepResult(join(outputs, weights, counts) if outputs else loss, loss, logged, outcome.spans)
 
 
-_EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
+# Posting a receive early pays where the sender is told of it by a message, as in gloo; buffers are the price.
+_POST_AHEAD = {"queue": 1, "tags": 2}
 
 
 def _loss_of(variant: Variant) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.schedule import Message
+from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.step.graph import Value
 
 _MOST_DIMS = 8
@@ -31,7 +31,13 @@ class Incoming(ABC):
 
 
 class Transport(ABC):
-    """Point-to-point transfers between the ranks of one pipeline."""
+    """Point-to-point transfers between the ranks of one pipeline.
+
+    Attributes:
+        channel: How transfers between two ranks find each other.
+    """
+
+    channel: Channel = "queue"
 
     @abstractmethod
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
@@ -63,7 +69,8 @@ class GroupTransport(Transport):
         """Args: group: the ranks of one pipeline, by pipeline coordinate. device: where tensors are received."""
         self._group = group
         self._device = device
-        self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self.channel = "tags" if group._get_backend(device).name() == "gloo" else "queue"
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of a message."""
@@ -75,14 +82,14 @@ class GroupTransport(Transport):
             self._start(tensor, peer, _tag(message, place))
 
     def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
-        self._under_way.append((dist.isend(tensor, group=self._group, group_dst=peer, tag=tag), tensor))
+        # The group's own methods: torch.distributed.isend checks what is known here, for each tensor.
+        self._under_way.append((self._group.send([tensor], peer, tag), tensor))
         while len(self._under_way) > _SENDS_IN_FLIGHT:
             self._await_oldest()
 
     def _await_oldest(self) -> None:
         work, _ = self._under_way.popleft()
-        if work is not None:
-            work.wait()
+        work.wait()
 
     def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
         """Post the receives of a message; one with a header is waited for (see ``program.lower``, ``post_ahead``)."""
@@ -100,9 +107,7 @@ class GroupTransport(Transport):
         return _Posted(works, tensors)
 
     def _post(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
-        assert work is not None
-        return work
+        return self._group.recv([tensor], peer, tag)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

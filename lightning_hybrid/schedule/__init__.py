@@ -27,13 +27,14 @@ from lightning_hybrid.schedule.generators import (
 )
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.portals import Message, Portals, chain, made_by, needed_by
-from lightning_hybrid.schedule.program import Compute, Instruction, Program, Receive, Send, lower, peer_of
+from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
 
 __all__ = [
     "NO_MICROBATCH",
     "SCHEDULE_NAMES",
     "Action",
+    "Channel",
     "Compute",
     "Instruction",
     "Kind",

@@ -10,12 +10,16 @@ transfers in this order. Then the earliest event that has not happened can alway
 Receives do not block, so they are posted some computes ahead of their place in the order: before the compute that
 keeps the receiver busy when the sender is done. That keeps the argument: a receive never passes another transfer of
 its own pair, and a pair knows no other pair's order.
+
+A channel that matches transfers by tag, as gloo does, has no queue: there a receive may also pass transfers of its own
+pair. That matters in 1F1B, where the last stage sends a gradient right before it needs the next activations: behind
+that send, a receive would be posted when it is already waited for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from lightning_hybrid.schedule.actions import Action, Schedule
 from lightning_hybrid.schedule.portals import Message, Portals, made_by
@@ -56,19 +60,28 @@ class Receive:
 
 
 Instruction: TypeAlias = Compute | Send | Receive
+Channel: TypeAlias = Literal["queue", "tags"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with its transfers: for every pipeline rank, its instructions in order."""
+    """A schedule with its transfers.
+
+    Attributes:
+        schedule: What each rank computes.
+        portals: Which stages hand values to which.
+        instructions: For every pipeline rank, what it does, in order.
+        channel: What it may run on: "queue" runs everywhere; "tags" needs transfers that are matched by tag.
+    """
 
     schedule: Schedule
     portals: Portals
     instructions: tuple[tuple[Instruction, ...], ...]
+    channel: Channel = "queue"
 
 
-def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1) -> Program:
-    """Add sends and receives to a schedule, so that it cannot deadlock even on the strictest channel.
+def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1, channel: Channel = "queue") -> Program:
+    """Add sends and receives to a schedule, so that it cannot deadlock: by default on the strictest channel.
 
     See [Note: one order for all transfers]. A message between stages of one rank needs no transfer.
 
@@ -77,6 +90,7 @@ def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1) -> Progr
         portals: which stages hand values to which.
         post_ahead: how many computes ahead of its place in the global order a receive is posted. One hides the
             sender's wait for a receiver that is busy; each more can cost a rank one more receive buffer per peer.
+        channel: "queue" for one queue per pair of ranks, "tags" where transfers are matched by tag.
 
     Raises:
         ScheduleError: the schedule's dependencies cannot be satisfied.
@@ -99,8 +113,11 @@ def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1) -> Progr
             source_rank = schedule.rank_of(event.message.source)
             rows[source_rank].append(event)
             row = rows[schedule.rank_of(event.message.target)]
-            row.insert(_place_ahead(row, source_rank, schedule, post_ahead), Receive(event.message))
-    return Program(schedule, portals, tuple(tuple(row) for row in rows))
+            row.insert(
+                _place_ahead(row, source_rank if channel == "queue" else None, schedule, post_ahead),
+                Receive(event.message),
+            )
+    return Program(schedule, portals, tuple(tuple(row) for row in rows), channel)
 
 
 def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
@@ -109,8 +126,8 @@ def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
     return schedule.rank_of(message.target if isinstance(instruction, Send) else message.source)
 
 
-def _place_ahead(row: list[Instruction], peer: int, schedule: Schedule, post_ahead: int) -> int:
-    """Where in an unfinished row the next receive from `peer` goes: up to `post_ahead` computes before the end."""
+def _place_ahead(row: list[Instruction], peer: int | None, schedule: Schedule, post_ahead: int) -> int:
+    """Where in an unfinished row the next receive goes: up to `post_ahead` computes before the end, behind `peer`'s."""
     place = index = len(row)
     while index and post_ahead:
         instruction = row[index - 1]

@@ -12,6 +12,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
@@ -147,23 +148,14 @@ class KeyedRandomness:
         self._drawn: Counter[int] = Counter()
         self._drawing: dict[str, nn.Module] = {}
 
-    @contextlib.contextmanager
-    def microbatch(self, step: int, microbatch: int) -> Iterator[None]:
+    def microbatch(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Key the draws inside by this step and microbatch.
 
         Args:
             step: Number of the batch in the run.
             microbatch: Number of the microbatch over all replicas: replica * num_microbatches + index.
         """
-        saved = self._base, self._module, self._drawn
-        self._base, self._module, self._drawn = hash((self.seed, step, microbatch)), [0], Counter()
-        random.seed(self._base)
-        numpy.random.seed(self._base & 0xFFFFFFFF)
-        self.reseed()
-        try:
-            yield
-        finally:
-            self._base, self._module, self._drawn = saved
+        return _Microbatch(self, hash((self.seed, step, microbatch)))
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -198,12 +190,15 @@ class KeyedRandomness:
     @contextlib.contextmanager
     def modules(self, drawing: dict[str, nn.Module]) -> Iterator[None]:
         """Key what these modules draw by their FQN, inside units too, where nothing else watches."""
-        before, self._drawing = self._drawing, drawing
+        if self._drawing:  # already there: one draw is keyed once
+            yield
+            return
+        self._drawing = drawing
         try:
             with replaced_forwards(drawing, self._keyed):
                 yield
         finally:
-            self._drawing = before
+            self._drawing = {}
 
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` for a second run, later: it draws what it draws when it runs now."""
@@ -238,6 +233,24 @@ class KeyedRandomness:
                 self._module.pop()
 
         return forward
+
+
+class _Microbatch(AbstractContextManager[None]):
+    """The draws inside have this base for their keys. A class, not a generator: it is entered before every forward."""
+
+    def __init__(self, randomness: KeyedRandomness, base: int) -> None:
+        self._randomness, self._base = randomness, base
+
+    def __enter__(self) -> None:
+        randomness = self._randomness
+        self._saved = randomness._base, randomness._module, randomness._drawn
+        randomness._base, randomness._module, randomness._drawn = self._base, [0], Counter()
+        random.seed(self._base)
+        numpy.random.seed(self._base & 0xFFFFFFFF)
+        randomness.reseed()
+
+    def __exit__(self, *_: object) -> None:
+        self._randomness._base, self._randomness._module, self._randomness._drawn = self._saved
 
 
 class _DrawWatch(TorchFunctionMode):

@@ -30,7 +30,7 @@ from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, index_by_numbers, run
 from lightning_hybrid.step.transaction import ModuleState, Place, reachable
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.watch import StepWatch, user_line
+from lightning_hybrid.step.watch import Current, StepWatch, user_line, watched_sinks, watched_units
 
 _SIZED_BY_DATA = frozenset(
     {
@@ -102,9 +102,11 @@ def record(
             with contextlib.ExitStack() as stack:
                 stack.enter_context(randomness.microbatch(0, 0))
                 stack.enter_context(costs.module_stack())
-                stack.enter_context(watch.units(units, owned))
-                stack.enter_context(watch.sinks(sinks))
-                stack.enter_context(adopted_checkpoints(watch, randomness))
+                current = Current()
+                current.watch = watch
+                stack.enter_context(watched_units(current, units, owned))
+                stack.enter_context(watched_sinks(current, sinks))
+                stack.enter_context(adopted_checkpoints(current, randomness))
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()
@@ -141,7 +143,7 @@ class RecordWatch(StepWatch):
         super().__init__(parameters)
         self._buffers = buffers
         self._rehearsal = rehearsal
-        self._units = units
+        self.units = units
         self._alike = LikeUnits(costs)
         self._found_buffers: set[str] = set()
         self._swapped: list[tuple[Tensor, Tensor]] = []
@@ -193,7 +195,7 @@ class RecordWatch(StepWatch):
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
         if name.startswith("@"):
-            unit = self._units[name[1:]]
+            unit = self.units[name[1:]]
             out, dynamic = self._alike.run(name[1:], unit, leaves, spec, lambda: self._run(name, run, args, kwargs))
         else:
             out, dynamic = self._run(name, run, args, kwargs)

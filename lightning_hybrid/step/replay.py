@@ -21,8 +21,8 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.user_checkpointing import adopted_checkpoints, recomputed
-from lightning_hybrid.step.watch import StepWatch, user_line
+from lightning_hybrid.step.user_checkpointing import recomputed
+from lightning_hybrid.step.watch import Current, StepWatch, user_line
 
 
 class StepChanged(StepError):
@@ -60,35 +60,38 @@ class StageReplay:
         wanted.update(v for v in (*graph.returned, *graph.kept) if assignment.value_stage[v] == stage)
         self.wanted = frozenset(wanted)
         self.placeholders: dict[int, FakeTensor] = {}
-        self.held_by_user = frozenset((*graph.returned, *graph.kept))
+        self.wanted_after = frozenset((*graph.returned, *graph.kept))
+        # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches.
+        handed = graph.returned if graph.returned != (graph.loss,) else ()
+        self.held_by_user = frozenset((*handed, *graph.kept))
         modules = dict(root.named_modules())
-        self._sinks = find_sinks(root)
-        self._drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
+        self.sinks = find_sinks(root)
+        self.drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
         self.device = randomness.device
 
-    def run(self, step: Callable[[], Any], received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> StageRun:
+    def run(
+        self, step: Callable[[], Any], received: Mapping[int, Tensor], parameters: Mapping[int, str], current: Current
+    ) -> StageRun:
         """Run ``step`` with only this stage's arithmetic.
 
         Args:
             step: Runs the user's step on one microbatch.
             received: The values that other stages sent, by index.
             parameters: FQN by id of all parameters and tracked buffers of the module.
+            current: Of ``installed``.
 
         Raises:
             StepChanged: The step did something else than when it was recorded.
         """
         watch = ReplayWatch(self, received, parameters, self._randomness)
-        recording = self.recording
-        randomness = self._randomness
-        with (
-            randomness.modules(self._drawing),
-            watch.units(recording.units, recording.owned),
-            watch.sinks(self._sinks),
-            randomness.watching(True),
-            adopted_checkpoints(watch, randomness),
-            watch,
-        ):
-            result = step()
+        current.watch = watch
+        before, self._randomness.watched = self._randomness.watched, True
+        try:
+            with watch:
+                result = step()
+        finally:
+            current.watch = None
+            self._randomness.watched = before
         watch.check_complete()
         return StageRun(result, watch.made, watch.placeholders)
 
@@ -105,6 +108,7 @@ class ReplayWatch(StepWatch):
     ) -> None:
         """Args: as ``StageReplay.run``."""
         super().__init__(parameters, randomness)
+        self.units = replay.recording.units
         self._stage = replay.stage
         self._nodes = replay.recording.graph.nodes
         self._node_stage = replay.assignment.node_stage
@@ -188,6 +192,14 @@ class ReplayWatch(StepWatch):
 
     def _skip(self, node: Node, leaves: list[Any]) -> Any:
         template = self._templates[node.index]
+        if template.spec is None and not template.written and len(template.leaves) == 1:
+            (only,) = template.leaves
+            if only.input is None and only.value is not None:  # most nodes make one new tensor
+                made = self._received.get(only.value)
+                if made is None:
+                    made = self._placeholder(only.value)
+                self.mark(made, only.value)
+                return made
         result: list[Any] = []
         for leaf in template.leaves:
             if leaf.input is not None:

@@ -15,28 +15,30 @@ from typing import Any
 import torch.utils.checkpoint
 
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.watch import StepWatch
+from lightning_hybrid.step.watch import Current, StepWatch
 
 
 @contextlib.contextmanager
-def adopted_checkpoints(watch: StepWatch, randomness: KeyedRandomness) -> Iterator[None]:
+def adopted_checkpoints(current: Current, randomness: KeyedRandomness) -> Iterator[None]:
     """Let ``torch.utils.checkpoint.checkpoint``, however it was imported, respect units and keyed randomness."""
     home: Any = torch.utils.checkpoint
     generator, function = home._checkpoint_without_reentrant_generator, home.CheckpointFunction
 
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        if watch.inside_unit:
+        watch = current.watch
+        if watch is None or watch.inside_unit:
             return generator(randomness.again(fn), *args, **kwargs)
         return _each_unit(watch)
 
     def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if watch.inside_unit:
+        watch = current.watch
+        if watch is None or watch.inside_unit:
             return function.apply(_first_plain(fn, randomness.again(fn)), preserve, *args)
         with watch.recomputing():
             return fn(*args)
 
     home._checkpoint_without_reentrant_generator = without_reentrant
-    # A class of our own would be a reference cycle around the watch, and with it around activations.
+    # A class of our own would be a reference cycle.
     home.CheckpointFunction = SimpleNamespace(apply=reentrant)
     try:
         yield

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ _CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _READS = _NUMBER_READS | _TEXT_READS | _BRANCH_READS | _CONTENT_READS
 
 _OWN_FOLDER = __file__.rsplit("/", 2)[0]
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 
 
 class StepWatch(TorchFunctionMode, ABC):
@@ -86,6 +88,7 @@ class StepWatch(TorchFunctionMode, ABC):
         parameters: FQN by ``id`` of every parameter and tracked buffer.
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
         recompute_depth: How many checkpointed functions of the user's glue are running.
+        units: The modules whose calls are one event each, by FQN.
     """
 
     def __init__(self, parameters: Mapping[int, str], randomness: KeyedRandomness | None = None) -> None:
@@ -98,6 +101,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self._randomness = randomness
         self.inside_unit = False
         self.recompute_depth = 0
+        self.units: Mapping[str, nn.Module] = {}
 
     @abstractmethod
     def event(
@@ -166,54 +170,28 @@ class StepWatch(TorchFunctionMode, ABC):
         finally:
             self.recompute_depth -= 1
 
-    @contextlib.contextmanager
-    def units(self, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
-        """Make each call of these units one event, seen above its forward and below its hooks."""
-        with replaced_forwards(units, lambda fqn, forward: self._intercepted("@" + fqn, owned[fqn], forward)):
-            yield
-
-    @contextlib.contextmanager
-    def sinks(self, sinks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Make each call of these metrics one event."""
-
-        def intercept(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-            name, method_here = f"{sink_name(fqn)}.{method}", self.sink_method(fqn, method, original)
-            inner = self._intercepted(name, (sink_name(fqn),), method_here)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return (original if self.inside_unit else inner)(*args, **kwargs)
-
-            return call
-
-        with intercepted(sinks, intercept):
-            yield
-
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """What runs when a metric's method is executed; a recording only rehearses it."""
         del fqn, method
         return original
 
-    def _intercepted(self, name: str, owned: tuple[str, ...], original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` as one event, without this mode inside; the hot path of every unit."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.inside_unit:
-                return original(*args, **kwargs)
-            above = self._step_aside()
-            self.inside_unit = True
-            randomness = self._randomness
-            watched = randomness is not None and randomness.watched
+    def call(
+        self, name: str, owned: tuple[str, ...], original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """One call of a unit or metric as one event, without this mode inside; the hot path of every unit."""
+        above = self._step_aside()
+        self.inside_unit = True
+        randomness = self._randomness
+        watched = randomness is not None and randomness.watched
+        if randomness is not None:
+            randomness.watched = False
+        try:
+            return self.event(name, original, args, kwargs, owned)
+        finally:
+            self.inside_unit = False
             if randomness is not None:
-                randomness.watched = False
-            try:
-                return self.event(name, original, args, kwargs, owned)
-            finally:
-                self.inside_unit = False
-                if randomness is not None:
-                    randomness.watched = watched
-                self._step_back(above)
-
-        return forward
+                randomness.watched = watched
+            self._step_back(above)
 
     def _step_aside(self) -> list[Any] | None:
         """Take this mode off the stack, by identity; returns the user's modes above it, None if it is not there."""
@@ -242,13 +220,60 @@ class StepWatch(TorchFunctionMode, ABC):
             _push_mode(mode)
 
 
+class Current:
+    """Which run of a step is under way; what is installed in the user's modules asks it."""
+
+    __slots__ = ("watch",)
+
+    def __init__(self) -> None:
+        """No run is."""
+        self.watch: StepWatch | None = None
+
+
+def watched_units(
+    current: Current, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
+) -> AbstractContextManager[None]:
+    """Make each call of these units one event of the current run, seen above its forward and below its hooks."""
+
+    def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        name, members = "@" + fqn, owned[fqn]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            watch = current.watch
+            if watch is None or watch.inside_unit or fqn not in watch.units:
+                return original(*args, **kwargs)
+            return watch.call(name, members, original, args, kwargs)
+
+        return forward
+
+    return replaced_forwards(units, wrap)
+
+
+def watched_sinks(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
+    """Make each call of these metrics one event of the current run."""
+
+    def wrap(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        name, members = f"{sink_name(fqn)}.{method}", (sink_name(fqn),)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watch = current.watch
+            if watch is None or watch.inside_unit:
+                return original(*args, **kwargs)
+            return watch.call(name, members, watch.sink_method(fqn, method, original), args, kwargs)
+
+        return call
+
+    return intercepted(sinks, wrap)
+
+
 def user_line() -> str:
     """``file:line`` of the innermost frame of the user's own code."""
     frame: Any = sys._getframe(1)
     torch_folder = torch.__file__.rsplit("/", 1)[0]
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_OWN_FOLDER, torch_folder)) and "/lightning/" not in path and path != "<string>":
+        package = str(frame.f_globals.get("__name__")).split(".")[0]
+        if not path.startswith((_OWN_FOLDER, torch_folder)) and package not in _LIGHTNING and path != "<string>":
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 
@@ -98,8 +99,9 @@ def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None
             poisoned(module, lambda name, stage=stage: stage not in assignment.holders.get(name, ())),
             randomness.isolated(),
             randomness.microbatch(step_number, 0),
+            installed([variant.replays[stage]], randomness) as current,
         ):
-            run = variant.replays[stage].run(again or step, given, names)
+            run = variant.replays[stage].run(again or step, given, names, current)
         received_by.append(received)
         made_by.append(run.made)
         values.update(run.made)

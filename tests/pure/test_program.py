@@ -44,6 +44,28 @@ def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
                 in_flight = check_schedule(schedule, portals)
                 assert max(in_flight) <= v * m
                 check_program(lower(schedule, portals))
+                for post_ahead in (0, 2):
+                    check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags"))
+
+
+def test_with_tags_the_last_stage_posts_its_next_receive_before_it_sends_a_gradient():
+    schedule, portals = one_f_one_b(4, 8), chain(4)
+    queue, tags = (lower(schedule, portals, channel=channel).instructions[-1] for channel in ("queue", "tags"))
+    receive, send = Receive(Message("forward", 2, 3, 4)), Send(Message("backward", 3, 2, 3))
+    assert queue.index(send) < queue.index(receive)
+    assert tags.index(receive) < tags.index(send)
+    with pytest.raises(ScheduleError, match="deadlock"):  # and so it must not run where there is a queue
+        check_program(dataclasses.replace(lower(schedule, portals, channel="tags"), channel="queue"))
+
+
+def test_with_tags_an_unposted_receive_is_still_found():
+    program = lower(one_f_one_b(2, 2), chain(2), channel="tags")
+    rows = (
+        program.instructions[0],
+        tuple(i for i in program.instructions[1] if i != Receive(Message("forward", 0, 1, 1))),
+    )
+    with pytest.raises(ScheduleError, match="rank 0 waits at send"):
+        check_program(dataclasses.replace(program, instructions=rows))
 
 
 def test_posting_ahead_costs_one_buffer_per_peer():

@@ -1,0 +1,60 @@
+"""Say where in a step an error arose: in a note of the error, which Python prints below its traceback."""
+
+from __future__ import annotations
+
+from lightning_hybrid.schedule import Action, Compute, Kind, Program, Receive, Send
+
+_WORDS = {Kind.F: "forward", Kind.B: "backward"}
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error; before Python 3.11 it is kept though not printed.
+
+    Args:
+        error: On its way up.
+        text: One line.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        vars(error)["__notes__"] = [*notes(error), text]
+
+
+def notes(error: BaseException) -> list[str]:
+    """The notes of an error, oldest first."""
+    return list(getattr(error, "__notes__", ()))
+
+
+def place_of(instruction: Compute | Send | Receive | None, rank: int, program: Program, step: str) -> str:
+    """Where a rank of a pipeline is in a step.
+
+    Args:
+        instruction: What it carries out; None once all are, while messages are still leaving.
+        rank: Its pipeline coordinate.
+        program: Of the step.
+        step: The step's name, such as "training_step".
+
+    Returns:
+        Such as ``on pipeline rank 1, stage 1 of 2, action 1F0 of training_step (forward of microbatch 0)``.
+    """
+    stages = program.schedule.num_stages
+    if instruction is None:
+        return f"on pipeline rank {rank}, at the end of {step}, sending its last messages"
+    if isinstance(instruction, Compute):
+        action = instruction.action
+        place = f"stage {action.stage} of {stages}, action {action} of {step} ({_in_words(action)})"
+    else:
+        message = instruction.message
+        what = "gradients" if message.direction == "backward" else "values"
+        what = f"{what} of microbatch {message.microbatch} of {step}"
+        if isinstance(instruction, Receive):
+            place = f"stage {message.target} of {stages}, receiving {what} from stage {message.source}"
+        else:
+            place = f"stage {message.source} of {stages}, sending {what} to stage {message.target}"
+    return f"on pipeline rank {rank}, {place}"
+
+
+def _in_words(action: Action) -> str:
+    if action.kind is Kind.REDUCE:
+        return "average of its gradients over the replicas"
+    return f"{_WORDS.get(action.kind, action.kind.value)} of microbatch {action.microbatch}"

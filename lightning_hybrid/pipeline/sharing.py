@@ -1,0 +1,108 @@
+"""Share what one step gave over the ranks of a pipeline: logged numbers, the loss, and the tensors users ask for.
+
+The numbers are known once a rank has done its last forward, long before the last backward of the first stage ends. So
+they travel meanwhile, where the channel lets a collective pass transfers.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.pipeline.exchange import NumberExchange, digest, share_tensor
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.step.replay import StageRun
+from lightning_hybrid.step.tree import flatten
+
+_EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
+
+
+class StepSharing:
+    """The exchange of one step's results; ``begin`` once a rank's forwards are done, ``finish`` after its backwards."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        variants: Sequence[Variant],
+        logs: LogCapture,
+        weights: Sequence[float],
+        batch: Any,
+        *,
+        share_output: bool,
+        train: bool,
+    ) -> None:
+        """Args: group: one pipeline. variants, weights: by microbatch. share_output: whether outputs are wanted."""
+        self._group = group
+        self._device = device
+        self._variants = variants
+        self._logs = logs
+        self._weights = weights
+        self._batch = batch
+        self._entries: list[Entry] = []
+        self._exchange: NumberExchange | None = None
+        self._scalars: list[tuple[int, int]] = []
+        self._tensors: list[tuple[int, int]] = []
+        for index, variant in enumerate(variants):
+            graph = variant.assignment.graph
+            for value in dict.fromkeys((*(graph.returned if share_output else ()), *graph.kept)):
+                is_scalar = not graph.values[value].shape and graph.values[value].dtype in _EXACT_IN_FLOAT64
+                (self._scalars if is_scalar else self._tensors).append((index, value))
+            if train and graph.loss is not None and (index, graph.loss) not in self._scalars:
+                self._scalars.append((index, graph.loss))
+
+    def begin(self, runs: Mapping[int, StageRun]) -> None:
+        """Send this rank's numbers on their way.
+
+        Args:
+            runs: Of this rank, by microbatch, each with all its forwards done.
+        """
+        self._entries = self._logs.entries()
+        numbers = [entry.combine(entry.values, self._weights) for entry in self._entries]
+        for index, value in self._scalars:
+            made = runs[index].made.get(value)
+            numbers.append(math.nan if made is None else float(made))
+        names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
+        self._exchange = NumberExchange(
+            numbers, self._group, names=names, batch=digest(flatten(self._batch)[0]), device=self._device
+        )
+
+    def finish(
+        self, runs: Mapping[int, StageRun], num_ranks: int
+    ) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
+        """Wait for the numbers, and share the tensors.
+
+        Args:
+            runs: As for ``begin``.
+            num_ranks: Of the pipeline.
+
+        Returns:
+            Each logged entry with its number, and by microbatch the shared values by index.
+
+        Raises:
+            RanksDisagree: The batch or what was logged differs between the ranks.
+        """
+        if self._exchange is None:
+            self.begin(runs)
+        assert self._exchange is not None
+        numbers = self._exchange.finish()
+        logged, scalars = numbers[: len(self._entries)], numbers[len(self._entries) :]
+        content: list[dict[int, Tensor]] = [{} for _ in self._variants]
+        for (index, value), number in zip(self._scalars, scalars, strict=True):
+            dtype = getattr(torch, self._variants[index].assignment.graph.values[value].dtype)
+            content[index][value] = torch.tensor(number, dtype=dtype, device=self._device)
+        for index, value in self._tensors:
+            assignment = self._variants[index].assignment
+            source = assignment.value_stage[value] % num_ranks
+            made = runs[index].made.get(value) if source == self._group.rank() else None
+            content[index][value] = share_tensor(
+                assignment.graph.values[value], made, source, self._group, self._device
+            )
+        return list(zip(self._entries, logged, strict=True)), content
