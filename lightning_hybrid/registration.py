@@ -1,22 +1,24 @@
 """Make the strategies known to Lightning by name, without importing Lightning.
 
-Lightning has no entry point for strategies, so importing this package registers them. Where Lightning is not imported
-yet, that happens right after it is, and what cannot be seen from here (planning a layout, drawing a schedule) never
-pays for it.
+Lightning has no entry point for strategies, so importing this package registers them, in each of Lightning's two
+namespaces. What is not imported yet is attended to right after it is, and what cannot be seen from here (planning a
+layout, drawing a schedule) never pays for it.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-_REGISTRIES = "lightning.pytorch.strategies"
+from lightning_hybrid.moving import accept_both
+from lightning_hybrid.namespaces import NAMESPACES, Namespace
+
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},
     "hybrid3d_fork": {"start_method": "fork"},
@@ -25,42 +27,62 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 
 def register() -> None:
-    """Register the strategies now, or as soon as Lightning is imported."""
-    module = sys.modules.get(_REGISTRIES)
-    if module is not None and hasattr(module, "StrategyRegistry"):
-        _register_in(module)
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    """Register the strategies and prepare the Trainers, now or as soon as each namespace is imported."""
+    waiting: dict[str, Callable[[ModuleType], None]] = {}
+    for namespace in NAMESPACES:
+        for name, attribute, prepare in (
+            (f"{namespace.package}.strategies", "StrategyRegistry", _register_in),
+            (f"{namespace.package}.trainer.trainer", "Trainer", _prepare_trainer),
+        ):
+            module = sys.modules.get(name)
+            if module is not None and hasattr(module, attribute):
+                prepare(module, namespace)
+            else:
+                waiting[name] = partial(prepare, namespace=namespace)
+    if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(waiting))
 
 
-def _register_in(module: ModuleType) -> None:
+def _register_in(module: ModuleType, namespace: Namespace) -> None:
     for name, options in _NAMES.items():
         if name not in module.StrategyRegistry:
             description = "data, tensor and pipeline parallelism for unmodified LightningModules"
-            module.StrategyRegistry.register(name, _build, description=description, **options)
+            module.StrategyRegistry.register(name, partial(_build, namespace), description=description, **options)
 
 
-def _build(**options: Any) -> Any:
-    return importlib.import_module("lightning_hybrid.strategies").Hybrid3DStrategy(**options)
+def _build(namespace: Namespace, **options: Any) -> Any:
+    return namespace.load("Hybrid3DStrategy")(**options)
+
+
+def _prepare_trainer(module: ModuleType, namespace: Namespace) -> None:
+    accept_both(module.Trainer, namespace)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Watches for Lightning's strategies to be imported, registers, and steps aside."""
+    """Watches for modules to be imported and attends to each."""
+
+    def __init__(self, waiting: dict[str, Callable[[ModuleType], None]]) -> None:
+        """Args: waiting: what to call with a module, by its name."""
+        self._waiting = waiting
+        self._is_asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Wrap the loader of the one module of interest."""
-        if fullname != _REGISTRIES:
+        """Wrap the loader of the modules of interest."""
+        if fullname not in self._waiting or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def run_and_register(module: ModuleType) -> None:
+            def run_and_attend(module: ModuleType) -> None:
                 run(module)
-                _register_in(module)
+                self._waiting.pop(fullname, lambda _: None)(module)
 
-            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_attend  # type: ignore[method-assign]
         return spec

@@ -1,7 +1,14 @@
 """Number formats of a run, and what a mesh adds to them: one loss scale and one gradient norm for all ranks."""
 
-from lightning_hybrid.precision.hybrid import HybridPrecision
+from typing import TYPE_CHECKING
+
+from lightning_hybrid.namespaces import public_names
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 
+if TYPE_CHECKING:
+    from lightning_hybrid.precision.hybrid import HybridPrecision
+
 __all__ = ["HybridPrecision", "MeshGradScaler", "MeshNorm"]
+
+__getattr__ = public_names(__name__, "HybridPrecision")

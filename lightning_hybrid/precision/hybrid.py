@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.moving import move
+from lightning_hybrid.namespaces import namespace_of
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 
@@ -75,16 +77,18 @@ class HybridPrecision(MixedPrecision):
         Raises:
             TypeError: a plugin with behaviour of its own, which would be lost.
         """
+        move(plugin, namespace_of(__name__))
         if isinstance(plugin, cls):
             return plugin
         if type(plugin) is MixedPrecision:
             return cls(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
             return cls(plugin.precision)  # type: ignore[arg-type]
+        given = f"{type(plugin).__module__}.{type(plugin).__qualname__}"
         raise TypeError(
-            f"the precision plugin is a {type(plugin).__qualname__}; supported are Precision, MixedPrecision, "
-            f"HalfPrecision, DoublePrecision and {cls.__qualname__}, so set Trainer(precision=...) to one of "
-            f"{', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
+            f"the precision plugin is a {given}; supported are Precision, MixedPrecision, HalfPrecision, "
+            f"DoublePrecision of {namespace_of(__name__).package} and {cls.__qualname__}, so set "
+            f"Trainer(precision=...) to one of {', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
         )
 
     def connect_mesh(

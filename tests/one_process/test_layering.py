@@ -17,9 +17,11 @@ FLOORS = [
     {"step"},
     {"pipeline", "tensor", "zero", "experts", "memory", "replicate"},
     {"checkpoint", "verify"},
+    {"namespaces"},
+    {"twins", "moving"},
     {"precision", "callbacks"},
     {"strategies"},
-    {"registration"},
+    {"registration", "for_lightning", "for_pytorch_lightning"},
     {"cli", "__init__"},
 ]
 PURE = FLOORS[0] | FLOORS[1]

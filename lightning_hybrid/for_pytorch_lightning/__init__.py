@@ -1,0 +1,20 @@
+"""The public classes for `pytorch_lightning`, whichever namespace the asking file uses.
+
+The modules below this package are those below `lightning_hybrid`, loaded a second time: see `twins.py` there.
+"""
+
+from typing import Any
+
+from lightning_hybrid.namespaces import PUBLIC, public_names
+from lightning_hybrid.twins import find_twins
+
+# Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
+AdaScale: Any
+Hybrid3DStrategy: Any
+HybridPrecision: Any
+PipelineTimeline: Any
+
+__all__ = ["AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
+
+find_twins()
+__getattr__ = public_names(__name__, *PUBLIC)
