@@ -34,7 +34,9 @@ class Deposit:
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
         if zeroed_later:
-            self._before = [parameter.grad if shown else None for parameter in parameters]
+            # Copies: the reducer writes this step's averages into the buffers of the step before.
+            grads = [parameter.grad for parameter in parameters]
+            self._before = [grad.clone() if shown and grad is not None else None for grad in grads]
             for parameter in parameters:
                 parameter.grad = None
 

@@ -311,11 +311,13 @@ class _Bucket:
         self.indices = indices
         self.parameters = parameters
         self.flat = torch.zeros(numel + len(parameters) + 1, dtype=first.dtype, device=first.device)
-        self.views = []
+        self.views: list[Tensor] = []
+        self._places: list[tuple[tuple[int, ...], int]] = []
         offset = 0
         for parameter in parameters:
             # What `empty_like` answers has no gaps, even where the parameter has some.
             strides = torch.empty_like(parameter, device="meta").stride()
+            self._places.append((strides, offset))
             self.views.append(self.flat.as_strided(parameter.shape, strides, offset))
             offset += parameter.numel()
         self.flags = self.flat[offset:].real
@@ -330,8 +332,11 @@ class _Bucket:
         """
         self.is_whole = True
         flags = []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            gradient = parameter.grad
+        storage = self.flat.untyped_storage().data_ptr()
+        for index, parameter in enumerate(self.parameters):
+            view, gradient = self.views[index], parameter.grad
+            if view.untyped_storage().data_ptr() != storage:  # the user wrote `parameter.grad.data = ...`
+                view = self.views[index] = self.flat.as_strided(parameter.shape, *self._places[index])
             if gradient is None or gradient.is_sparse:
                 self.is_whole = False
                 view.zero_()

@@ -19,6 +19,7 @@ from lightning_hybrid.step.graph import Value
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
 
+_STOCK = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes that users did not give it
 MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
@@ -26,13 +27,14 @@ class ControlFlowError(RuntimeError):
     """User code branches on a value that lives on another stage."""
 
 
-def make_absent(like: Tensor, *, requires_grad: bool | None = None) -> FakeTensor:
-    """A stand-in with the shape, strides, dtype and device of ``like`` and no storage.
+def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torch.device | None = None) -> FakeTensor:
+    """A stand-in with the shape, strides, dtype and (if not given) device of ``like`` and no storage.
 
     It is built without dispatching an operation, so nothing holds a weak reference to it and its content can be
     swapped for real data later (``torch.utils.swap_tensors``).
     """
-    device = like.fake_device if isinstance(like, FakeTensor) else like.device
+    if device is None:
+        device = like.fake_device if isinstance(like, FakeTensor) else like.device
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return _absent(meta, device, like.requires_grad if requires_grad is None else requires_grad)
@@ -51,9 +53,9 @@ def _absent(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTens
     return absent
 
 
-def make_absent_parameter(parameter: Tensor) -> FakeTensor:
+def make_absent_parameter(parameter: Tensor, device: torch.device | None = None) -> FakeTensor:
     """A stand-in for a parameter or buffer; ``isinstance(x, nn.Parameter)`` holds where it held before."""
-    absent = make_absent(parameter)
+    absent = make_absent(parameter, device=device)
     if isinstance(parameter, nn.Parameter):
         absent._is_param = True
     return absent
@@ -64,16 +66,27 @@ def is_absent(value: Any) -> bool:
     return isinstance(value, FakeTensor | AbsentFloat)
 
 
-def drop(parameter: Tensor) -> None:
-    """Free the storage of ``parameter`` in place: the same object becomes absent."""
-    absent = make_absent_parameter(parameter)
+def drop(parameter: Tensor, device: torch.device | None = None) -> None:
+    """Free the storage of ``parameter`` in place: the same object becomes absent, with the attributes users gave it.
+
+    Args:
+        parameter: With content, or on the meta device.
+        device: What it answers from now on; its own device if None.
+    """
+    absent = make_absent_parameter(parameter, device)
     parameter.grad = None
+    attributes = parameter.__dict__
+    absent.__dict__[_STOCK] = {*absent.__dict__, _STOCK}
     _exchange(parameter, absent)
+    parameter.__dict__.update(attributes)
 
 
 def fill(absent: Tensor, content: Tensor) -> None:
     """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
+    before = absent.__dict__
     _exchange(absent, content)
+    if _STOCK in before:
+        absent.__dict__.update((name, value) for name, value in before.items() if name not in before[_STOCK])
 
 
 def _exchange(first: Tensor, second: Tensor) -> None:

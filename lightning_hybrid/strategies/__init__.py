@@ -1,5 +1,12 @@
 """What users name: Lightning strategies that translate hooks to the floors below."""
 
-from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+from typing import TYPE_CHECKING
+
+from lightning_hybrid.namespaces import public_names
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
 __all__ = ["Hybrid3DStrategy"]
+
+__getattr__ = public_names(__name__, *__all__)

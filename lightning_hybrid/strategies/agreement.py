@@ -27,6 +27,8 @@ def agree_on_start(module: nn.Module, mesh: Mesh, data_rank: int, device: torch.
     if mesh.layout.world_size == 1:
         return seed
     for tensor in [*module.parameters(), *module.buffers()]:
+        if is_absent(tensor):  # built empty: what it will be is rank 0's too
+            continue
         content = tensor.detach().contiguous()
         raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
         dist.broadcast(raw, src=0)

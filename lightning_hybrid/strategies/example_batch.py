@@ -37,6 +37,8 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     states = GeneratorStates(trainer.strategy.root_device)
     try:
+        for loader in combined.flattened:
+            trainer.strategy.deal_to_replicas(loader)
         batches = [_first(loader) for loader in combined.flattened]
         if combined._mode == "sequential":
             batch = batches[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,6 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import LBFGS
 
 from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.moving import move
+from lightning_hybrid.namespaces import namespace_of
+from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.runner import StepRunner
@@ -24,12 +27,14 @@ from lightning_hybrid.pipeline.transport import GroupTransport
 from lightning_hybrid.step.microbatch import BatchSplitter
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
+from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
 from lightning_hybrid.strategies.steps import SteppingStrategy
+from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 
 
@@ -119,6 +124,7 @@ class Hybrid3DStrategy(SteppingStrategy):
         self._splitter = batch_splitter
         self._example_batch = example_batch
         self._whole_again: pl.Callback | None = None
+        self._stop_reads: Callable[[], None] | None = None
         self._metrics: MetricSync | None = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -132,14 +138,19 @@ class Hybrid3DStrategy(SteppingStrategy):
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._check(module, is_fitting)
+        empty = self._adopt_empty()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        if empty is not None:
+            empty.hide(module)
         # Weights and generators must agree before anything is drawn or recorded.
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = None
         if self._needs_runner():
             self._record(trainer, module, KeyedRandomness(self._seed, self.root_device))
+        if empty is not None and empty.fill(None if self._is_whole else self._plan):
+            self._empty = None
         self._announce()
         if is_fitting:
             # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
@@ -197,9 +208,19 @@ class Hybrid3DStrategy(SteppingStrategy):
         if recorded and self._plan.num_ranks > 1:
             self._plan.drop_foreign()
             self._in_parts(module)
+            self._read_globally(trainer, module, self._plan)
             if trainer.state.fn == TrainerFn.FITTING:
                 self._whole_again = whole_again_callback(self)
                 trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
+
+    def _read_globally(self, trainer: pl.Trainer, module: pl.LightningModule, plan: StagePlan) -> None:
+        """Let hooks of the user read gradients and parameters of all stages."""
+        parameters = dict(module.named_parameters())
+        holders = {name: plan.ranks_of(name) for name in parameters}
+        reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
+        self._stop_reads = read_globally(
+            trainer, module, reads, in_parts=lambda: not self._is_whole, complete=lambda: self._grads_complete
+        )
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
@@ -216,6 +237,7 @@ class Hybrid3DStrategy(SteppingStrategy):
         self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
         self.precision_plugin.connect_mesh(self.mesh, lambda: counted)
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):
                 callback.connect_mesh(self.mesh, lambda: counted)
                 for reducer in self._reducers.values():
@@ -224,13 +246,16 @@ class Hybrid3DStrategy(SteppingStrategy):
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        move_to_device(self.lightning_module, self.root_device)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Leave a whole module behind on every rank."""
         self.make_whole()
+        if self._stop_reads is not None:
+            self._stop_reads()
+            self._stop_reads = None
         if self._whole_again is not None:
             self._trainer.callbacks.remove(self._whole_again)  # type: ignore[attr-defined]
             self._whole_again = None

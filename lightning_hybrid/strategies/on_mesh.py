@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.samplers import deal_to_replicas
 
 
 class MeshStrategy(ParallelStrategy):
@@ -132,7 +133,8 @@ class MeshStrategy(ParallelStrategy):
         self.lightning_module._device_mesh = self._mesh.published()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed loader workers by replica: Lightning seeds them by rank, but all ranks of a replica augment alike."""
+        """Make loaders alike within a replica: samplers built by hand, and worker seeds (Lightning's are by rank)."""
+        self.deal_to_replicas(dataloader)
         if (
             isinstance(dataloader, DataLoader)
             and dataloader.worker_init_fn is None
@@ -140,6 +142,12 @@ class MeshStrategy(ParallelStrategy):
         ):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
         return dataloader
+
+    def deal_to_replicas(self, dataloader: object) -> None:
+        """See that a hand-built ``DistributedSampler`` deals to replicas, not to ranks."""
+        deal_to_replicas(
+            dataloader, replicas=self.layout.data_parallel_size, replica=self.data_rank, world_size=self.world_size
+        )
 
     # -- collectives that user code asks for --------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from lightning_hybrid.checkpoint.single_file import (
 )
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.strategies.agreement import check_gathered
+from lightning_hybrid.strategies.empty_start import EmptyStart
+from lightning_hybrid.strategies.failures import Failures, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
 
 
@@ -32,13 +34,49 @@ class StagedStrategy(MeshStrategy):
         self._plan: StagePlan | None = None
         self._is_whole = True
         self._failed = False
+        self._failures: Failures | None = None
         self._guard: RemovableHandle | None = None
         self._seed: int | None = None
+        self._empty: EmptyStart | None = None
 
     @property
     def plan(self) -> StagePlan | None:
         """Which stage holds what; None while no step was recorded."""
         return self._plan
+
+    def setup_environment(self) -> None:
+        """Join the world, and watch over its ranks from then on."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        self._failures = Failures(self.lightning_module.trainer, self.mesh)
+
+    @property
+    def _cut_off(self) -> bool:
+        return self._failures is not None and self._failures.cut_off
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, unless one of them has failed and will not come."""
+        if not self._cut_off:
+            super().barrier(name)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Tensors are built on the right device in the right dtype; with ``empty_init`` parameters hold no storage."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().tensor_init_context(empty_init=False))
+            if empty_init:
+                self._empty = self._empty or EmptyStart(self.root_device)
+                stack.enter_context(self._empty.building())
+            yield
+
+    def _adopt_empty(self) -> EmptyStart | None:
+        """Who knows the initial values of what the module holds on the meta device; None if it holds nothing there."""
+        module = self.lightning_module
+        assert module is not None
+        if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            self._empty = self._empty or EmptyStart(self.root_device)
+            self._empty.adopt(module)
+        return self._empty
 
     def _in_parts(self, module: nn.Module) -> None:
         """From now on the module is not whole; its own ``state_dict()`` refuses to emit empty tensors."""
@@ -73,6 +111,8 @@ class StagedStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._is_whole or self._plan is None:
             return self.lightning_module.state_dict()
+        if self._cut_off:
+            return {}
         with self._unguarded():
             return gather_module_state(self.lightning_module, self._plan) if self.data_rank == 0 else {}
 
@@ -80,6 +120,7 @@ class StagedStrategy(MeshStrategy):
         """Load a whole state dict into what this rank holds."""
         assert self.lightning_module is not None
         if self._is_whole:
+            self._adopt_empty()
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
             with self._unguarded():
@@ -91,6 +132,8 @@ class StagedStrategy(MeshStrategy):
             optimizer = optimizer._optimizer
         if self._plan is None or self._plan.num_ranks == 1:
             return optimizer.state_dict()
+        if self._cut_off:
+            return {}
         return gather_optimizer_state(optimizer, self._plan) if self.data_rank == 0 else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -101,6 +144,9 @@ class StagedStrategy(MeshStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write the file on the first rank; the seed of keyed randomness goes with it."""
+        if self._cut_off and not self._is_whole:
+            warn_of_missing_checkpoint(filepath)
+            return
         super().save_checkpoint({**checkpoint, "hybrid3d": {"seed": self._seed}}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -110,5 +156,7 @@ class StagedStrategy(MeshStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Ranks that failed take no further part in collectives."""
+        """Ranks that failed take no further part in collectives; the others learn why."""
         self._failed = True
+        if self._failures is not None:
+            self._failures.report(exception)

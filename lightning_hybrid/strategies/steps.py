@@ -16,7 +16,7 @@ from lightning_hybrid.pipeline.deposit import Deposit
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
 from lightning_hybrid.pipeline.shared import SharedParameters
-from lightning_hybrid.precision import HybridPrecision
+from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
@@ -41,6 +41,7 @@ class SteppingStrategy(StagedStrategy):
         self._shared: SharedParameters | None = None
         self._reducers: dict[int | None, GradientReducer] = {}
         self._backward_syncs = True
+        self._grads_complete = True  # summed over stages and averaged over replicas
         self._evaluated = 0
         self._finish_logs: Callable[[], None] | None = None
         self.spans: list[Span] = []
@@ -72,6 +73,7 @@ class SteppingStrategy(StagedStrategy):
         weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
         train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage, weigh)
         result = self._run("training_step", args, train)
+        self._grads_complete = self._backward_syncs
         if self._backward_syncs:
             if self._shared is not None:
                 self._shared.sum_gradients()

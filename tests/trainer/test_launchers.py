@@ -112,23 +112,86 @@ def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
     assert set(losses) == {0, 1} and losses[0] == losses[1]
 
 
-RAISES = 'if batch_idx == 1 and self.trainer.global_rank == 1: raise ZeroDivisionError("on purpose")'
-DIES = "if batch_idx == 1 and self.trainer.global_rank == 1: import os; os._exit(3)"
+ON_RANK_1 = "if batch_idx == 1 and self.trainer.global_rank == 1: "
+RAISES = ON_RANK_1 + 'raise ZeroDivisionError("on purpose")'
+DIES = ON_RANK_1 + "import os; os._exit(3)"
+KILLED = ON_RANK_1 + "import os; os.kill(os.getpid(), 9)"
+TOLD_TO_STOP = ON_RANK_1 + "import os; os.kill(os.getpid(), 15)"
+
+
+def command_of(launcher, script):
+    return (
+        torchrun(script, "--nproc-per-node=2", f"--master-port={free_port()}")
+        if launcher == "torchrun"
+        else [
+            sys.executable,
+            script,
+        ]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["popen", "torchrun"])
-@pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])
+@pytest.mark.parametrize("fault", [RAISES, DIES, KILLED], ids=["raises", "dies", "killed"])
 def test_one_rank_that_fails_brings_the_job_down(tmp_path, launcher, fault):
-    script = write_script(tmp_path, fault=fault)
-    command = [sys.executable, script]
-    if launcher == "torchrun":
-        command = torchrun(script, "--nproc-per-node=2", f"--master-port={free_port()}")
-    code, output, _ = run(command)
+    code, output, _ = run(command_of(launcher, write_script(tmp_path, fault=fault)))
     assert code != 0
+    survivor = re.search(r"rank 0 \(pipeline rank 0 of 2\) in (.*) had to stop: (.*)", output)
+    assert survivor is not None, output
+    assert "stage 0 of 2" in survivor[1] and "of training_step" in survivor[1], output
     if fault == RAISES:
         assert "on purpose" in output
         assert "on pipeline rank 1, stage 1 of 2, action" in output and "training_step" in output
+        assert "rank 1 (pipeline rank 1 of 2) in stage 1 of 2" in survivor[2]
+    else:
+        assert survivor[2] == "another rank of the job has died without a word"
+
+
+@pytest.mark.slow
+def test_a_rank_that_catches_its_error_and_lives_on_does_not_hold_the_others(tmp_path):
+    script = Path(write_script(tmp_path, fault=RAISES))
+    text = script.read_text()
+    fit = "trainer.fit(Model(), loader(4))\n"
+    lingering = (
+        "try:\n    trainer.fit(Model(), loader(4))\nexcept ZeroDivisionError:\n    __import__('time').sleep(3600)\n"
+    )
+    assert text.count(fit) == 1
+    script.write_text(text.replace(fit, lingering))
+    # The rank that lingers is ended by torchrun, once the other one has.
+    code, output, seconds = run(command_of("torchrun", str(script)))
+    assert code != 0 and seconds < 90, output
+    assert re.search(r"rank 0 .* had to stop: rank 1 .* failed: ZeroDivisionError: on purpose", output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
+def test_one_rank_that_is_told_to_stop_ends_the_job(tmp_path, launcher):
+    script = Path(write_script(tmp_path, fault=TOLD_TO_STOP))
+    # After fit comes what only a run to the end may print.
+    script.write_text(script.read_text().replace("loader(4)", "loader(4, 400)"))
+    code, output, seconds = run(command_of(launcher, str(script)))
+    assert code == 0 and seconds < 90, output
+    assert not losses_of(output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
+def test_a_job_that_is_told_to_stop_leaves_no_process(tmp_path, launcher):
+    script = write_script(tmp_path, fault='print(f"batch {batch_idx}", flush=True); __import__("time").sleep(0.05)')
+    text = Path(script).read_text().replace("loader(4)", "loader(4, 4000)")
+    Path(script).write_text(text)
+    process = start(command_of(launcher, script))
+    try:
+        for line in process.stdout:
+            if line.startswith("batch 3"):
+                break
+        process.terminate()
+        # Its output ends when the last process that writes to it has.
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    assert not losses_of(output), output
 
 
 WORKERS = """

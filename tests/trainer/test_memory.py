@@ -1,8 +1,13 @@
 """A step leaves nothing behind: no tensor waits for Python's garbage collector."""
 
+import ctypes
 import gc
+import re
+import sys
+from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,3 +63,56 @@ def test_steps_leave_no_tensors_to_the_garbage_collector(worlds):
         assert len(tensors) == 12
         # One tensor per microbatch left behind would be 40 here; messages under way come and go.
         assert tensors[-1] - tensors[1] < 10, f"live tensors after each step: {tensors}"
+
+
+class Wide(pl.LightningModule):
+    """200 MB of parameters in eight layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(2500, 2500) for _ in range(8)))
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+
+class Resident(pl.Callback):
+    def __init__(self):
+        self.megabytes = 0.0
+
+    def on_train_batch_end(self, *_):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator keeps are not the run's
+        status = Path("/proc/self/status").read_text()
+        self.megabytes = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
+
+
+def measure_resident(devices):
+    before, after = Resident(), Resident()
+    before.on_train_batch_end()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=Hybrid3DStrategy(pipeline_parallel_size=devices, num_microbatches=2),
+        max_steps=2,
+        callbacks=[after],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(8, 2500)), batch_size=4))
+    return after.megabytes - before.megabytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status and calls glibc")
+def test_each_of_two_ranks_holds_half_of_a_large_model(worlds):
+    [alone] = worlds.run(1, measure_resident, 1, timeout=200)
+    # Parameters, gradients and two states of Adam: 800 MB alone.
+    assert alone > 600, f"{alone:.0f} MB"
+    for rank, megabytes in enumerate(worlds.run(2, measure_resident, 2, timeout=200)):
+        assert megabytes < 0.7 * alone, f"rank {rank} holds {megabytes:.0f} MB, one process {alone:.0f} MB"

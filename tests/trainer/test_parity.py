@@ -326,7 +326,9 @@ class CountsBytes(Callback):
         if batch_idx == 1:
             own = [p for p in pl_module.parameters() if not is_absent(p)]
             absent = [p for p in pl_module.parameters() if is_absent(p)]
-            assert all(p.grad is None and p not in trainer.optimizers[0].state for p in absent)
+            with torch._C.DisableTorchFunction():  # hooks see the gradients of all ranks; this is about what is here
+                assert all(p.grad is None for p in absent)
+            assert not any(p in trainer.optimizers[0].state for p in absent)
             self.noted = {
                 "after_setup": self.after_setup,
                 "live": self.count(),

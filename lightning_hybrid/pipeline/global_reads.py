@@ -1,0 +1,350 @@
+"""In hooks of the user, gradients and parameters mean the whole model, though each rank holds a part of them.
+
+``GlobalReads`` sees every torch operation of a hook and knows of every tensor on which pipeline ranks its content is:
+
+    p.grad           where p is                          elsewhere a stand-in without content
+    p.grad.norm()    computed where p.grad is            elsewhere a stand-in
+    p.grad.mul_(x)   done wherever p.grad is             elsewhere nothing
+    torch.stack      of tensors without a common rank:   their contents are made known to all ranks first
+    .item(), bool    of what is not everywhere:          the same
+
+So ``clip_grad_norm_``, ``get_total_norm`` and loops over ``p.grad`` come out global, under whatever name they were
+imported, and a parameter that several ranks hold counts once: it is one parameter. What is not read is not sent.
+
+All ranks must do the same in a hook. They compare what they are about to do before each exchange, and once more at the
+end of the hook; so a read on some ranks only is an error on all, and neither a hang nor a mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.pipeline.known import Contents, Ranks, covers
+from lightning_hybrid.step.absent import is_absent, make_absent
+from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
+from lightning_hybrid.step.watch import _METADATA, _READS, _VIEW_PROPERTIES
+
+# Beside reads: operations whose result's shape is a matter of content, and those that take tensors apart as numbers.
+_NEEDS_CONTENT = _READS | {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "new_tensor",
+    "__reduce_ex__",
+    "nonzero",
+    "argwhere",
+    "masked_select",
+    "unique",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+}
+# Their first argument gives a dtype and a device, no content.
+_LIKE_FIRST = frozenset({"new_tensor", "new_zeros", "new_ones", "new_full", "new_empty"})
+# Their second one gives a shape or a dtype.
+_LIKE_SECOND = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
+_AUTOGRAD = frozenset({"backward", "grad"})
+_INPLACE_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "div", "and", "or", "xor", "lshift", "rshift")
+_INPLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERATORS)})
+
+# Inputs of one operation that together have no more elements are made known to all, and so is what comes out.
+_FEW_ELEMENTS = 1 << 16
+
+
+class GlobalReadError(RuntimeError):
+    """A hook asks for what cannot be had of a model in parts."""
+
+
+class GlobalReads(TorchFunctionMode):
+    """Makes what user hooks read of a model in parts global; active inside ``hook`` only."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        holders: Mapping[str, Sequence[int]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        most_elements: int = 1 << 24,
+    ) -> None:
+        """Begin a run.
+
+        Args:
+            parameters: All of the module's, by FQN, in the same order on every rank.
+            holders: Pipeline ranks by FQN.
+            group: The ranks of this pipeline.
+            device: Where the group communicates.
+            most_elements: How many elements one hook may send around.
+        """
+        super().__init__()
+        self._rank = group.rank()
+        self._group = group
+        self._device = device
+        self._most_elements = most_elements
+        self._contents = Contents(group, device)
+        self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
+        self._parameters = dict(parameters)
+        self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
+        for fqn, parameter in parameters.items():
+            self._contents.place(parameter, self._holders[fqn], fqn)
+        self._hook: str | None = None
+        self._is_complete = True
+        self._elements = 0
+        # Of this hook: which parameters have a gradient on their ranks, and the stand-ins for those of other ranks.
+        self._has_gradient: dict[str, bool] = {}
+        self._stand_ins: dict[str, Tensor | None] = {}
+
+    @contextlib.contextmanager
+    def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
+        """What runs inside reads the whole model; a hook inside a hook is part of it. Collective over the pipeline.
+
+        Args:
+            name: For messages.
+            is_complete: Whether gradients of shared parameters are summed over their ranks.
+
+        Raises:
+            RanksDisagree: Some ranks read what others do not.
+        """
+        if self._hook is not None:
+            yield
+            return
+        self._hook, self._is_complete, self._elements = name, is_complete, 0
+        try:
+            with self, _tolist_seen():
+                yield
+            self._contents.meet(name, "leaves the hook")
+        finally:
+            self._hook = None
+            self._has_gradient, self._stand_ins = {}, {}
+
+    def known(self, value: Any) -> Any:
+        """``value``, with the content of every tensor in it; collective over the pipeline where some is elsewhere."""
+        with torch._C.DisableTorchFunction():
+            leaves = flatten(value)[0]
+            tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and self._ranks_of(leaf)}
+            if not tensors:
+                return value
+            contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
+            return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sort one torch function call of a hook."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            member = func.__self__.__name__
+            if member == "grad" and id(args[0]) in self._fqns:
+                return self._gradient(name, func, args)
+            if name == "__set__" and member == "data":
+                return self._operation("set_data_", func, args, kwargs)
+            if name != "__get__" or member not in _VIEW_PROPERTIES:
+                return func(*args, **kwargs)
+        elif name in _METADATA:
+            return func(*args, **kwargs)
+        elif name.startswith("_foreach_"):
+            return self._each(name, func, args, kwargs)
+        return self._operation(name, func, args, kwargs)
+
+    def _each(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on lists, member by member, since members may live on different ranks."""
+        members = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if all(self._ranks_of(member) is None for member in members):
+            return func(*args, **kwargs)
+        count = len(args[0])
+        results: list[Any] = []
+        for index in range(count):
+
+            def member(value: Any, index: int = index) -> Any:
+                return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
+
+            part = self._operation(
+                name, func, tuple(member(arg) for arg in args), {key: member(arg) for key, arg in kwargs.items()}
+            )
+            results.extend(part if part is not None else [])
+        return results if results else None
+
+    def _operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves, plain = flatten_call(args, kwargs)
+        ranks = [self._ranks_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if all(one is None for one in ranks):
+            return func(*args, **kwargs)
+        if name in _AUTOGRAD:
+            raise GlobalReadError(
+                f"{self._hook}: {name}() starts from values that live on some pipeline ranks only; add the term to the"
+                " loss in training_step, or set pipeline_parallel_size=1"
+            )
+        leaves = list(leaves)
+        if name in _LIKE_FIRST and ranks[0] is not None:
+            leaves[0], ranks[0] = torch.empty(0, dtype=leaves[0].dtype, device=self._device), None
+        if name in _LIKE_SECOND and ranks[1] is not None and ranks[0] is not None:
+            like = torch.empty((), dtype=leaves[1].dtype, device=self._device).expand(leaves[1].shape)
+            leaves[1], ranks[1] = like, None
+        written = _written(name, leaves, kwargs)
+        if _needs_content(name, leaves, args):
+            target: Ranks = None
+        elif written is not None:
+            target = ranks[written]
+        else:
+            target = _common(leaves, ranks)
+        missing = [i for i, one in enumerate(ranks) if i != written and not covers(one, target)]
+        for index, content in zip(missing, self._fetch([leaves[i] for i in missing], name), strict=True):
+            leaves[index] = content
+        args, kwargs = rebuild_call(leaves, args, kwargs, plain)
+        return self._run(name, func, args, kwargs, leaves, target)
+
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Ranks) -> Any:
+        """Run an operation where its inputs are; elsewhere on stand-ins, with the same draws of random numbers."""
+        if target is None:
+            return func(*args, **kwargs)
+        if self._rank in target:
+            result = func(*args, **kwargs)
+        elif name == "set_data_":
+            return None
+        else:
+            if draws(name, args, kwargs):
+                func(*map_leaves(_real, args), **map_leaves(_real, kwargs))
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                raise GlobalReadError(
+                    f"{self._hook}: {name} cannot be followed on a pipeline rank that has no content for it ({error});"
+                    " compute it from norms or sums, or set pipeline_parallel_size=1"
+                ) from error
+        for made in flatten(result)[0]:
+            if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
+                inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                self._contents.note(made, target, inputs)
+        return result
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _gradient(self, name: str, func: Any, args: Any) -> Any:
+        """``parameter.grad``, read, set or deleted."""
+        parameter = args[0]
+        fqn = self._fqns[id(parameter)]
+        holders = self._holders[fqn]
+        if name != "__get__":
+            value = args[1] if name == "__set__" else None
+            if value is not None and not covers(self._ranks_of(value), self._contents.ranks_of(parameter)):
+                [value] = self._fetch([value], "setting .grad")
+            if not is_absent(parameter):
+                return func(parameter, *([value] if name == "__set__" else []))
+            if value is not None:
+                value = make_absent(parameter, requires_grad=False)
+                self._contents.note(value, holders, [parameter])
+            self._stand_ins[fqn] = value
+            return None
+        if len(holders) > 1 and not self._is_complete:
+            raise GlobalReadError(
+                f"{self._hook}: the gradient of {fqn!r}, which pipeline ranks {list(holders)} share, is summed over"
+                " them with the last batch of an accumulation, and this is an earlier one; read gradients in"
+                " on_before_optimizer_step, or set accumulate_grad_batches=1"
+            )
+        if len(set(holders)) < self._group.size() and not self._has_gradient:
+            self._ask_for_gradients()
+        if not is_absent(parameter):
+            gradient = func(parameter)
+            if gradient is not None:
+                self._contents.note(gradient, holders, [parameter], only_tensor=True)
+            return gradient
+        if fqn not in self._stand_ins:
+            stand_in = make_absent(parameter, requires_grad=False) if self._has_gradient[fqn] else None
+            if stand_in is not None:
+                self._contents.note(stand_in, holders, [parameter])
+            self._stand_ins[fqn] = stand_in
+        return self._stand_ins[fqn]
+
+    def _ask_for_gradients(self) -> None:
+        """Learn which parameters of other ranks have a gradient; collective over the pipeline."""
+        assert self._hook is not None
+        self._contents.meet(self._hook, "reads .grad")
+        mine = [
+            self._holders[fqn][0] == self._rank and parameter.grad is not None
+            for fqn, parameter in self._parameters.items()
+        ]
+        flags = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, group=self._group)
+        self._has_gradient = dict(zip(self._parameters, map(bool, flags.tolist()), strict=True))
+
+    # -- contents -----------------------------------------------------------------------------------------------------
+
+    def _ranks_of(self, tensor: Tensor) -> Ranks:
+        """Where the content of ``tensor`` is; None for everywhere."""
+        if self._contents.is_noted(tensor) or not is_absent(tensor):
+            return self._contents.ranks_of(tensor)
+        raise GlobalReadError(
+            f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"
+            " it was not made in a hook, so nobody knows where its content is; make it in on_fit_start or later hooks,"
+            " or set pipeline_parallel_size=1"
+        )
+
+    def _fetch(self, tensors: Sequence[Tensor], why: str) -> list[Tensor]:
+        """The contents of tensors that are not everywhere; collective over the pipeline if there are any."""
+        if not tensors:
+            return []
+        assert self._hook is not None
+        count = sum(tensor.numel() for tensor in tensors)
+        self._elements += count
+        if self._elements > self._most_elements:
+            raise GlobalReadError(
+                f"{self._hook}: {why} needs {count} elements of other pipeline ranks, {self._elements} in this hook"
+                f" with those before, and at most {self._most_elements} are sent; let each gradient be reduced first"
+                " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
+            )
+        return self._contents.fetch(self._hook, why, tensors)
+
+
+@contextlib.contextmanager
+def _tolist_seen() -> Iterator[None]:
+    """``FakeTensor`` has a ``tolist`` of its own, which reads number by number; no mode sees it."""
+    own = FakeTensor.tolist
+    FakeTensor.tolist = Tensor.tolist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = own  # type: ignore[method-assign]
+
+
+def _needs_content(name: str, leaves: Sequence[Any], args: Any) -> bool:
+    if name == "__getitem__":
+        return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:])
+    return name in _NEEDS_CONTENT or (name == "where" and len(args) == 1)
+
+
+def _written(name: str, leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Index of the leaf that an operation writes; None if it makes something new."""
+    out = kwargs.get("out")
+    if isinstance(out, Tensor):
+        return next(i for i, leaf in enumerate(leaves) if leaf is out)
+    if name in _INPLACE or (name.endswith("_") and not name.startswith("__")):
+        return next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
+    return None
+
+
+def _common(leaves: Sequence[Any], ranks: Sequence[Ranks]) -> Ranks:
+    """Where an operation runs: on the ranks that have all inputs, else where little needs to be sent."""
+    limited = [(leaf.numel(), one) for leaf, one in zip(leaves, ranks, strict=True) if one is not None]
+    shared = [rank for rank in limited[0][1] if all(rank in one for _, one in limited)]
+    if shared:
+        return tuple(shared)
+    if sum(size for size, _ in limited) <= _FEW_ELEMENTS:
+        return None
+    return max(limited, key=lambda pair: pair[0])[1]
+
+
+def _real(leaf: Any) -> Any:
+    """A tensor of ones for one without content."""
+    if isinstance(leaf, Tensor) and is_absent(leaf):
+        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return leaf

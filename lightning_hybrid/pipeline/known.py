@@ -1,0 +1,177 @@
+"""On which pipeline ranks the content of a tensor is, and how the others get it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.pipeline.exchange import RanksDisagree
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.watch import user_line
+
+Ranks = tuple[int, ...] | None  # None: all
+
+_NOTE = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
+_ALIGNMENT = 16  # bytes; a tensor cannot begin anywhere in a message
+
+
+def covers(ranks: Ranks, wanted: Ranks) -> bool:
+    """Whether content that is on ``ranks`` is on all those that are wanted."""
+    return ranks is None or (wanted is not None and set(wanted) <= set(ranks))
+
+
+class Contents:
+    """What is known of the tensors of one run; every rank of the pipeline knows the same.
+
+    Notes are kept on the tensors, and on storages made in a hook: ``copy.deepcopy`` and ``nn.Parameter(x)`` make
+    tensors that no operation returns.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Args: group: the ranks of this pipeline. device: where it communicates."""
+        self._group = group
+        self._device = device
+        self._rank = group.rank()
+        self._token = object()
+        self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
+        self._meetings = 0
+
+    def place(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
+        """``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
+        self._placed[id(parameter)] = parameter, self._limited(ranks), frozenset({fqn})
+
+    def note(
+        self,
+        tensor: Tensor,
+        ranks: Sequence[int],
+        inputs: Sequence[Tensor],
+        *,
+        only_tensor: bool = False,
+    ) -> None:
+        """The content of ``tensor`` is on these ranks.
+
+        Args:
+            tensor: A gradient, or the result of an operation.
+            ranks: Pipeline ranks.
+            inputs: Of the operation; a view of one of them shares its storage and says nothing about the rest of it.
+            only_tensor: Others may share the storage.
+        """
+        # Not by which operations: ranks may take other paths to the same result, through lists or one by one.
+        origins = frozenset().union(*(self._origins_of(other) for other in inputs))
+        note = self._token, self._limited(ranks), origins
+        setattr(tensor, _NOTE, note)
+        storage = _storage(tensor)
+        if storage is not None and not only_tensor and not any(_storage(other) is storage for other in inputs):
+            setattr(storage, _NOTE, note)
+
+    def is_noted(self, tensor: Tensor) -> bool:
+        """Whether anything is known of ``tensor``."""
+        return id(tensor) in self._placed or self._note_of(tensor) is not None
+
+    def ranks_of(self, tensor: Tensor) -> Ranks:
+        """Where the content of ``tensor`` is; everywhere if nothing is known."""
+        if id(tensor) in self._placed:
+            return self._placed[id(tensor)][1]
+        note = self._note_of(tensor)
+        return None if note is None else note[1]
+
+    def _origins_of(self, tensor: Tensor) -> frozenset[str]:
+        """FQNs of the parameters that ``tensor``, or its gradient, is made of."""
+        if id(tensor) in self._placed:
+            return self._placed[id(tensor)][2]
+        note = self._note_of(tensor)
+        return frozenset() if note is None else note[2]
+
+    def _note_of(self, tensor: Tensor) -> Any:
+        for owner in (tensor, _storage(tensor)):
+            note = getattr(owner, _NOTE, None)
+            if note is not None and note[0] is self._token:
+                return note
+        return None
+
+    def _limited(self, ranks: Sequence[int]) -> Ranks:
+        return None if len(set(ranks)) == self._group.size() else tuple(sorted(set(ranks)))
+
+    def meet(self, hook: str, what: str, why: str = "") -> None:
+        """Check that all ranks are about to do the same, in the same line of the user's; collective.
+
+        Args:
+            hook: Where.
+            what: They are about to do.
+            why: The operation that needs it, for messages.
+
+        Raises:
+            RanksDisagree: They are not; on every rank.
+        """
+        self._meetings += 1
+        line = user_line()
+        digest = zlib.crc32(f"{hook} {what} {line.rsplit('/', 1)[-1]}".encode())
+        mine = torch.tensor([digest, self._meetings], device=self._device)
+        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(rows, mine, group=self._group)
+        if all(row.tolist() == rows[0].tolist() for row in rows):
+            return
+        texts: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(texts, f"{what}{why and f' for {why}'} ({line})", group=self._group)
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise RanksDisagree(
+            f"only some pipeline ranks read gradients, parameters or what is computed from them in {hook}, or they read"
+            f" different ones. {listed}. Each rank holds a part of the model, so read them on every rank, and put only"
+            " what is done with the number under a condition on the rank"
+        )
+
+    def fetch(self, hook: str, why: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The contents of tensors that are not everywhere, each from the first rank that has it; collective.
+
+        Args:
+            hook: Where it is asked for.
+            why: The operation that asks.
+            tensors: At least one; the same on every rank.
+        """
+        sources = [(self.ranks_of(tensor) or (0,))[0] for tensor in tensors]
+        listed = [
+            f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} of rank {source}, made of"
+            f" {_brief(', '.join(sorted(self._origins_of(tensor))))}"
+            for tensor, source in zip(tensors, sources, strict=True)
+        ]
+        # Python asks a subclass first: a > b may arrive as b < a on a rank where b is a stand-in.
+        order = sorted(range(len(tensors)), key=lambda index: (sources[index], listed[index]))
+        self.meet(hook, f"reads {_brief('; '.join(listed[index] for index in order))}", why)
+        contents: list[Tensor | None] = [None] * len(tensors)
+        for source in sorted(set(sources)):
+            members = [index for index in order if sources[index] == source]
+            sizes = [tensors[i].numel() * tensors[i].element_size() for i in members]
+            starts = [0]
+            for size in sizes:
+                starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+            message = torch.zeros(starts[-1], dtype=torch.uint8, device=self._device)
+            if source == self._rank:
+                for index, start, size in zip(members, starts, sizes, strict=False):
+                    assert not is_absent(tensors[index])
+                    message[start : start + size] = _bytes_of(tensors[index])
+            dist.broadcast(message, group=self._group, group_src=source)
+            # Also on the source it is a copy: what is known everywhere must not be a view of what is not.
+            for index, start, size in zip(members, starts, sizes, strict=False):
+                part = message[start : start + size].view(tensors[index].dtype)
+                contents[index] = part.view(tensors[index].shape)
+        return [content for content in contents if content is not None]
+
+
+def _brief(text: str) -> str:
+    """All of it, or how it begins and a digest of the whole."""
+    return text if len(text) < 200 else f"{text[:160]}... ({zlib.crc32(text.encode()):x})"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    content = tensor.detach()
+    content = content.to_dense() if content.layout is not torch.strided else content
+    return content.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None

@@ -1,0 +1,107 @@
+"""Models that are built without storage: each rank comes to hold its own part of the values that one process has."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.absent import fill
+from lightning_hybrid.step.initial import InitialValueError, InitialValues, Part
+from lightning_hybrid.step.reset import reset
+
+
+class EmptyStart:
+    """What happens between ``trainer.init_module(empty_init=True)`` and the end of set-up."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Args: device: of this rank."""
+        self._device = device
+        self._values = InitialValues(device)
+        self._unset: list[tuple[str, Tensor, int]] = []
+        self._taken: list[tuple[str, nn.Parameter, Part]] = []
+
+    def building(self) -> AbstractContextManager[None]:
+        """Modules built inside have parameters without storage."""
+        return self._values.building()
+
+    def adopt(self, root: nn.Module) -> None:
+        """Know all that is on the meta device, also what user code put there itself; buffers become real."""
+        strange: set[nn.Module] = set()
+        buffers: dict[int, Tensor] = {}
+        for fqn, module in root.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.is_meta:
+                    if not self._values.knows(parameter):
+                        strange.add(module)
+                    self._values.adopt(module, parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_meta:
+                    continue
+                if id(buffer) not in buffers and self._values.knows(buffer):
+                    buffers[id(buffer)] = self._values.value(self._values.part(buffer)).to(self._device)
+                elif id(buffer) not in buffers:
+                    buffers[id(buffer)] = real = torch.empty_like(buffer, device=self._device)
+                    self._unset.append((f"{fqn}.{name}" if fqn else name, real, real._version))
+                    strange.add(module)
+                module._buffers[name] = buffers[id(buffer)]
+        if strange:
+            with self._values.noting():
+                reset(root, strange)
+
+    def hide(self, root: nn.Module) -> None:
+        """Make what has no storage absent, as parameters of other ranks are.
+
+        Raises:
+            InitialValueError: Something has no value.
+        """
+        unset = [name for name, buffer, version in self._unset if buffer._version == version]
+        if unset:
+            raise InitialValueError(
+                f"{len(unset)} buffers such as {unset[0]} were built on the meta device and nothing gives them values;"
+                " build the model with trainer.init_module(empty_init=True), which leaves buffers real, or give their"
+                " modules a reset_parameters() method that sets them"
+            )
+        empty = [(name, parameter) for name, parameter in root.named_parameters() if parameter.is_meta]
+        for name, parameter in empty:
+            self._values.check(name, parameter)
+        self._taken = [(name, p, self._values.take(p, self._device)) for name, p in empty]
+
+    def fill(self, plan: StagePlan | None) -> bool:
+        """Give the parameters that this rank holds their values, one by one those of rank 0; collective.
+
+        Args:
+            plan: Who holds what; None where every rank holds all.
+
+        Returns:
+            Whether no other module waits for its values.
+        """
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        for name, parameter, part in self._taken:
+            if world_size == 1 or dist.get_rank() == 0:
+                content = self._values.value(part).to(self._device, parameter.dtype).contiguous()
+            else:
+                content = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+            if world_size > 1:
+                dist.broadcast(content, src=0)
+            if plan is None or plan.rank in plan.ranks_of(name):
+                if content.stride() != parameter.stride():
+                    content = torch.empty_strided(
+                        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self._device
+                    ).copy_(content)
+                fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
+        self._taken = []
+        return self._values.close()
+
+
+def move_to_device(root: nn.Module, device: torch.device) -> None:
+    """``root.to(device)`` also where some of it is on the meta device, and stays there."""
+    if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+        root.to(device)
+        return
+    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    _update_properties(root, device=device)

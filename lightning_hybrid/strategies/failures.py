@@ -1,0 +1,202 @@
+"""When a rank fails, its peers learn of it within seconds, and when one is told to stop, all stop after the same batch.
+
+Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
+the others waiting for its messages until their timeout. What ranks tell each other goes through the store by which they
+met: it works while collectives do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pipeline.places import note, notes
+
+# So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
+_SECONDS_FOR_PEERS = 1.0
+# So long the rank that may host the store stays, for the others to read why it failed.
+_SECONDS_FOR_READERS = 2.0
+_NEVER_SENT = 0x7FFFFFFE
+_SHOWN_CHARS = 500
+_HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
+
+
+class Failures(pl.Callback):
+    """Stands before the user's callbacks: theirs may wait for ranks that this one has to wake first.
+
+    Attributes:
+        cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.
+    """
+
+    def __init__(self, trainer: Any, mesh: Mesh) -> None:
+        """Args: trainer: about to run. mesh: of this run; every rank watches over as many runs as the others."""
+        self.cut_off = False
+        self._trainer = trainer
+        self._mesh = mesh
+        self._store = dist.distributed_c10d._get_default_store()
+        # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
+        self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
+        self._reported = False
+        self._stopping = False
+        self._batches = 0
+        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, Failures))]
+        # Lightning's own handler waits in a collective that the other ranks may never join.
+        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
+
+    def stop_watching(self) -> None:
+        """Undo what was done to the trainer."""
+        self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
+        vars(self._trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+    # -- a rank that fails --------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Lightning's hook."""
+        self.report(exception)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks, and make sure that none of them waits for this one; say who failed if they did.
+
+        Args:
+            error: What ends the run on this rank; gets a note if the cause lies with another rank.
+        """
+        if self._reported or self._mesh.layout.world_size == 1:
+            return
+        self._reported = True
+        here = self._where(error)
+        lost = is_lost_connection(error)
+        mine = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
+        first = self._tell(mine)
+        if lost:
+            reason = "another rank of the job has died without a word" if first == mine else first
+            note(error, f"{here} had to stop: {reason}")
+            self._close()
+        elif not self._all_reported(_SECONDS_FOR_PEERS):
+            self._close()
+            if self._mesh.rank == 0:
+                self._all_reported(_SECONDS_FOR_READERS)
+
+    def _tell(self, mine: str) -> str:
+        """Publish a reason unless there is one already; the one that stands."""
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            first = self._store.compare_set(self._prefix + "reason", "", mine).decode(errors="replace")
+            self._store.add(self._prefix + "failed", 1)
+            return first
+        return mine
+
+    def _all_reported(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while self._store.add(self._prefix + "failed", 0) < self._mesh.layout.world_size:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+            return True
+        return False
+
+    def _close(self) -> None:
+        """Close this rank's connections; whoever waits for it gets an error."""
+        self.cut_off = True
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "data", "replica", "world")
+        world: Any = dist.group.WORLD
+        for group in {id(group): group for group in (world, *map(self._mesh.group, axes))}.values():
+            if group.size() > 1:
+                _close_group(group)
+
+    def _where(self, error: BaseException) -> str:
+        """This rank, its stage and what it was doing."""
+        size = self._mesh.size("pp")
+        rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
+        for text in notes(error):
+            place = re.match(r"on pipeline rank \d+, (.*)", text)
+            if place:
+                return f"{rank} in {place[1]}"
+        hook = _hook_of(error)
+        return f"{rank} in {hook}" if hook else rank
+
+    # -- a rank that is told to stop ----------------------------------------------------------------------------------
+
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        """Agree on the batch after which all ranks stop; a signal that comes again changes nothing."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signum)
+        if self._mesh.layout.world_size == 1:
+            self._trainer._signal_connector.received_sigterm = True
+            return
+        # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
+        due = self._batches + 1 + self._trainer.accumulate_grad_batches
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(self._prefix + "stop", "", str(due))
+
+    def _on_batch_start(self, *_: Any, **__: Any) -> None:
+        self._batches += 1
+        if self._mesh.layout.world_size == 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            key = self._prefix + "stop"
+            if self._store.check([key]) and self._batches >= int(self._store.get(key)):
+                # Lightning looks at this at the end of each batch.
+                self._trainer._signal_connector.received_sigterm = True
+
+    on_train_batch_start: Callable[..., None] = _on_batch_start
+    on_validation_batch_start: Callable[..., None] = _on_batch_start
+    on_test_batch_start: Callable[..., None] = _on_batch_start
+    on_predict_batch_start: Callable[..., None] = _on_batch_start
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says that another rank is not there any more."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "pair closure" in str(error))
+
+
+def warn_of_missing_checkpoint(path: Any) -> None:
+    """Say why a checkpoint that was asked for after a failure is not written."""
+    rank_zero_warn(
+        f"no checkpoint is written to {path}: a rank has failed, and the parameters of its stage cannot be reached;"
+        " resume from the last checkpoint of the run"
+    )
+
+
+def _close_group(group: dist.ProcessGroup) -> None:
+    if dist.get_backend(group) != "gloo":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        return
+    # [Note: closing gloo] Neither abort nor destroy_process_group closes sockets of gloo while anything still refers to
+    # the group. A receive that runs out of time does: gloo then closes all connections of the group.
+    peer = 1 if group.rank() == 0 else 0
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+def _hook_of(error: BaseException) -> str:
+    """The innermost hook of Lightning's that an error came through."""
+    hook, frames = "", error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:
+            hook = frames.tb_frame.f_locals.get("hook_name", hook)
+        frames = frames.tb_next
+    return hook
+
+
+def _brief(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [""]
+    text = lines[0][:_SHOWN_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

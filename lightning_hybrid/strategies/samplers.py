@@ -1,0 +1,74 @@
+"""Samplers that users built for themselves, and which ranks they deal samples to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def deal_to_replicas(loader: object, *, replicas: int, replica: int, world_size: int) -> None:
+    """Make a hand-built ``DistributedSampler`` deal to replicas where it deals to all ranks of the world.
+
+    Built without arguments, or with the world's size, it would give the ranks of one replica different batches. One
+    that deals to some other number of readers means something of its own, and stays.
+
+    Args:
+        loader: Any loader; its sampler is changed in place.
+        replicas: Number of replicas.
+        replica: That of this rank.
+        world_size: Number of ranks.
+
+    Raises:
+        ValueError: A subclass with a count of its own, which cannot be changed from here.
+    """
+    if replicas == world_size:
+        return
+    for sampler in _distributed_samplers(loader):
+        before = sampler.num_replicas, sampler.rank
+        if sampler.num_replicas not in (world_size, replicas) or before == (replicas, replica):
+            continue
+        wanted = f"num_replicas={replicas}, rank={replica}"
+        if (sampler.num_samples, sampler.total_size) != _sizes(sampler, before[0]):
+            raise ValueError(
+                f"{type(sampler).__name__} deals to num_replicas={before[0]} ranks, this one as rank={before[1]}, but"
+                f" the {world_size} ranks are {replicas} replicas, and ranks of one replica must see the same batch;"
+                f" build it with {wanted} on this rank, from trainer.distributed_sampler_kwargs or"
+                " trainer.strategy.distributed_sampler_kwargs"
+            )
+        sampler.num_replicas, sampler.rank = replicas, replica
+        sampler.num_samples, sampler.total_size = _sizes(sampler, replicas)
+        rank_zero_warn(
+            f"your {type(sampler).__name__} deals to num_replicas={before[0]} ranks, but the {world_size} ranks are"
+            f" {replicas} replicas, and ranks of one replica must see the same batch; it now has {wanted} on this"
+            " rank. Leave samplers to the Trainer, or build them from trainer.strategy.distributed_sampler_kwargs"
+        )
+
+
+def _distributed_samplers(loader: object) -> list[DistributedSampler[Any]]:
+    if not isinstance(loader, DataLoader):
+        return []
+    found: dict[int, DistributedSampler[Any]] = {}
+    seen: set[int] = set()
+    waiting: list[Any] = [loader.sampler, loader.batch_sampler]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is None or id(sampler) in seen:
+            continue
+        seen.add(id(sampler))
+        if isinstance(sampler, DistributedSampler):
+            found[id(sampler)] = sampler
+        # Batch samplers and wrappers keep the sampler that they draw from under these names.
+        waiting += [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+    return list(found.values())
+
+
+def _sizes(sampler: DistributedSampler[Any], replicas: int) -> tuple[int, int]:
+    """Samples of each replica and of all, as torch counts them."""
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.drop_last and samples % replicas:
+        samples -= replicas
+    each = math.ceil(samples / replicas)
+    return each, each * replicas

@@ -1,0 +1,128 @@
+"""Let the user's hooks read gradients and parameters of the whole model, though each rank has a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_hybrid.pipeline.global_reads import GlobalReads
+
+# Hooks that run while the module may be in parts, on every rank, and in which no step runs.
+_ROUNDS = ("train", "validation", "test", "predict")
+_HOOKS = (
+    "on_fit_start",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "configure_gradient_clipping",
+    *(f"on_{round}_{when}_{end}" for round in _ROUNDS for when in ("epoch", "batch") for end in ("start", "end")),
+    *(f"on_{round}_start" for round in _ROUNDS),
+    *(f"on_{round}_end" for round in _ROUNDS[1:]),
+)
+_NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
+
+
+def read_globally(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    reads: GlobalReads,
+    *,
+    in_parts: Callable[[], bool],
+    complete: Callable[[], bool],
+) -> Callable[[], None]:
+    """Put ``reads`` around every hook that the user wrote, on these instances alone.
+
+    Args:
+        trainer: Its callbacks are watched too.
+        module: The user's.
+        reads: Of this run.
+        in_parts: Whether the module is not whole now.
+        complete: Whether gradients of shared parameters are summed over their ranks now.
+
+    Returns:
+        Undoes it.
+    """
+    undo = contextlib.ExitStack()
+    for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        for name in _HOOKS:
+            original = getattr(user, name, None)
+            if original is None or (getattr(original, "__module__", None) or "").startswith(_NOT_OF_THE_USER):
+                continue
+            undo.enter_context(
+                _replaced(user, name, _watched(user, name, original, trainer, reads, in_parts, complete))
+            )
+    return undo.close
+
+
+def _watched(
+    user: Any,
+    name: str,
+    original: Callable[..., Any],
+    trainer: pl.Trainer,
+    reads: GlobalReads,
+    in_parts: Callable[[], bool],
+    complete: Callable[[], bool],
+) -> Callable[..., Any]:
+    where = f"{type(user).__name__}.{name}"
+
+    @functools.wraps(original)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        if not in_parts():
+            return original(*args, **kwargs)
+        # What is cleared next are the gradients of the optimizer step before, which are complete.
+        is_complete = name == "on_before_zero_grad" or complete()
+        with reads.hook(where, is_complete=is_complete), _lightning_of_its_own(trainer, reads):
+            return original(*args, **kwargs)
+
+    return hook
+
+
+@contextlib.contextmanager
+def _lightning_of_its_own(trainer: pl.Trainer, reads: GlobalReads) -> Iterator[None]:
+    """What a hook asks of Lightning: logs get contents, and what is global already is not watched."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    with contextlib.ExitStack() as stack:
+
+        def unwatched(owner: Any, name: str, known: Callable[[Any], Any] = lambda value: value) -> None:
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = known((args, kwargs))
+                with torch._C.DisableTorchFunction():
+                    return original(*args, **kwargs)
+
+            stack.enter_context(_replaced(owner, name, call))
+
+        unwatched(module, "log", reads.known)
+        unwatched(module, "log_dict", reads.known)
+        for logger in trainer.loggers:
+            unwatched(logger, "log_metrics", reads.known)
+        unwatched(trainer, "save_checkpoint")
+        unwatched(trainer.precision_plugin, "clip_gradients")
+        for name in ("lightning_module_state_dict", "optimizer_state", "make_whole"):
+            unwatched(strategy, name)
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let ``owner`` have another function, on this instance alone."""
+    nothing = object()
+    own = owner.__dict__.get(name, nothing)
+    owner.__dict__[name] = function
+    try:
+        yield
+    finally:
+        if own is nothing:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = own

@@ -1,0 +1,144 @@
+"""A rank that fails, dies or is told to stop: the others end within seconds and say why."""
+
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning_runs import Tiny, ignore_warnings, loader, trainer_of, weights_of
+
+
+class Fails(Tiny):
+    """Fails on one rank in one place."""
+
+    def __init__(self, rank, place):
+        super().__init__()
+        self.rank, self.place = rank, place
+
+    def fail(self, place, batch_idx):
+        if place == self.place and batch_idx == 1 and self.trainer.global_rank == self.rank:
+            raise ZeroDivisionError("on purpose")
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.fail("step", self.trainer.fit_loop.epoch_loop.batch_idx if self.trainer.training else 0)
+        return y
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.fail("hook", batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.fail("validation", batch_idx)
+        self.log("val", self.loss(batch))
+
+
+def run_failing(size, pp, rank, place, options):
+    """What a rank says that caught its error and lives on."""
+    ignore_warnings()
+    trainer = trainer_of(
+        size, pp, strategy_options=options, callbacks=[OnExceptionCheckpoint(os.getcwd())], enable_checkpointing=True
+    )
+    try:
+        trainer.fit(Fails(rank, place), loader(4, 32), loader(4, 32))
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    return None
+
+
+PLACES = {
+    "step": "in stage 1 of 2, action 1F0 of training_step (forward of microbatch 0)",
+    "hook": "in on_train_batch_start",
+    "validation": "of validation_step (forward of microbatch 0)",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_peers_of_a_rank_that_raises_and_lives_on_stop_and_say_why(worlds, place):
+    peer, failed = worlds.run(2, run_failing, 2, 2, 1, place, {"num_microbatches": 2}, timeout=20)
+    assert failed[:2] == ("ZeroDivisionError", "on purpose")
+    assert not any("had to stop" in text for text in failed[2])
+    assert peer[0] == "RuntimeError"
+    [said] = [text for text in peer[2] if "had to stop" in text]
+    assert said.startswith("rank 0 (pipeline rank 0 of 2) in ")
+    assert "rank 1 (pipeline rank 1 of 2)" in said and PLACES[place] in said, said
+    assert "ZeroDivisionError: on purpose" in said
+
+
+@pytest.mark.parametrize(("size", "pp"), [(4, 2), (3, 3), (3, 1)], ids=["2 x 2", "3 stages", "3 replicas"])
+def test_every_rank_learns_which_one_failed_first(worlds, size, pp):
+    results = worlds.run(size, run_failing, size, pp, size - 1, "hook", {}, timeout=20)
+    for index, (name, _, notes) in enumerate(results):
+        if index != size - 1:
+            assert name == "RuntimeError"
+            assert any(f"rank {size - 1} (pipeline rank {pp - 1} of {pp})" in text for text in notes), notes
+
+
+class FailsAlike(Tiny):
+    def on_train_batch_start(self, batch, batch_idx):
+        raise ZeroDivisionError("everywhere")
+
+
+def run_failing_alike():
+    ignore_warnings()
+    try:
+        trainer_of(2, 2).fit(FailsAlike(), loader(4))
+    except ZeroDivisionError as error:
+        notes = getattr(error, "__notes__", [])
+    model = Tiny()
+    trainer_of(2, 2).fit(model, loader(4))
+    return notes, weights_of(model)
+
+
+def test_a_mistake_of_all_ranks_leaves_their_connections_as_they_are(worlds):
+    for notes, weights in worlds.run(2, run_failing_alike, timeout=20):
+        assert notes == []
+        assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+class Signals(Callback):
+    def __init__(self, ranks, hook):
+        self.ranks, self.hook, self.batches = ranks, hook, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches += 1
+        self.signal("train", trainer, batch_idx)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.signal("validation", trainer, batch_idx)
+
+    def signal(self, hook, trainer, batch_idx):
+        if hook == self.hook and batch_idx == 2 and trainer.global_rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_signalled(size, pp, ranks, hook, options):
+    ignore_warnings()
+    signals = Signals(ranks, hook)
+    callbacks = [signals, OnExceptionCheckpoint(os.getcwd())]
+    trainer = trainer_of(size, pp, callbacks=callbacks, num_sanity_val_steps=0, enable_checkpointing=True, **options)
+    model = Fails(-1, "")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer.fit(model, loader(2, 64), loader(2, 64))
+        ended = "fit"
+    except SystemExit as error:
+        ended = type(error).__name__
+    assert signal.getsignal(signal.SIGTERM) == before
+    saved = os.path.exists("on_exception.ckpt") and torch.load("on_exception.ckpt", weights_only=False)["state_dict"]
+    return ended, signals.batches, saved and sorted(saved)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["first", "last", "all"])
+@pytest.mark.parametrize("pp", [1, 2], ids=["replicas", "stages"])
+def test_a_rank_told_to_stop_stops_all_after_the_same_batch(worlds, ranks, pp):
+    first, second = worlds.run(2, run_signalled, 2, pp, ranks, "train", {}, timeout=20)
+    assert first[0] == second[0] == "SIGTERMException"
+    assert first[1] == second[1] == 5
+    assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the whole module"
+
+
+def test_a_rank_told_to_stop_while_validating_stops_all(worlds):
+    first, second = worlds.run(2, run_signalled, 2, 2, (1,), "validation", {"val_check_interval": 4}, timeout=20)
+    assert first[:2] == second[:2] == ("SIGTERMException", 4)
