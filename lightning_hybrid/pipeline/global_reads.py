@@ -18,6 +18,7 @@ end of the hook; so a read on some ranks only is an error on all, and neither a 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ _INPLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERA
 
 # Inputs of one operation that together have no more elements are made known to all, and so is what comes out.
 _FEW_ELEMENTS = 1 << 16
+# So many first calls of each hook are compared although they read nothing; see [Note: comparing at the end].
+_COMPARED_CALLS = 2
 
 
 class GlobalReadError(RuntimeError):
@@ -97,6 +100,8 @@ class GlobalReads(TorchFunctionMode):
         for fqn, parameter in parameters.items():
             self._contents.place(parameter, self._holders[fqn], fqn)
         self._hook: str | None = None
+        self._calls: Counter[str] = Counter()
+        self._reading: set[str] = set()
         self._is_complete = True
         self._elements = 0
         # Of this hook: which parameters have a gradient on their ranks, and the stand-ins for those of other ranks.
@@ -118,10 +123,18 @@ class GlobalReads(TorchFunctionMode):
             yield
             return
         self._hook, self._is_complete, self._elements = name, is_complete, 0
+        before = self._contents.meetings
+        self._calls[name] += 1
         try:
             with self, _tolist_seen():
                 yield
-            self._contents.meet(name, "leaves the hook")
+            if self._contents.meetings > before:
+                self._reading.add(name)
+            # [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a
+            # hook, and in hooks that have read, the others come to compare and say so at once. A hook that never reads
+            # must not make the ranks wait for each other; should one rank begin to, it gives up after a while.
+            if name in self._reading or self._calls[name] <= _COMPARED_CALLS:
+                self._contents.meet(name, "leaves the hook")
         finally:
             self._hook = None
             self._has_gradient, self._stand_ins = {}, {}
@@ -135,6 +148,22 @@ class GlobalReads(TorchFunctionMode):
                 return value
             contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
             return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
+
+    def adopt_state(self, state: Mapping[Any, Any]) -> None:
+        """An optimizer's state of a parameter is where the parameter is; numbers in it are everywhere.
+
+        Args:
+            state: By parameter, as optimizers hold it. Tensors of parameters of other ranks become stand-ins.
+        """
+        for parameter, entries in state.items():
+            fqn = self._fqns.get(id(parameter))
+            if fqn is None or not isinstance(entries, dict):
+                continue
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and value.dim():
+                    if self._rank not in self._holders[fqn] and not is_absent(value):
+                        value = entries[name] = make_absent(value, requires_grad=False)
+                    self._contents.note(value, self._holders[fqn], [parameter])
 
     # -- operations ---------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from lightning_hybrid.step.watch import user_line
 Ranks = tuple[int, ...] | None  # None: all
 
 _NOTE = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
+# So long a rank waits in a hook for the others to do the same.
+_PATIENCE = timedelta(seconds=120)
 _ALIGNMENT = 16  # bytes; a tensor cannot begin anywhere in a message
 
 
@@ -27,6 +31,9 @@ def covers(ranks: Ranks, wanted: Ranks) -> bool:
 
 class Contents:
     """What is known of the tensors of one run; every rank of the pipeline knows the same.
+
+    Attributes:
+        meetings: How often the ranks have compared what they are about to do.
 
     Notes are kept on the tensors, and on storages made in a hook: ``copy.deepcopy`` and ``nn.Parameter(x)`` make
     tensors that no operation returns.
@@ -39,7 +46,7 @@ class Contents:
         self._rank = group.rank()
         self._token = object()
         self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
-        self._meetings = 0
+        self.meetings = 0
 
     def place(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
         """``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
@@ -108,12 +115,24 @@ class Contents:
         Raises:
             RanksDisagree: They are not; on every rank.
         """
-        self._meetings += 1
+        self.meetings += 1
         line = user_line()
         digest = zlib.crc32(f"{hook} {what} {line.rsplit('/', 1)[-1]}".encode())
-        mine = torch.tensor([digest, self._meetings], device=self._device)
+        mine = torch.tensor([digest, self.meetings], device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(rows, mine, group=self._group)
+        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+        begin = time.monotonic()
+        try:
+            assert work is not None
+            work.wait(_PATIENCE)
+        except (RuntimeError, dist.DistError) as error:
+            if time.monotonic() - begin < 0.9 * _PATIENCE.total_seconds():
+                raise  # the other ranks are gone
+            raise RanksDisagree(
+                f"{hook}: pipeline rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks did"
+                f" not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a part of the model, so read gradients"
+                " and parameters on every rank, and put only what is done with the number under a condition on the rank"
+            ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
         texts: list[Any] = [None] * self._group.size()

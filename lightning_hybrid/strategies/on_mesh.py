@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.samplers import deal_to_replicas
 
 
@@ -52,6 +54,7 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: Mesh | None = None
+        self._stop_evaluating_once: Callable[[], None] | None = None
 
     # -- the world ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +113,6 @@ class MeshStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the world and build the mesh."""
         super().setup_environment()
-        reset_seed()
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Lightning's launcher shares the cores out on the first rank alone; each other rank would take them all.
@@ -131,6 +133,14 @@ class MeshStrategy(ParallelStrategy):
             self._mesh = Mesh.build(self._layout, self.root_device.type)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.published()
+        self._stop_evaluating_once = evaluate_each_sample_once(self.lightning_module.trainer, self._mesh)
+
+    def teardown(self) -> None:
+        """Leave the trainer's loops as they were."""
+        if self._stop_evaluating_once is not None:
+            self._stop_evaluating_once()
+            self._stop_evaluating_once = None
+        super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make loaders alike within a replica: samplers built by hand, and worker seeds (Lightning's are by rank)."""
@@ -181,5 +191,10 @@ class MeshStrategy(ParallelStrategy):
         return int(votes) == self.world_size if all else bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data axes; a leading dimension of the data-parallel size is added."""
+        """Gather over the data axes; a leading dimension of the data-parallel size is added.
+
+        Raises:
+            ValueError: The tensors have different shapes.
+        """
+        check_shapes(tensor, group or self.mesh.group("data"))
         return super().all_gather(tensor, group=group or self.mesh.group("data"), sync_grads=sync_grads)

@@ -1,6 +1,7 @@
 """Hooks of the user read gradients and parameters of the whole model, as in one process; parity in float64."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
 
+from lightning_hybrid.pipeline import known
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 
 LAYOUTS = pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
@@ -303,3 +305,39 @@ def run_refused(name):
 def test_reads_that_cannot_be_global_are_refused_on_every_rank_before_the_step(worlds, case):
     for message in worlds.run(2, run_refused, case.__name__):
         assert all(word in message for word in REFUSED[case]), message
+
+
+class ReadsLateOnFirstRank(Noting):
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.fit_loop.epoch_loop.batch_idx == 3 and self.trainer.is_global_zero:
+            self.noted.append(float(self.gradients()[-1].norm()))
+
+
+def run_late(patience_seconds):
+    ignore_warnings()
+    known._PATIENCE = timedelta(seconds=patience_seconds)
+    meetings = count_meetings()
+    try:
+        trainer_of(2, 2, strategy_options={"num_microbatches": 2}).fit(ReadsLateOnFirstRank(), loader(2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}", len(meetings)
+    return "nothing was raised", len(meetings)
+
+
+def count_meetings():
+    meetings = []
+    meet = known.Contents.meet
+
+    def counted(self, hook, what, why=""):
+        meetings.append(what)
+        meet(self, hook, what, why)
+
+    known.Contents.meet = counted
+    return meetings
+
+
+def test_hooks_that_read_nothing_stop_being_compared_and_a_late_reader_gives_up(worlds):
+    (first, num_first), (second, num_second) = worlds.run(2, run_late, 2.0)
+    assert "ReadsLateOnFirstRank.on_before_optimizer_step" in first and "within 2 s" in first
+    assert "ReadsLateOnFirstRank" in second and "rank 0" in second
+    assert num_second == 2 and num_first > 2  # the first two calls of the one hook, though there were four

@@ -342,6 +342,30 @@ def test_with_one_replica_the_order_of_the_user_stands(worlds):
         assert validated[-4:] == in_order
 
 
+class OnlySees(SeesSamples):
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["index"].tolist())
+        return self.loss(batch)
+
+
+def run_after_a_draw(size, pp):
+    ignore_warnings()
+    seed_everything(7, verbose=False)
+    torch.rand(3)  # such as initial weights: the order of samples is drawn after them
+    model = OnlySees()
+    options = {"num_microbatches": 1} if pp > 1 else {}
+    trainer = trainer_of(size, pp, strategy_options=options, max_epochs=2)
+    trainer.fit(model, loader(4, shuffle=True), loader(4))
+    return model.seen
+
+
+def test_stages_shuffle_as_one_process_does(worlds):
+    [expected] = worlds.run(1, run_after_a_draw, 1, 1)
+    seen, _ = worlds.run(2, run_after_a_draw, 2, 2)
+    assert len(expected) == 8 and expected[:4] != expected[4:]
+    assert seen == expected
+
+
 class Augmented(Samples):
     def __getitem__(self, index):
         noise = torch.rand(()).item(), random.random(), np.random.rand()

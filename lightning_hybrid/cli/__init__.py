@@ -1,0 +1,29 @@
+"""The command ``lightning-hybrid``: one file per subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_hybrid.cli import verify
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        arguments: Those of the command line if None.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-hybrid", description="Tools around the strategies.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    verify.add_to(commands)
+    known, others = parser.parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        return int(known.run(known, others))
+    except (ValueError, ImportError, AttributeError) as error:
+        print(f"lightning-hybrid {known.command}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,152 @@
+"""``lightning-hybrid verify path.to:Module --data path.to:DataModule --layout pp=2``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class or function by its place, and what to call it with; any process can import and call it.
+
+    Attributes:
+        place: ``path.to:Name``, or ``path/to/file.py:Name``.
+        arguments: By keyword.
+    """
+
+    place: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Any:
+        """Import it.
+
+        Raises:
+            ValueError: The place does not name a module and a name in it.
+            ImportError: There is no such module.
+            AttributeError: The module has no such name.
+        """
+        module, colon, name = self.place.rpartition(":")
+        if not colon or not module or not name:
+            raise ValueError(f"{self.place!r} names no class; write path.to:Name or path/to/file.py:Name")
+        folder = os.getcwd()
+        if module.endswith(".py"):
+            path = Path(module).resolve()
+            if not path.exists():
+                raise ImportError(f"{self.place!r}: there is no file {path}")
+            folder, module = str(path.parent), path.stem
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+    def __call__(self) -> Any:
+        """What it returns."""
+        return self.load()(**self.arguments)
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        commands: The subparsers of argparse.
+    """
+    parser = commands.add_parser(
+        "verify",
+        help="train a module under layouts and in one process, and compare the numbers",
+        description="Trains a module for a few steps in one process and under each layout, and compares losses, "
+        "metrics and the updates of all parameters. Exit status 1 if any differs or fails.",
+        epilog="--module.NAME VALUE and --data.NAME VALUE are arguments of the two classes.",
+    )
+    parser.add_argument("module", help="path.to:Module or path/to/file.py:Module")
+    parser.add_argument("--data", help="path.to:DataModule, or a function that makes loaders")
+    parser.add_argument("--layout", action="append", metavar="pp=2,dp=2", help="repeat for several; pp=2 if none")
+    parser.add_argument("--steps", type=int, default=4, help="batches of an epoch and of a validation (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--num-microbatches", type=int, default=2, help="parts of each replica's batch (%(default)s)")
+    parser.add_argument("--precision", default="64-true", help="as Lightning spells it (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
+    parser.add_argument("--strict", action="store_true", help="a layout that is refused fails too")
+    parser.set_defaults(run=run)
+
+
+def run(known: argparse.Namespace, others: Sequence[str]) -> int:
+    """Verify, print a table, and say by the exit status whether all is well.
+
+    Args:
+        known: The parsed arguments.
+        others: ``--module.NAME VALUE`` and ``--data.NAME VALUE``.
+
+    Raises:
+        ValueError: An unknown argument, a layout that is none, or a count below 1.
+        ImportError: The module or data are not there.
+        AttributeError: Their file has no such name.
+    """
+    for name in ("steps", "epochs", "num_microbatches"):
+        if getattr(known, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(known, name)}; use 1 or more")
+    of_module, of_data = arguments_of(others)
+    if of_data and known.data is None:
+        raise ValueError(f"--data.{next(iter(of_data))} is given without --data path.to:DataModule")
+    # Only now: this loads torch.
+    from lightning_hybrid.verify import Experiment, Verification, parse_layout, table
+
+    layouts = [parse_layout(text) for text in known.layout or ["pp=2"]]
+    module = Target(known.module, of_module)
+    data = None if known.data is None else Target(known.data, of_data)
+    for target in (module, data):
+        if target is not None:
+            target.load()  # a typing error is told at once, not once per process
+    experiment = Experiment(
+        make_module=module,
+        make_data=data,
+        steps=known.steps,
+        epochs=known.epochs,
+        num_microbatches=known.num_microbatches,
+        precision=known.precision,
+        seed=known.seed,
+    )
+    verification = Verification(experiment, timeout=known.timeout)
+    reports = []
+    for layout in layouts:
+        print(f"verifying {layout.name} on {layout.devices} processes ...", file=sys.stderr, flush=True)
+        reports.append(verification.check(layout))
+    print(table(reports))
+    for note in dict.fromkeys(note for report in reports for note in report.notes):
+        print(f"note: {note}")
+    return 0 if all(report.passes(strict=known.strict) for report in reports) else 1
+
+
+def arguments_of(others: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``--module.NAME VALUE`` and ``--data.NAME VALUE`` as two dicts; values are Python's literals, or text.
+
+    Args:
+        others: What argparse did not know.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    found: dict[str, dict[str, Any]] = {"module": {}, "data": {}}
+    left = list(others)
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        owner, dot, name = flag.removeprefix("--").partition(".")
+        if not flag.startswith("--") or not dot or owner not in found or not name.isidentifier():
+            raise ValueError(f"unknown argument {flag!r}; arguments of the classes are --module.NAME and --data.NAME")
+        if not equals:
+            if not left:
+                raise ValueError(f"{flag} needs a value")
+            value = left.pop(0)
+        try:
+            found[owner][name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[owner][name] = value
+    return found["module"], found["data"]

@@ -1,0 +1,147 @@
+"""Verify layouts: run the references and the layouts on processes, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from lightning_hybrid.verify.compare import compare, noise_of, unmoved
+from lightning_hybrid.verify.launch import RanksFailed, run_ranks
+from lightning_hybrid.verify.layouts import Layout
+from lightning_hybrid.verify.observed import Observed
+from lightning_hybrid.verify.parts import Cut
+from lightning_hybrid.verify.reference import Reference, cut_of, observe_reference
+from lightning_hybrid.verify.report import Report
+from lightning_hybrid.verify.run import Experiment, observe_layout
+
+
+class RunRanks(Protocol):
+    """Calls a function on ranks of a world of processes and returns what each returned."""
+
+    def __call__(self, n: int, function: Callable[..., Any], /, *args: Any, timeout: float) -> list[Any]:
+        """Raise any exception whose text says what went wrong if a rank fails or takes too long."""
+
+
+class Verification:
+    """Compares one experiment under any number of layouts; references are run once per way to cut the data."""
+
+    def __init__(self, experiment: Experiment, *, run: RunRanks | None = None, timeout: float = 300.0) -> None:
+        """How to verify.
+
+        Args:
+            experiment: What to run.
+            run: Runs functions on ranks; processes of its own by default.
+            timeout: Seconds that one run may take.
+        """
+        self.experiment = experiment
+        self._run: RunRanks = run_ranks if run is None else run
+        self._timeout = timeout
+        self._references: dict[Cut, Reference] = {}
+
+    def reference(self, layout: Layout) -> Reference:
+        """What a layout is compared with."""
+        cut = cut_of(self.experiment, layout)
+        if cut not in self._references:
+            [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
+        return self._references[cut]
+
+    def check(self, layout: Layout) -> Report:
+        """Run a layout and compare it with its reference; all failures are told in the report."""
+        try:
+            reference = self.reference(layout)
+        except Exception as error:
+            return Report(layout.name, "failed", f"the reference did not run: {_text(error)}")
+        notes = tuple(reference.notes)
+        if reference.failure is not None:
+            return Report(layout.name, "failed", f"in the reference: {reference.failure.message}", notes=notes)
+        try:
+            ranks = self._run(layout.devices, observe_layout, self.experiment, layout, timeout=self._timeout)
+        except Exception as error:
+            return Report(layout.name, "failed", _text(error), notes=notes)
+        failed = _failed(layout, ranks)
+        return failed or self._compared(layout, ranks, reference)
+
+    def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
+        notes = list(reference.notes)
+        differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
+        floor = noise_of(reference.observed, reference.noisy)
+        if still := unmoved(reference.observed):
+            notes.append(f"{len(still)} trainable parameters did not move in the reference, such as {still[0]}")
+        if floor > 1e-2:
+            notes.append(f"noise alone changes an update by {floor:.2g} of its size: such parameters prove little")
+        first, message = (differences[0], str(differences[0])) if differences else (None, "")
+        if reference.irreproducible is not None:
+            first = reference.irreproducible
+            message = f"two equal runs in one process differ: the module draws from a source without a seed; {first}"
+        elif first is not None and self.experiment.precision == "64-true" and first.difference < 1e-4:
+            notes.append("a difference this small may come from float32 inside the module: try --precision 32-true")
+        return Report(
+            layout.name,
+            "same" if first is None else "different",
+            message,
+            first,
+            len(differences),
+            len(ranks[0].steps),
+            floor,
+            tuple(notes),
+        )
+
+
+def _failed(layout: Layout, ranks: Sequence[Observed]) -> Report | None:
+    failures = [(rank, observed.failure) for rank, observed in enumerate(ranks) if observed.failure is not None]
+    if not failures:
+        return None
+    if len(failures) == len(ranks) and all(failure.refused for _, failure in failures):
+        return Report(layout.name, "refused", failures[0][1].message)
+    rank, failure = next(((rank, f) for rank, f in failures if not f.refused), failures[0])
+    return Report(layout.name, "failed", f"rank {rank}: {failure.message} ({failure.where})")
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, RanksFailed) else f"{type(error).__name__}: {error}"
+
+
+def verify(
+    make_module: Callable[[], Any],
+    make_data: Callable[[], Any] | None,
+    layout: Layout,
+    *,
+    steps: int = 4,
+    epochs: int = 1,
+    num_microbatches: int | None = 2,
+    precision: str = "64-true",
+    seed: int = 1,
+    trainer: dict[str, Any] | None = None,
+    run: RunRanks | None = None,
+    timeout: float = 300.0,
+) -> Report:
+    """Train a module under a layout and in one process, and say whether the numbers are the same.
+
+    Args:
+        make_module: Makes the LightningModule; at the top of a module, as it is sent to other processes.
+        make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
+            has its own.
+        layout: To verify.
+        steps: Batches of an epoch, and of a validation, at most.
+        epochs: How many.
+        num_microbatches: Parts of each replica's batch; None leaves it to the strategy.
+        precision: As Lightning spells it; in "64-true" real differences stand out from rounding.
+        seed: Of everything drawn.
+        trainer: Further arguments of the Trainer.
+        run: Runs functions on ranks; processes of its own by default.
+        timeout: Seconds that one run may take.
+
+    Returns:
+        The outcome, and the first value that differs.
+    """
+    experiment = Experiment(
+        make_module=make_module,
+        make_data=make_data,
+        steps=steps,
+        epochs=epochs,
+        num_microbatches=num_microbatches,
+        precision=precision,
+        seed=seed,
+        trainer=trainer or {},
+    )
+    return Verification(experiment, run=run, timeout=timeout).check(layout)

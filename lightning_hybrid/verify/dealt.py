@@ -1,0 +1,103 @@
+"""One process draws what the replicas of a layout would draw: Lightning's own samplers, one per replica."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_hybrid.step.randomness import GeneratorStates
+
+
+class DealtLoader:
+    """Yields the batches of replica 0; those of all replicas lie in ``dealt`` until the step takes them.
+
+    So the user's hooks see an ordinary batch. Each replica's loader draws from generators of its own, which start
+    alike, as in processes of their own.
+    """
+
+    def __init__(self, loaders: list[Iterable[Any]]) -> None:
+        """Args: loaders: one per replica."""
+        self.loaders = loaders
+        self.dealt: deque[list[Any]] = deque()
+        self.sampler = _AllSamplers(loaders)
+
+    def __len__(self) -> int:
+        """Batches of replica 0, which has the most."""
+        return len(self.loaders[0])  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draw from all loaders at once; a replica that has no batch left gets None."""
+        self.dealt.clear()
+        device = torch.device("cpu")
+        start = GeneratorStates(device)
+        iterators, states = [], []
+        for loader in self.loaders:
+            start.restore()
+            iterators.append(iter(loader))
+            states.append(GeneratorStates(device))
+        states[0].restore()
+        for first in iterators[0]:
+            batches = [first]
+            mine = GeneratorStates(device)
+            for index, iterator in itertools.islice(enumerate(iterators), 1, None):
+                states[index].restore()
+                batches.append(next(iterator, None))
+                states[index] = GeneratorStates(device)
+            mine.restore()
+            self.dealt.append(batches)
+            yield first
+
+
+class _AllSamplers:
+    """Passes the epoch on to the samplers of all replicas."""
+
+    def __init__(self, loaders: list[Any]) -> None:
+        self._loaders = loaders
+
+    def set_epoch(self, epoch: int) -> None:
+        for loader in self._loaders:
+            inner = getattr(loader, "batch_sampler", None)
+            samplers: list[Any] = [getattr(loader, "sampler", None), getattr(inner, "sampler", None)]
+            for sampler in samplers:
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+
+
+def deal(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any) -> DealtLoader:
+    """What ``replicas`` processes would make of a loader.
+
+    In training Lightning's samplers fill up with repeated samples, so that all replicas have as many; in evaluation
+    each sample must count once, so here nothing is repeated.
+
+    Args:
+        trainer: The Trainer of this one process.
+        loader: The user's.
+        replicas: How many.
+        shuffle: As Lightning asks for it.
+        mode: Lightning's running stage.
+    """
+    connector = importlib.import_module(type(trainer._data_connector).__module__)
+    is_split = (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and trainer._accelerator_connector.use_distributed_sampler
+    )
+    if not is_split:
+        return DealtLoader([loader] * replicas)
+    loaders: list[Any] = []
+    for rank in range(replicas):
+        sampler = connector._get_distributed_sampler(
+            loader, shuffle, overfit_batches=trainer.overfit_batches, mode=mode, num_replicas=replicas, rank=rank
+        )
+        if mode != type(mode).TRAINING:
+            sampler.total_size = len(sampler.dataset)
+            sampler.num_samples = len(range(rank, sampler.total_size, replicas))
+        loaders.append(connector._update_dataloader(loader, sampler, mode=mode))
+    return DealtLoader(loaders)

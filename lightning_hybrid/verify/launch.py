@@ -1,0 +1,168 @@
+"""Ranks for the command: processes on this machine that meet on loopback and end with the one that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# After the first failure: how long the others may take to end by themselves.
+_GRACE_SECONDS = 10.0
+_SHOWN_CHARS = 4000
+
+
+class RanksFailed(RuntimeError):
+    """A rank failed, died, or took too long."""
+
+
+def run_ranks(n: int, function: Callable[..., Any], /, *args: Any, timeout: float = 300.0) -> list[Any]:
+    """Call a function on ``n`` new processes that Lightning takes for those of a launcher.
+
+    Args:
+        n: Number of ranks.
+        function: At the top of a module.
+        args: Its arguments; they and the results are sent between processes.
+        timeout: Seconds until all are ended.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RanksFailed: With the text and the output of the rank that failed first.
+    """
+    call = pickle.dumps((function, args))
+    context = get_context("forkserver")
+    context.set_forkserver_preload([name for name in ("torch", "lightning.pytorch") if _is_there(name)])
+    with tempfile.TemporaryDirectory(prefix="verify-ranks-") as folder, _environment():
+        processes: list[Any] = []
+        connections: list[Connection] = []
+        port = str(_free_port())
+        try:
+            for rank in range(n):
+                ours, theirs = context.Pipe()
+                connections.append(ours)
+                variables = {**_variables(n), "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+                # No daemons: the module's loaders may start workers.
+                process = context.Process(target=_serve, args=(variables, f"{folder}/rank-{rank}", theirs, call))
+                process.start()
+                processes.append(process)
+                theirs.close()
+            return _collect(connections, folder, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            for connection in connections:
+                connection.close()
+
+
+def _collect(connections: list[Connection], folder: str, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failure = ""
+    end = time.monotonic() + timeout
+    waiting = dict(zip(connections, range(len(connections)), strict=True))
+    while waiting:
+        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                ok, value = connection.recv()
+            except (EOFError, ConnectionResetError):
+                ok, value = False, "the process died"
+            if ok:
+                results[rank] = pickle.loads(value)
+            elif not failure:
+                output = Path(folder, f"rank-{rank}").read_text(errors="replace")[-_SHOWN_CHARS:].strip()
+                failure = f"rank {rank}: {value}" + (f"\noutput of rank {rank}:\n{output}" if output else "")
+                end = min(end, time.monotonic() + _GRACE_SECONDS)
+    if failure:
+        raise RanksFailed(failure)
+    if waiting:
+        raise RanksFailed(f"ranks {sorted(waiting.values())} of {len(connections)} still run after {timeout:g} s")
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _serve(variables: dict[str, str], output: str, connection: Connection, call: bytes) -> None:
+    _end_with_parent()
+    with Path(output).open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(variables)
+    reply: tuple[bool, bytes | str]
+    try:
+        function, args = pickle.loads(call)
+        reply = True, pickle.dumps(function(*args))
+    except BaseException as error:
+        traceback.print_exc()
+        reply = False, f"{type(error).__name__}: {error}"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send(reply)
+    # Until the parent ends this process: rank 0 hosts the store that others may still ask.
+    with contextlib.suppress(EOFError):
+        connection.recv()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it does, however that happens."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def _variables(n: int) -> dict[str, str]:
+    """What torchrun sets, so that Lightning starts no processes itself; one thread per rank, loopback alone."""
+    return {
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RUN_ID": "verify",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Set while processes start: OpenMP and hashing read theirs before any code of ours runs."""
+    before = dict(os.environ)
+    os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

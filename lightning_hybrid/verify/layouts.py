@@ -1,0 +1,104 @@
+"""Layouts to verify: a name, a number of processes, and the options of the strategy.
+
+A new layout, or a strategy of another name, joins by one line in ``LAYOUTS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_SHORT = {
+    "dp": "data_parallel_size",
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "stages": "stages_per_rank",
+    "m": "num_microbatches",
+}
+# Sizes whose ranks see the same batch; experts are a view of other axes and need no ranks of their own.
+_SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a module on several processes.
+
+    Attributes:
+        name: How the report calls it.
+        devices: Number of processes.
+        strategy: Options of the strategy.
+        strategy_name: As registered with Lightning.
+    """
+
+    name: str
+    devices: int
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    strategy_name: str = "hybrid3d"
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ValueError: The processes are no multiple of the ranks that share a batch.
+        """
+        if self.devices < 1 or self.devices % self._same_batch:
+            raise ValueError(
+                f"layout {self.name!r}: {self.devices} processes cannot be dealt to replicas of {self._same_batch}"
+                f" ranks; set devices to a multiple of {self._same_batch}"
+            )
+
+    @property
+    def _same_batch(self) -> int:
+        return math.prod(int(self.strategy.get(size, 1)) for size in _SAME_BATCH)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks, or groups of ranks, that see different batches."""
+        return self.devices // self._same_batch
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return int(self.strategy.get("pipeline_parallel_size", 1)) * int(self.strategy.get("stages_per_rank", 1))
+
+    def options(self, num_microbatches: int | None) -> dict[str, Any]:
+        """Options of the strategy, with a number of microbatches where the layout names none."""
+        given: dict[str, Any] = {}
+        if num_microbatches is not None and self.strategy_name.startswith("hybrid"):
+            given["num_microbatches"] = num_microbatches
+        return {**given, **self.strategy}
+
+
+LAYOUTS = [
+    Layout("pp2", devices=2, strategy={"pipeline_parallel_size": 2}),
+    Layout("dp2", devices=2),
+    Layout("dp2 x pp2", devices=4, strategy={"pipeline_parallel_size": 2}),
+    Layout("pp2 x 2 stages", devices=2, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2}),
+]
+
+
+def parse_layout(text: str) -> Layout:
+    """``dp=2,pp=2`` as a layout.
+
+    Args:
+        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, or any option
+            of the strategy by its full name; separated by commas.
+
+    Raises:
+        ValueError: An entry without a value.
+    """
+    options: dict[str, Any] = {}
+    for entry in text.split(","):
+        name, equals, value = entry.strip().partition("=")
+        if not equals or not name or not value:
+            raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2")
+        options[_SHORT.get(name, name)] = int(value) if value.isdecimal() else value
+    replicas = options.get("data_parallel_size", 1)
+    sizes = [options.get(size, 1) for size in _SAME_BATCH]
+    if not all(isinstance(size, int) and size >= 1 for size in (replicas, *sizes)):
+        raise ValueError(f"--layout {text!r}: sizes must be whole numbers of 1 or more; use such as dp=2,pp=2")
+    return Layout(text, devices=replicas * math.prod(sizes), strategy=options)

@@ -1,0 +1,183 @@
+"""What one rank sees of a run, in a form that can be sent to another process."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.step.absent import is_absent
+
+
+@dataclass
+class Step:
+    """After one training batch.
+
+    Attributes:
+        loss: Of this rank's replica; None if the step returned none.
+        metrics: ``trainer.callback_metrics``.
+        learning_rates: Of every parameter group.
+        grad_norms: Of each parameter that this rank stepped on, by FQN.
+        weights: The parameters that this rank holds, by FQN.
+    """
+
+    loss: float | None
+    metrics: dict[str, float]
+    learning_rates: list[float]
+    grad_norms: dict[str, float]
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Failure:
+    """How a run ended before its end.
+
+    Attributes:
+        message: Type and text of the exception.
+        refused: Whether it is a clear error of this package's, raised before any parameter changed.
+        where: File and line that raised.
+    """
+
+    message: str
+    refused: bool
+    where: str
+
+
+@dataclass
+class Observed:
+    """One run, as one rank saw it.
+
+    Attributes:
+        replica: Which replica's batches this rank saw.
+        start: The parameters that this rank holds before the first step.
+        steps: One entry per training batch.
+        validations: ``trainer.callback_metrics`` after each validation.
+        metrics: The same after the run.
+        coarse: Names of metrics that are kept in less than float64.
+        weights: All parameters after the run.
+        buffers: All buffers after the run.
+        trained: FQNs of the parameters that want gradients.
+        replica_losses: For each step the loss of each replica; in a reference of several.
+        replica_buffers: The buffers of each replica; in a reference of several.
+        failure: How it failed.
+    """
+
+    replica: int = 0
+    start: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    coarse: set[str] = field(default_factory=set)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
+    replica_losses: list[list[float]] = field(default_factory=list)
+    replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    failure: Failure | None = None
+
+
+class Notes:
+    """Hooks that fill an ``Observed``; to be mixed with the Callback of the module's Lightning."""
+
+    def __init__(self, perturbation: float) -> None:
+        """Args: perturbation: relative size of what is added to the weights before the first step."""
+        self.observed = Observed()
+        self._perturbation = perturbation
+        self._grad_norms: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note the start, perturb it, and watch the optimizers."""
+        self.observed.start = held(pl_module.named_parameters())
+        self.observed.trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        self.observed.replica = getattr(trainer.strategy, "data_rank", trainer.global_rank)
+        if self._perturbation:
+            perturb(pl_module, self._perturbation)
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(self._after_step(pl_module))
+
+    def _after_step(self, module: nn.Module) -> Any:
+        def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            names = {id(p): name for name, p in module.named_parameters()}
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
+                    gradient = parameter.grad.detach()
+                    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                    norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
+                    self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
+
+        return note
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note what the step left behind."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self.observed.steps.append(
+            Step(
+                loss=float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 and not is_absent(loss) else None,
+                metrics=self._numbers(trainer.callback_metrics),
+                learning_rates=rates,
+                grad_norms=self._grad_norms,
+                weights=held(pl_module.named_parameters()),
+            )
+        )
+        self._grad_norms = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note what validation logged."""
+        self.observed.validations.append(self._numbers(trainer.callback_metrics))
+
+    def finish(self, trainer: Any, module: nn.Module) -> Observed:
+        """Note what is there after the run."""
+        self.observed.metrics = self._numbers(trainer.callback_metrics)
+        self.observed.weights = held(module.named_parameters())
+        self.observed.buffers = held(module.named_buffers())
+        return self.observed
+
+    def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
+        self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)
+        return {name: float(value) for name, value in metrics.items()}
+
+
+def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of those tensors whose content is on this rank."""
+    return {
+        name: tensor.detach().to("cpu", copy=True)
+        for name, tensor in tensors
+        if not is_absent(tensor) and not tensor.is_meta
+    }
+
+
+def perturb(module: nn.Module, size: float) -> None:
+    """Change every weight by a random share of itself, of a relative ``size``."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                factor = (1 + size * noise).to(parameter.device)
+                parameter.copy_((parameter.double() * factor).to(parameter.dtype))
+
+
+def describe_failure(error: Exception, *, steps_done: int) -> Failure:
+    """Tell a refusal from a crash: it was raised by a ``raise`` in this package, and nothing has changed yet."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    ours = last is not None and _raised_here(last)
+    refused = ours and steps_done == 0 and not isinstance(error, AssertionError)
+    where = "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
+    return Failure(f"{type(error).__name__}: {error}", refused, where)
+
+
+def _raised_here(frame: TracebackType) -> bool:
+    module = str(frame.tb_frame.f_globals.get("__name__", ""))
+    if not module.startswith("lightning_hybrid.") or module.startswith("lightning_hybrid.verify"):
+        return False
+    # An operation of torch that fails in code of ours leaves no frame of its own, but it is no refusal.
+    code = frame.tb_frame.f_code.co_code
+    return dis.opname[code[frame.tb_lasti]] == "RAISE_VARARGS"

@@ -1,0 +1,366 @@
+"""The reference: one process and plain Lightning, which calls the user's step once per part of the batch.
+
+This is what the strategies promise: the batches of all replicas, each in its microbatches, the gradient the mean over
+them. Nothing of the pipeline takes part; parts are accumulated like batches in gradient accumulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, split
+from lightning_hybrid.step.randomness import KeyedRandomness, _DrawWatch
+from lightning_hybrid.verify.dealt import DealtLoader, deal
+from lightning_hybrid.verify.observed import Observed, held
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a layout cuts the data.
+
+    Attributes:
+        replicas: How many batches a step takes.
+        num_microbatches: Parts of each; None where the strategy chooses.
+        num_stages: Which that choice depends on.
+        splitter: The user's ``batch_splitter``.
+        weight: The user's ``microbatch_weight``.
+    """
+
+    replicas: int
+    num_microbatches: int | None
+    num_stages: int
+    splitter: Callable[[Any, int], Sequence[Any]] | None = None
+    weight: Callable[[Any], float] | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    replica: int
+    number: int  # over all replicas, as the strategies key it
+    batch: Any
+    weight: float
+
+
+class PartsReference:
+    """Connects with a Trainer on one device; makes each step run once per part."""
+
+    devices = 1
+
+    def __init__(self, cut: Cut, *, keyed: bool = False, reseed: int | None = None, whole: bool = False) -> None:
+        """How to run the parts.
+
+        Args:
+            cut: How the data are cut.
+            keyed: Draw as the strategies do: keyed by step, microbatch and module.
+            reseed: Seed of what steps draw, if not that of the run.
+            whole: Run the step once, on the replicas' batches concatenated.
+        """
+        self._cut, self._keyed, self._reseed, self._whole = cut, keyed, reseed, whole
+        self._usual: dict[str, tuple[int, int]] = {}
+        self._taken: tuple[Any, list[Any]] | None = None
+        self._modules: list[Any] = []
+        self._losses: list[list[float]] = []
+        self._evaluated = 0
+
+    # -- what `run_once` asks for -------------------------------------------------------------------------------------
+
+    def strategy(self, pl: ModuleType) -> Any:
+        """Lightning's own for one device, with its steps replaced on this instance."""
+        strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
+        self._strategy: Any = strategy
+        self._plain = {name: getattr(strategy, name) for name in ("training_step", "validation_step")}
+        strategy.training_step = self._training_step
+        strategy.validation_step = self._validation_step
+        return strategy
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Deal the data of several replicas."""
+        self._trainer, self._modules = trainer, [module]
+        self._randomness = KeyedRandomness(torch.default_generator.initial_seed() & 0x7FFFFFFF, torch.device("cpu"))
+        connector, replicas = trainer._data_connector, self._cut.replicas
+        if replicas > 1:
+            connector._prepare_dataloader = lambda dataloader, shuffle, mode: deal(
+                trainer, dataloader, replicas, shuffle=shuffle, mode=mode
+            )
+
+    def finish(self, observed: Observed) -> None:
+        """Add what is known of each replica."""
+        observed.replica_losses = self._losses
+        if len(self._modules) > 1:
+            observed.replica_buffers = [held(module.named_buffers()) for module in self._modules]
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _training_step(self, batch: Any, *rest: Any) -> Any:
+        module = self._modules[0]
+        batches = self._batches(batch, self._trainer.fit_loop._combined_loader, None)
+        if self._whole or not module.automatic_optimization:
+            return self._at_once(batches, rest)
+        parts = self._parts("training_step", batches, [1 / len(batches)] * len(batches))
+        if len(parts) == 1 and not self._keyed:
+            with self._draws(0, parts[0]):
+                output = self._plain["training_step"](batch, *rest)
+            loss = _loss_of(output)
+            self._note([] if loss is None else [float(loss)])
+            return output
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        deposit = _Deposit(module)
+        outputs: list[Any] = []
+
+        def backward(part: _Part, output: Any) -> Any:
+            loss = _loss_of(output)
+            if loss is not None:
+                (loss * part.weight).backward()
+            return _detached(output)
+
+        with deposit:
+            outputs = self._run("training_step", parts, rest, number, backward)
+        if any(_loss_of(output) is None for output in outputs):
+            return None
+        self._note(
+            [
+                sum(float(_loss_of(o)) * p.weight for o, p in zip(outputs, parts, strict=True) if p.replica == r)
+                / sum(p.weight for p in parts if p.replica == r)
+                for r in range(len(batches))
+            ]
+        )
+        total = sum(float(_loss_of(output)) * part.weight for output, part in zip(outputs, parts, strict=True))
+        loss = deposit.loss(_loss_of(outputs[0]).new_tensor(total))
+        joined = _join(outputs, parts)
+        return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
+
+    def _note(self, losses: list[float]) -> None:
+        # What callbacks are shown has been divided by the number of accumulated batches.
+        self._losses.append([loss / self._trainer.accumulate_grad_batches for loss in losses])
+
+    def _validation_step(self, batch: Any, *rest: Any) -> Any:
+        loop = self._trainer.fit_loop.epoch_loop.val_loop
+        index = rest[1] if len(rest) > 1 else 0
+        batches = self._batches(batch, loop._combined_loader, index)
+        sizes = [batch_size_of(batch) for batch in batches]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(batches):
+            known = [1] * len(batches)
+        shares = [size / sum(known) for size in known]
+        parts = self._parts("validation_step", batches, shares)
+        self._evaluated += 1
+        if len(parts) == 1 and not self._keyed:
+            return self._plain["validation_step"](batch, *rest)
+        outputs = self._run("validation_step", parts, rest, -1 - self._evaluated, lambda part, output: output)
+        return _join(outputs, parts)
+
+    def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
+        sizes = [batch_size_of(batch) for batch in batches]
+        whole = batches[0]
+        if len(batches) > 1:
+            known = [size or 0 for size in sizes]
+            whole = join(batches, [size / max(sum(known), 1) for size in known], sizes)
+            if None in sizes or batch_size_of(whole) != sum(known):
+                raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one")
+        return self._plain["training_step"](whole, *rest)
+
+    def _run(
+        self,
+        name: str,
+        parts: list[_Part],
+        rest: tuple[Any, ...],
+        number: int,
+        after: Callable[[_Part, Any], Any],
+    ) -> list[Any]:
+        """The user's step on each part; what it logs is logged once."""
+        logs = LogCapture(len(parts))
+        outputs = []
+        for metric in (m for m in self._modules[0].modules() if isinstance(m, Metric)):
+            metric._forward_cache = None
+        self._module_of(parts[-1].replica)  # copied before any of them has run
+        for place, part in enumerate(parts):
+            module = self._module_of(part.replica)
+            with self._draws(number, part), logs.microbatch(module, place), self._as_model(module):
+                outputs.append(after(part, self._plain[name](part.batch, *rest)))
+        self._log(logs.entries(), parts)
+        return outputs
+
+    def _log(self, entries: list[Entry], parts: list[_Part]) -> None:
+        module = self._modules[0]
+        sizes = [batch_size_of(part.batch) for part in parts]
+        replicas = sorted({part.replica for part in parts})
+        shares = [sum(part.weight for part in parts if part.replica == replica) for replica in replicas]
+        for entry in entries:
+            each = [
+                entry.combine(
+                    [entry.values[place] for place, part in enumerate(parts) if part.replica == replica],
+                    [part.weight / share for part in parts if part.replica == replica],
+                )
+                for replica, share in zip(replicas, shares, strict=True)
+            ]
+            value = _over_replicas(entry.how, each, shares)
+            arguments = entry.total_kwargs()
+            if "batch_size" not in arguments and None not in sizes:
+                arguments = {**arguments, "batch_size": sum(size or 0 for size in sizes)}
+            if entry.metric is None:
+                module.log(entry.name, torch.tensor(value, dtype=entry.dtype), **arguments)
+            else:
+                entry.metric._forward_cache = None if value != value else torch.tensor(value)  # type: ignore[assignment]
+                module.log(entry.name, entry.metric, **arguments)
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def _batches(self, batch: Any, combined: Any, loader: int | None) -> list[Any]:
+        """The batches of all replicas in this step; a closure that is called again gets the same."""
+        if self._cut.replicas == 1:
+            return [batch]
+        if self._taken is not None and self._taken[0] is batch:
+            return self._taken[1]
+        sources: list[DealtLoader] = combined.flattened if loader is None else [combined.flattened[loader]]
+        rows = [source.dealt.popleft() if source.dealt else [None] * self._cut.replicas for source in sources]
+        others = []
+        for replica in range(1, self._cut.replicas):
+            drawn = [row[replica] for row in rows]
+            if loader is None:
+                other = torch.utils._pytree.tree_unflatten(drawn, combined._spec)
+            elif drawn[0] is None:
+                continue
+            else:
+                [other] = drawn
+            others.append(self._transferred(other, loader or 0))
+        self._taken = batch, [batch, *others]
+        return self._taken[1]
+
+    def _transferred(self, batch: Any, loader: int) -> Any:
+        batch = self._strategy.precision_plugin.convert_input(batch)
+        batch = self._modules[0]._on_before_batch_transfer(batch, dataloader_idx=loader)
+        return self._strategy.batch_to_device(batch, dataloader_idx=loader)
+
+    def _parts(self, name: str, batches: list[Any], shares: list[float]) -> list[_Part]:
+        cut, parts = self._cut, []
+        for replica, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            try:
+                count = choose_count(batch, cut.num_microbatches, cut.num_stages, cut.splitter)
+            except BatchError:
+                count = 1  # the layout refuses this batch; or runs it whole, if the number was its own choice
+            size = batch_size_of(batch)
+            if size is not None and cut.splitter is None:
+                usual = self._usual.setdefault(name, (size, count))
+                if size >= usual[0]:
+                    self._usual[name] = size, count
+                else:
+                    count = -(-size // -(-usual[0] // usual[1]))  # a short batch: parts of the usual size
+            pieces, weights = split(batch, count, cut.splitter)
+            for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+                parts.append(_Part(replica, replica * count + index, piece, weight * share))
+        if cut.weight is not None and name == "training_step":
+            counts = [float(cut.weight(part.batch)) for part in parts]
+            parts = [_Part(p.replica, p.number, p.batch, c / sum(counts)) for p, c in zip(parts, counts, strict=True)]
+        return parts
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def _module_of(self, replica: int) -> Any:
+        """The module of a replica: parameters are one and the same, buffers and counters its own."""
+        original = self._modules[0]
+        while len(self._modules) <= replica:
+            shared = [*original.parameters(), *(m for m in original.modules() if isinstance(m, Metric)), self._trainer]
+            self._modules.append(copy.deepcopy(original, {id(value): value for value in shared}))
+        module = self._modules[replica]
+        if module is not original:
+            for ours, theirs in zip(original.modules(), module.modules(), strict=True):
+                theirs.training = ours.training
+            module._current_fx_name = original._current_fx_name
+        return module
+
+    @contextlib.contextmanager
+    def _as_model(self, module: Any) -> Iterator[None]:
+        strategy = self._strategy
+        before = strategy._lightning_module, strategy._model
+        strategy._lightning_module = strategy._model = module
+        try:
+            yield
+        finally:
+            strategy._lightning_module, strategy._model = before
+
+    @contextlib.contextmanager
+    def _draws(self, number: int, part: _Part) -> Iterator[None]:
+        """Generators run on outside of steps as if nothing had been drawn inside."""
+        with self._randomness.isolated():
+            if not self._keyed:
+                if self._reseed is not None:
+                    with self._randomness.microbatch(self._reseed, number):
+                        pass
+                yield
+                return
+            names = {name: module for name, module in self._module_of(part.replica).named_modules() if name}
+            with (
+                self._randomness.microbatch(number, part.number),
+                self._randomness.modules(names),
+                self._randomness.watching(True),
+                _DrawWatch(self._randomness),
+            ):
+                yield
+
+
+class _Deposit:
+    """Keeps the gradients of the parts until Lightning has cleared the old ones and calls backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+
+    def __enter__(self) -> None:
+        self._before = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def __exit__(self, *error: object) -> None:
+        self._new = [p.grad for p in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+
+    def loss(self, value: Tensor) -> Tensor:
+        """The loss whose backward hands the gradients over."""
+        return _HandOver.apply(value.detach().requires_grad_(), self)
+
+    def hand_over(self, factor: Tensor) -> None:
+        for parameter, gradient in zip(self._parameters, self._new, strict=True):
+            if gradient is not None:
+                gradient = gradient * factor.to(gradient.dtype)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, deposit: _Deposit) -> Tensor:
+        ctx.deposit = deposit
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        ctx.deposit.hand_over(gradients[0])
+        return None, None
+
+
+def _over_replicas(how: str, values: list[float], shares: list[float]) -> float:
+    if how in ("max", "min"):
+        return max(values) if how == "max" else min(values)
+    return sum(values) if how == "sum" else sum(v * share for v, share in zip(values, shares, strict=True))
+
+
+def _loss_of(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _detached(output: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _join(outputs: list[Any], parts: list[_Part]) -> Any:
+    return join(outputs, [part.weight for part in parts], [batch_size_of(part.batch) for part in parts])

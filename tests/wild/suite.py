@@ -1,0 +1,53 @@
+"""Runs small modules under every layout and compares them with one process: `check(worlds, make_module, layout)`.
+
+A new layout or strategy joins all tests by one line in `lightning_hybrid.verify.LAYOUTS`.
+"""
+
+import contextlib
+import io
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid.verify import LAYOUTS, Experiment, Verification
+
+__all__ = ["LAYOUTS", "check", "regression_data", "verifications"]
+
+FEATURES = 6
+verifications = {}  # references are run once per experiment and way to cut the data
+
+
+def regression_data(num_train=32, num_val=16, batch_size=8):
+    """Loaders of pairs that are a function of the sample's index."""
+    index = torch.arange(num_train + num_val, dtype=torch.float64).unsqueeze(1)
+    x = torch.cos(index * torch.arange(1, FEATURES + 1) + index)
+    y = (x.sum(1, keepdim=True) / 2).tanh()
+    train = DataLoader(TensorDataset(x[:num_train], y[:num_train]), batch_size, shuffle=True)
+    val = DataLoader(TensorDataset(x[num_train:], y[num_train:]), batch_size)
+    return {"train_dataloaders": train, "val_dataloaders": val}
+
+
+def check(worlds, make_module, layout, *, make_data=regression_data, steps=3, timeout=60, **options):
+    """The report of one module under one layout; `options` are those of `Experiment`."""
+    key = make_module, make_data, steps, repr(sorted(options.items()))
+    if key not in verifications:
+        experiment = Experiment(make_module=make_module, make_data=make_data, steps=steps, **options)
+        verifications[key] = Verification(experiment, run=_Quiet(worlds), timeout=timeout)
+    return verifications[key].check(layout)
+
+
+class _Quiet:
+    """Runs on a world; what Lightning prints and warns there is not what these tests are about."""
+
+    def __init__(self, worlds):
+        self._worlds = worlds
+
+    def __call__(self, n, function, /, *args, timeout):
+        return self._worlds.run(n, call_quietly, function, args, timeout=timeout)
+
+
+def call_quietly(function, args):
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        return function(*args)

@@ -1,0 +1,192 @@
+"""Plain modules train to the numbers of one process under every layout, and a wrong one is found out."""
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from wild.suite import FEATURES, LAYOUTS, check
+
+from lightning_hybrid.verify import Layout
+
+
+class Plain(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.mse_loss(self(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Normalised(Plain):
+    def __init__(self):
+        super().__init__()
+        for layer in self.net:
+            layer.append(nn.BatchNorm1d(FEATURES))
+
+
+class Logging(Plain):
+    """Returns a dict; logs per step, per epoch, both, with every reduction; a scheduler changes the learning rate."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("largest", out.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("total", out.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log_dict({"mean": out.mean(), "batch": batch_idx}, on_step=True)
+        return {"loss": loss, "out": out.detach()}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Dropping(Plain):
+    def __init__(self):
+        super().__init__()
+        for layer in self.net:
+            layer.append(nn.Dropout(0.2))
+
+    def forward(self, x):
+        return self.head(F.dropout(self.net(x), 0.1, self.training))
+
+
+class DroppingNormalised(Normalised):
+    def forward(self, x):
+        return self.head(F.dropout(self.net(x), 0.1, self.training))
+
+
+MODULES = [Plain, Normalised, Logging, Dropping, DroppingNormalised]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_same_numbers(worlds, module, layout):
+    report = check(worlds, module, layout)
+    assert report.outcome == "same", str(report)
+    assert report.steps > 0
+    assert ("draws random numbers" in str(report)) == (module in (Dropping, DroppingNormalised))
+
+
+def test_one_microbatch(worlds):
+    assert check(worlds, Plain, LAYOUTS[0], num_microbatches=1).outcome == "same"
+    assert check(worlds, Logging, LAYOUTS[1], num_microbatches=1).outcome == "same"
+
+
+def test_accumulation_and_epochs(worlds):
+    report = check(worlds, Plain, LAYOUTS[2], epochs=2, trainer={"accumulate_grad_batches": 2})
+    assert report.outcome == "same", str(report)
+
+
+# --- what is wrong is found out --------------------------------------------------------------------------------------
+
+
+class Unseeded(Plain):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = int.from_bytes(os.urandom(4), "little") / 2**32
+        return F.mse_loss(self(x + noise), y)
+
+
+class CountsRanks(Plain):
+    """Its objective depends on how many processes there are."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.trainer.world_size
+
+
+class Manual(Plain):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Contrasts(Plain):
+    """The spread within a batch is no mean over samples."""
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).std()
+
+
+def test_an_unseeded_module_is_different(worlds):
+    report = check(worlds, Unseeded, LAYOUTS[0])
+    assert report.outcome == "different" and "source without a seed" in report.message
+    assert report.first is not None and report.first.key.step == 1
+
+
+def test_an_objective_of_the_layout_is_different(worlds):
+    report = check(worlds, CountsRanks, LAYOUTS[0])
+    assert report.outcome == "different"
+    assert str(report.first.key) == "loss" and report.first.key.step == 1
+    assert report.first.value == pytest.approx(2 * report.first.reference)
+
+
+def test_a_wrong_scale_is_different(worlds):
+    # Counts of 0 and 1 weigh microbatches in other ways in the two runs: the reference is not told of this one.
+    layout = Layout("weighted", 2, {"pipeline_parallel_size": 2, "microbatch_weight": first_counts_double})
+    report = check(worlds, Plain, layout)
+    assert report.outcome == "different" and report.first.key.step == 1
+
+
+def first_counts_double(microbatch):
+    first_counts_double.calls += 1
+    return 1.0 + first_counts_double.calls % 2 * (torch.distributed.get_backend() == "gloo" and _world_size() > 1)
+
+
+first_counts_double.calls = 0
+
+
+def _world_size():
+    return torch.distributed.get_world_size()
+
+
+def test_a_refusal_is_an_outcome_of_its_own(worlds):
+    report = check(worlds, Manual, LAYOUTS[0])
+    assert report.outcome == "refused" and "manual optimization" in report.message
+    assert report.passes() and not report.passes(strict=True)
+
+
+def test_an_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
+    report = check(worlds, Contrasts, LAYOUTS[0])
+    assert report.outcome == "same", str(report)
+    assert any("mixes samples: whole batch" in note and "mean of 2 microbatches" in note for note in report.notes)
+
+
+def of_pytorch_lightning():
+    """The same module on the other namespace's base class."""
+    import pytorch_lightning
+
+    body = {name: value for name, value in vars(Plain).items() if name not in ("__dict__", "__weakref__", "__init__")}
+
+    def __init__(self):
+        pytorch_lightning.LightningModule.__init__(self)
+        self.net = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
+        self.head = nn.Linear(FEATURES, 1)
+
+    return type("Plain", (pytorch_lightning.LightningModule,), {**body, "__init__": __init__})()
+
+
+@pytest.mark.slow
+def test_a_module_of_pytorch_lightning(worlds):
+    report = check(worlds, of_pytorch_lightning, LAYOUTS[0])
+    assert report.outcome == "same", str(report)
