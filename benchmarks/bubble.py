@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--seconds", type=float, default=0.02, help="of a forward")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=2, help="per turn")
+    parser.add_argument("--steps", type=int, default=4, help="per turn")
     args = parser.parse_args()
     forward, backward = slept(args.seconds), slept(2 * args.seconds)
     print(f"a forward takes {1000 * forward:.2f} ms, a backward {1000 * backward:.2f} ms")
