@@ -15,13 +15,20 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.tree import flatten, map_leaves
 
 
-def gather_module_state(root: nn.Module, plan: StagePlan) -> dict[str, Any]:
-    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the pipeline."""
+def gather_module_state(root: nn.Module, plan: StagePlan, *, is_copy: bool = False) -> dict[str, Any]:
+    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the pipeline.
+
+    Args:
+        root: The user's module, or a copy of it that is in parts as the module is.
+        plan: Of the module.
+        is_copy: Whether it is a copy.
+    """
     local = nn.Module.state_dict(root)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    buffers = plan.buffer_ranks()
+    buffers = plan.buffer_ranks(root if is_copy else None)
     tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
     mine = {}
     for key, value in local.items():
@@ -67,10 +74,16 @@ def load_module_state(root: nn.Module, state: Mapping[str, Any], *, strict: bool
 def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan) -> dict[str, Any]:
     """The full state dict of an optimizer on pipeline rank 0; collective over the pipeline."""
     state = optimizer.state_dict()
-    merged = plan.gather_object({str(index): entry for index, entry in state["state"].items()})
+    mine = {}
+    for key, entry in state["state"].items():
+        if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # followed, for a parameter of another rank
+            mine[key] = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, entry)
+    merged = plan.gather_object(mine)
     if plan.rank != 0:
         return {}
-    return {**state, "state": {int(index): merged[index] for index in sorted(merged, key=int)}}
+    # Entries of parameters have numbers; optimizers may keep others under names.
+    order = sorted(merged, key=lambda key: (not isinstance(key, int), key))
+    return {**state, "state": {key: merged[key] for key in order}}
 
 
 def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -85,6 +86,7 @@ class Job:
         parameters: FQN by id of the module's parameters and tracked buffers.
         before_last_backward: Called with a stage before its last backward.
         reduce: Called with a stage after its last backward.
+        around_backward: Entered around each backward, in which functions of the user's may communicate.
         after_forwards: Called with this rank's runs by microbatch once the last forward is done.
     """
 
@@ -96,6 +98,7 @@ class Job:
     parameters: Mapping[int, str] = field(default_factory=dict)
     before_last_backward: Callable[[int], None] = lambda stage: None
     reduce: Callable[[int], None] = lambda stage: None
+    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
 
 
@@ -157,6 +160,8 @@ class _Run:
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
         self._forwards_left = len(job.steps) * len(self._backwards_left)
         self._has_backward = job.program.schedule.has_backward
+        self._start = ModuleState(root, buffers=False) if len(self._backwards_left) > 1 else None
+        self._states: dict[int, ModuleState] = {}
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
 
@@ -209,19 +214,34 @@ class _Run:
                 received[value.index] = tensor.requires_grad_(value.requires_grad and self._has_backward)
         self._received[stage, microbatch] = received
         replay = self._job.variants[microbatch].replays[stage]
-        # The user's bookkeeping counts once per microbatch, also where this rank runs several stages of it.
-        before = None if stage == max(self._backwards_left) else ModuleState(self._root, buffers=False)
+        self._enter(stage)
         given = _for_user(received, replay)
         job = self._job
         step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
         run = job.around(microbatch, step)
-        if before is not None:
-            before.restore()
+        self._leave(stage)
         self._made[stage, microbatch] = run.made
         self._forwards_left -= 1
         earlier = self.results.get(microbatch)
         held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
         self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
+
+    def _enter(self, stage: int) -> None:
+        """Show the step what this stage's last run left on the modules.
+
+        The user's bookkeeping counts once per microbatch, also where this rank runs several stages of it; and what one
+        microbatch leaves for the next (a hidden state) is there on the stage that made it.
+        """
+        if len(self._backwards_left) > 1:
+            assert self._start is not None
+            self._states.get(stage, self._start).restore()
+
+    def _leave(self, stage: int) -> None:
+        if len(self._backwards_left) > 1:
+            self._states[stage] = ModuleState(self._root, buffers=False)
+            last = max(self._backwards_left)
+            if not self._forwards_left - 1 and stage != last:
+                self._states[last].restore()
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
@@ -243,7 +263,8 @@ class _Run:
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            with self._job.around_backward():
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         received = self._received.pop((stage, microbatch))
         for source, target in self._job.program.portals.backward:
             if target == stage:

@@ -183,7 +183,18 @@ class GlobalReads(TorchFunctionMode):
             return func(*args, **kwargs)
         elif name.startswith("_foreach_"):
             return self._each(name, func, args, kwargs)
+        elif name == "equal":
+            return self._equal(*args)
         return self._operation(name, func, args, kwargs)
+
+    def _equal(self, first: Tensor, second: Tensor) -> bool:
+        """``torch.equal``, of which one answer is sent instead of two contents."""
+        if self._ranks_of(first) is None and self._ranks_of(second) is None:
+            return torch.equal(first, second)
+        if first is second or first.shape != second.shape:
+            return first is second
+        same = self._operation("all", torch.all, (self._operation("eq", torch.eq, (first, second), {}),), {})
+        return self._operation("__bool__", Tensor.__bool__, (same,), {})
 
     def _each(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation on lists, member by member, since members may live on different ranks."""

@@ -22,7 +22,7 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.tree import flatten, tensors_inside
 from lightning_hybrid.step.units import can_open, choose_units
 
 # A stage may cost so much more than the mean before the units of the costliest are opened to balance better.
@@ -127,7 +127,7 @@ class StagePlan:
             if isinstance(leaf, Tensor)
             else leaf
             if isinstance(leaf, bool)
-            else type(leaf)
+            else (type(leaf), *((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_inside(leaf)))
             for leaf in leaves
         )
         return name, type(microbatch), shapes, torch.is_grad_enabled()
@@ -252,21 +252,32 @@ class StagePlan:
             if self.rank not in self.ranks_of(name) and not is_absent(parameter):
                 drop(parameter)
 
-    def make_whole(self) -> None:
-        """Give every rank all parameters and buffers again; collective over the pipeline."""
+    def drop_as_root(self, copy: nn.Module) -> None:
+        """Free in a copy of the module what is absent in the module itself."""
+        for original, copied in zip(self._root.parameters(), copy.parameters(), strict=True):
+            if is_absent(original) and not is_absent(copied):
+                drop(copied)
+
+    def make_whole(self, copy: nn.Module | None = None) -> None:
+        """Give every rank all parameters and buffers again; collective over the pipeline.
+
+        Args:
+            copy: Of the module, of which each rank has the same part; the module itself if None.
+        """
         if self.num_ranks == 1 or self.first is None:
             return
-        for name, parameter in self._root.named_parameters():
+        device = self._randomness.device
+        for name, parameter in (self._root if copy is None else copy).named_parameters():
             holders = self.ranks_of(name)
             if len(holders) == self.num_ranks:
                 continue
-            content = parameter.detach() if not is_absent(parameter) else _empty(parameter, self._randomness.device)
-            content = content.contiguous()
+            content = parameter.detach() if not is_absent(parameter) else _empty(parameter, device)
+            content = content.to(device).contiguous()
             dist.broadcast(content, group=self._group, group_src=holders[0])
             if is_absent(parameter):
-                fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
-        for buffer, home in self._buffer_homes():
-            _broadcast_buffer(buffer, home, self._group)
+                fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
+        for buffer, home in self._buffer_homes(copy):
+            _broadcast_buffer(buffer, home, self._group, device)
 
     def gather_object(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Union of the ranks' dicts on pipeline rank 0, empty elsewhere; collective over the pipeline."""
@@ -276,8 +287,12 @@ class StagePlan:
         dist.gather_object(dict(mine), rows, group=self._group, group_dst=0)
         return {key: value for row in rows or [] for key, value in row.items()}
 
-    def _buffer_homes(self) -> list[tuple[Tensor, int]]:
+    def _buffer_homes(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
         """Buffers whose content is right on one rank only: those inside units, and the tracked ones."""
+        if copy is not None:
+            homes_by_id = self.buffer_ranks()
+            pairs = zip(self._root.buffers(), copy.buffers(), strict=True)
+            return [(copied, homes_by_id[id(own)]) for own, copied in pairs if id(own) in homes_by_id]
         assert self.first is not None
         assignment = self.first.assignment
         unit_stage: dict[str, int] = {}
@@ -294,9 +309,9 @@ class StagePlan:
                 homes[id(buffer)] = buffer, self.ranks_of(name)[0]
         return list(homes.values())
 
-    def buffer_ranks(self) -> dict[int, int]:
-        """Pipeline rank on which a buffer is right, by id of the buffer; others are right everywhere."""
-        return {id(buffer): home for buffer, home in self._buffer_homes()} if self.first is not None else {}
+    def buffer_ranks(self, copy: nn.Module | None = None) -> dict[int, int]:
+        """Pipeline rank on which a buffer (of a copy) is right, by id of the buffer; others are right everywhere."""
+        return {id(buffer): home for buffer, home in self._buffer_homes(copy)} if self.first is not None else {}
 
     def share_buffers(self, variant: Variant) -> None:
         """After a step, give other readers of a tracked buffer its content; collective over the pipeline."""
@@ -305,15 +320,15 @@ class StagePlan:
         buffers = dict(self._root.named_buffers())
         for name in sorted(self._tracked):
             if len(variant.assignment.holders.get(name, ())) > 1:
-                _broadcast_buffer(buffers[name], self.ranks_of(name)[0], self._group)
+                _broadcast_buffer(buffers[name], self.ranks_of(name)[0], self._group, self._randomness.device)
 
 
 def _empty(parameter: Tensor, device: torch.device) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
 
 
-def _broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup) -> None:
-    content = buffer.detach().contiguous()
+def _broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    content = buffer.detach().to(device).contiguous()
     raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
     dist.broadcast(raw, group=group, group_src=home)
     if content.data_ptr() != buffer.data_ptr():

@@ -6,6 +6,7 @@ requires_grad everywhere. A batch of another length, or a parameter unfrozen mid
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -56,12 +57,14 @@ class TrainContext:
         before_last_backward: Called with a stage before its last backward.
         reduce: Called with a stage after its last backward.
         weigh: Weights of the microbatches given; their shares of the samples if None.
+        around_backward: Entered around each backward.
     """
 
     seed_factor: float
     before_last_backward: Callable[[int], None]
     reduce: Callable[[int], None]
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
+    around_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
 
 class StepRunner:
@@ -88,7 +91,7 @@ class StepRunner:
         self._randomness = randomness
         self._schedule = schedule
         self._wanted = num_microbatches
-        self._splitter = splitter
+        self.splitter = splitter
         self._replica = replica
         self._metrics = metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
@@ -105,8 +108,8 @@ class StepRunner:
     ) -> None:
         """Record a step on an example batch before the run; the first one decides the cut."""
         batch, *rest = args
-        count = self._count(name, batch)
-        microbatch = split(batch, count, self._splitter)[0][0]
+        count = self.count(name, batch)
+        microbatch = split(batch, count, self.splitter)[0][0]
         self.plan.variant(name, _bind(step, microbatch, rest), microbatch, context, train=name == "training_step")
 
     def run(
@@ -132,8 +135,8 @@ class StepRunner:
             share_output: Whether tensors that the step returned are needed on every rank.
         """
         batch, *rest = args
-        count = self._count(name, batch)
-        microbatches, weights = split(batch, count, self._splitter)
+        count = self.count(name, batch)
+        microbatches, weights = split(batch, count, self.splitter)
         if train is not None and train.weigh is not None:
             weights = train.weigh(microbatches)
         steps = [_bind(step, microbatch, rest) for microbatch in microbatches]
@@ -174,6 +177,7 @@ class StepRunner:
                 seeds=[train.seed_factor * weight for weight in weights],
                 before_last_backward=train.before_last_backward,
                 reduce=train.reduce,
+                around_backward=train.around_backward,
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
@@ -186,11 +190,11 @@ class StepRunner:
         self.plan.share_buffers(variants[0])
         return result
 
-    def _count(self, name: str, batch: Any) -> int:
+    def count(self, name: str, batch: Any) -> int:
         """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
-        count = choose_count(batch, self._wanted, self.plan.num_stages, self._splitter)
+        count = choose_count(batch, self._wanted, self.plan.num_stages, self.splitter)
         size = batch_size_of(batch)
-        if size is None or self._splitter is not None:
+        if size is None or self.splitter is not None:
             return count
         usual = self._full.setdefault(name, (size, count))
         if size >= usual[0]:

@@ -8,6 +8,7 @@ right; an absent number is a NaN that refuses to be compared.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,19 +78,19 @@ def drop(parameter: Tensor, device: torch.device | None = None) -> None:
     parameter.grad = None
     attributes = parameter.__dict__
     absent.__dict__[_STOCK] = {*absent.__dict__, _STOCK}
-    _exchange(parameter, absent)
+    exchange(parameter, absent)
     parameter.__dict__.update(attributes)
 
 
 def fill(absent: Tensor, content: Tensor) -> None:
     """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
     before = absent.__dict__
-    _exchange(absent, content)
+    exchange(absent, content)
     if _STOCK in before:
         absent.__dict__.update((name, value) for name, value in before.items() if name not in before[_STOCK])
 
 
-def _exchange(first: Tensor, second: Tensor) -> None:
+def exchange(first: Tensor, second: Tensor) -> None:
     """``torch.utils.swap_tensors`` also where weak references exist (``nn.LSTM`` holds some to its parameters).
 
     They mean the user's object, which stays the same.
@@ -106,20 +107,23 @@ class AbsentFloat(float):
     """
 
     line: str
+    values: frozenset[int]
 
-    def __new__(cls, line: str = "") -> AbsentFloat:
-        """Args: line: where the number was read, for messages."""
-        number = super().__new__(cls, float("nan"))
-        number.line = line
+    def __new__(cls, line: str = "", values: frozenset[int] = frozenset()) -> AbsentFloat:
+        """Args: line: where the number was read, for messages. values: of the step graph that it was computed from."""
+        number = super().__new__(cls, _nan_of(values))
+        number.line, number.values = line, values
         return number
 
-    def _arithmetic(self, *_: Any) -> AbsentFloat:
-        return AbsentFloat(self.line)
+    def _arithmetic(self, *others: Any) -> Any:
+        if not all(isinstance(other, int | float) for other in others):
+            return NotImplemented  # a tensor knows better
+        return AbsentFloat(self.line, self.values.union(*(getattr(other, "values", ()) for other in others)))
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
     __truediv__ = __rtruediv__ = __rpow__ = __neg__ = __pos__ = __abs__ = _arithmetic
     __pow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _arithmetic
-    __round__ = _arithmetic  # type: ignore[assignment]
+    __round__ = _arithmetic
 
     def _compare(self, *_: Any) -> bool:
         raise ControlFlowError(branch_message(self.line))
@@ -130,6 +134,26 @@ class AbsentFloat(float):
     def __int__(self) -> int:
         """No whole number can stand for an absent one."""
         return self._compare()
+
+
+# A NaN has room for a number, which float(x) and most arithmetic pass on. So what was computed from a number that is
+# not there is known also where Python has made a plain float of it.
+_NAN_BITS = 0x7FF85A7D
+
+
+def _nan_of(values: frozenset[int]) -> float:
+    bits = _NAN_BITS << 32 | min(values, default=0xFFFFFFFF)
+    return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
+
+
+def values_behind(number: Any) -> frozenset[int] | None:
+    """The values of the step graph that a number was computed from; None if it is no absent one."""
+    if isinstance(number, AbsentFloat):
+        return number.values
+    if type(number) is not float or number == number:
+        return None
+    bits = struct.unpack("<Q", struct.pack("<d", number))[0] & 0x7FFFFFFFFFFFFFFF
+    return frozenset({bits & 0xFFFFFFFF}) - {0xFFFFFFFF} if bits >> 32 == _NAN_BITS else None
 
 
 def branch_message(line: str) -> str:

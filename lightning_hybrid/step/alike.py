@@ -97,12 +97,17 @@ class _Known(NamedTuple):
 
 
 class LikeUnits:
-    """Runs units on stand-ins, each kind once."""
+    """Runs units on stand-ins, each kind once.
+
+    Attributes:
+        reused: Whether autograd's graph has gaps, where results were taken from a like unit.
+    """
 
     def __init__(self, costs: CostWatch) -> None:
         """Args: costs: where what a reused unit costs is counted too."""
         self._costs = costs
         self._known: dict[Hashable, _Known] = {}
+        self.reused = False
 
     def run(
         self, fqn: str, unit: nn.Module, leaves: list[Any], spec: Any, execute: Callable[[], tuple[Any, bool]]
@@ -120,6 +125,7 @@ class LikeUnits:
         known = self._known.get(key)
         if known is None:
             return self._learn(key, fqn, unit, leaves, execute)
+        self.reused = True
         self._costs.flops += known.flops
         self._costs.moved_bytes += known.moved_bytes
         self._costs.drawing.update((fqn + relative, None) for relative in known.drawing)

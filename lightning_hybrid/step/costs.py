@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, kernel_on_stand_ins
 
 
 class CostWatch(TorchDispatchMode):
@@ -20,6 +23,7 @@ class CostWatch(TorchDispatchMode):
         flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules in whose own code a random kernel ran, in order.
+        guessed: Whether a kernel ran whose result has a shape that depends on values.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -28,13 +32,18 @@ class CostWatch(TorchDispatchMode):
         self.flops = 0.0
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
+        self.guessed = False
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count one kernel."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except NO_FAKE_KERNEL as error:
+            out = kernel_on_stand_ins(func, args, kwargs, error)
+            self.guessed |= isinstance(error, DynamicOutputShapeException)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.drawing[self._stack[-1]] = None
         count = flop_registry.get(func._overloadpacket)

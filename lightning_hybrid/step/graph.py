@@ -43,9 +43,11 @@ class Node:
         name: Name of the operation, or ``@`` and the FQN of the unit.
         inputs: Indices of the values read.
         parameters: FQNs of the parameters and tracked buffers read (for a unit: all that it owns).
+        reads: Values that take part as numbers (``h * scale.item()``); they are no arguments but must be there.
         outputs: Indices of the values made, those of mutated inputs included.
         written: FQNs of the parameters and tracked buffers written in place.
         aliases: Values whose memory it writes although it is not given them: it writes into a view of theirs.
+        together: Earlier nodes that must run on the stage of this one: it differentiates through them.
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
         line: Where in the user's code it was called, ``file:line``.
@@ -58,6 +60,8 @@ class Node:
     outputs: tuple[int, ...]
     written: tuple[str, ...] = ()
     aliases: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    together: tuple[int, ...] = ()
     flops: float = 0.0
     moved_bytes: float = 0.0
     line: str = ""
@@ -82,6 +86,7 @@ class StepGraph:
         kept: Values that stay reachable from the module after the step.
         cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
         draws: FQNs of modules that draw random numbers themselves.
+        buffers: FQNs of the tracked buffers among the parameters of nodes.
     """
 
     step: str
@@ -93,6 +98,7 @@ class StepGraph:
     kept: tuple[int, ...] = ()
     cloned: frozenset[int] = frozenset()
     draws: tuple[str, ...] = ()
+    buffers: frozenset[str] = frozenset()
 
     def units(self) -> list[str]:
         """FQNs of the units called, in order of their first call."""

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
+from lightning_hybrid.step.user_functions import watched_functions
 from lightning_hybrid.step.watch import Current, watched_sinks, watched_units
 
 
@@ -42,6 +43,7 @@ def installed(replays: Collection[StageReplay], randomness: KeyedRandomness) -> 
         randomness.modules(drawing),
         watched_units(current, units, owned),
         watched_sinks(current, sinks),
+        watched_functions(current),
         adopted_checkpoints(current, randomness),
     ):
         yield current

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.step.graph import SINK, Node, StepGraph
@@ -124,21 +124,28 @@ def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = N
     Raises:
         PartitionError: More stages than units, an unknown cut, or cuts in another order than the step runs.
     """
-    starts, first_use = _elements(graph)
+    updates = _updates(graph)
+    starts, first_use = _elements(graph, updates)
     if cuts is None:
         if num_stages > len(starts):
+            line = next((node.line for node in graph.nodes if node.together), None)
             raise PartitionError(
-                f"the step needs {num_stages} stages but has only {len(starts)} units with parameters;"
-                f" set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
+                f"the step needs {num_stages} stages but has only {len(starts)} units with parameters"
+                + (f", counting all that the derivative at {line} goes through as one" if line is not None else "")
+                + (
+                    "; set pipeline_parallel_size=1"
+                    if len(starts) == 1
+                    else f"; set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
+                )
             )
         bounds = [*starts[1:], len(graph.nodes)]
         begin = [0, *starts[1:]]
         costs = [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begin, bounds, strict=True)]
         first_nodes = [begin[i] for i in balance(costs, num_stages)]
     else:
-        first_nodes = _cut_at(graph, num_stages, cuts)
+        first_nodes = _cut_at(graph, num_stages, cuts, updates)
     homes = {name: bisect.bisect_right(first_nodes, node) - 1 for name, node in first_use.items()}
-    return _tie_written(graph, homes)
+    return _tie_written(graph, homes, updates)
 
 
 def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assignment:
@@ -156,13 +163,14 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
             break
         sinks = later
     _check_views(graph, node_stage, value_stage)
+    _check_derivatives(graph, node_stage)
     holders: dict[str, set[int]] = {}
     portals: dict[tuple[int, int], set[int]] = {}
     for node, stage in zip(graph.nodes, node_stage, strict=True):
         for name in node.parameters:
             if name not in sinks:
                 holders.setdefault(name, set()).add(stage)
-        for value in node.inputs:
+        for value in (*node.inputs, *node.reads):
             if value_stage[value] != stage:
                 portals.setdefault((value_stage[value], stage), set()).add(value)
     return Assignment(
@@ -188,13 +196,25 @@ def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Seque
             )
 
 
+def _check_derivatives(graph: StepGraph, node_stage: Sequence[int]) -> None:
+    for node in graph.nodes:
+        stages = sorted({node_stage[index] for index in (*node.together, node.index)} if node.together else ())
+        if len(stages) > 1:
+            raise PartitionError(
+                f"{node.line}: torch.autograd.grad takes a derivative through stages {stages}, but each rank has only"
+                " the part of the graph that it made; choose pipeline_cuts that keep all of it on one stage, or set"
+                " pipeline_parallel_size=1"
+            )
+
+
 def _stages(graph: StepGraph, homes: Mapping[str, int]) -> tuple[list[int], list[int]]:
     """The stage of each node and of each value."""
     value_stage = [0] * len(graph.values)
     made: set[int] = set()
     node_stage: list[int] = []
     for node in graph.nodes:
-        stage = max([value_stage[v] for v in node.inputs] + [homes[p] for p in node.parameters], default=0)
+        needed = [value_stage[value] for value in (*node.inputs, *node.reads)]
+        stage = max(needed + [homes[name] for name in node.parameters], default=0)
         node_stage.append(stage)
         for value in node.outputs:
             if value not in made:  # a unit may hand an input through: it stays where it was made
@@ -221,18 +241,25 @@ def check_shared(assignment: Assignment) -> None:
         )
 
 
-def _elements(graph: StepGraph) -> tuple[list[int], dict[str, int]]:
+def _elements(graph: StepGraph, updates: Collection[int]) -> tuple[list[int], dict[str, int]]:
     """The nodes at which a stage may begin (first users of some parameter), and each parameter's first user."""
     starts, first_use = [], {}
-    for node in graph.nodes:
+    # A derivative is taken on one stage, with all it goes through: none begins in between.
+    inside = {i for node in graph.nodes if node.together for i in range(min(node.together) + 1, node.index + 1)}
+    for node in _uses_first(graph, updates):
         new = [name for name in node.parameters if name not in first_use and not name.startswith(SINK)]
         first_use.update(dict.fromkeys(new, node.index))
-        if new:
+        if new and node.index not in inside:
             starts.append(node.index)
-    return starts, first_use
+    return sorted(starts), first_use
 
 
-def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]:
+def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
+    """All nodes; changing a parameter is no use of it, unless it has no other."""
+    return sorted(graph.nodes, key=lambda node: (node.index in updates, node.index))
+
+
+def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Collection[int]) -> list[int]:
     if len(cuts) != num_stages - 1:
         raise PartitionError(
             f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
@@ -240,7 +267,8 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str]) -> list[int]
         )
     begins = [0]
     for cut in cuts:
-        begin = next((n.index for n in graph.nodes if any(_covers(cut, name) for name in _names(n))), None)
+        nodes = _uses_first(graph, updates)
+        begin = next((n.index for n in nodes if any(_covers(cut, name) for name in _names(n))), None)
         if begin is None:
             known = sorted({name for node in graph.nodes for name in _names(node)})
             near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
@@ -261,15 +289,59 @@ def _covers(cut: str, name: str) -> bool:
     return name == cut or name.startswith(cut + ".")
 
 
-def _tie_written(graph: StepGraph, homes: dict[str, int]) -> dict[str, int]:
-    """Put what one operation writes and reads together (a momentum teacher and its student) on one stage."""
+def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
+    """Operations that only change parameters and buffers (a momentum teacher), and what each reads and writes.
+
+    By index: those that write, and those whose results go nowhere else; names are those of the whole chain before.
+    """
+    read_by: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for value in (*node.inputs, *node.reads):
+            read_by.setdefault(value, []).append(node.index)
+    needed = {*graph.returned, *graph.kept, graph.loss}
+    chain: set[int] = set()
+    for node in reversed(graph.nodes):
+        own = [value for value in node.outputs if value not in node.inputs]
+        readers = [reader for value in own for reader in read_by.get(value, ())]
+        feeds = bool(readers) and all(reader in chain for reader in readers)
+        if node.unit is None and needed.isdisjoint(own) and (feeds or (node.written and not readers)):
+            chain.add(node.index)
+    names: dict[int, tuple[str, ...]] = {}
+    maker: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.index in chain:
+            before = [names[maker[v]] for v in (*node.inputs, *node.reads) if maker.get(v) in chain]
+            found = [*node.parameters, *node.written, *(name for part in before for name in part)]
+            names[node.index] = tuple(dict.fromkeys(name for name in found if not name.startswith(SINK)))
+        for value in node.outputs:
+            maker[value] = node.index
+    return names
+
+
+def _tie_written(graph: StepGraph, homes: dict[str, int], updates: Mapping[int, tuple[str, ...]]) -> dict[str, int]:
+    """Put what is written together with what it is written from (a momentum teacher and its student) on one stage."""
+    writing = [node for node in graph.nodes if node.written]
+    parameters = {name for node in writing for name in node.written if name not in graph.buffers}
+    together = [
+        updates.get(node.index, node.parameters) if parameters.intersection(node.written) else node.parameters
+        for node in writing
+    ]
     for _ in range(len(homes)):
         changed = False
-        for node in graph.nodes:
-            if node.written and len({homes[name] for name in node.parameters}) > 1:
-                lowest = min(homes[name] for name in node.parameters)
-                homes.update(dict.fromkeys(node.parameters, lowest))
+        for names in together:
+            if len({homes[name] for name in names}) > 1:
+                homes.update(dict.fromkeys(names, min(homes[name] for name in names)))
                 changed = True
         if not changed:
             break
+    # A parameter that the step writes has one content only where all that reads or writes it is on one stage.
+    while parameters:
+        node_stage, _ = _stages(graph, homes)
+        latest = dict.fromkeys(parameters, 0)
+        for node, stage in zip(graph.nodes, node_stage, strict=True):
+            for name in parameters.intersection((*node.parameters, *node.written)):
+                latest[name] = max(latest[name], stage)
+        if all(homes[name] == stage for name, stage in latest.items()):
+            break
+        homes.update(latest)
     return homes

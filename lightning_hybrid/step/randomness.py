@@ -115,6 +115,15 @@ class GeneratorStates:
         self._accelerator = _accelerator_generator(device)
         self._accelerator_state = None if self._accelerator is None else self._accelerator.get_state()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the states travel to another process."""
+        return {**self.__dict__, "_accelerator": None}
+
+    def on(self, device: torch.device) -> GeneratorStates:
+        """Mean the generators of another device, such as that of the process which got these states."""
+        self._device, self._accelerator = device, _accelerator_generator(device)
+        return self
+
     def restore(self) -> None:
         """Put the generators back into the states held."""
         random.setstate(self._python)
@@ -210,7 +219,8 @@ class KeyedRandomness:
             saved = self._base, self._module, self._drawn
             self._base, self._module, self._drawn = base, list(stack), Counter(drawn)
             try:
-                with self.isolated(), self.modules(drawing):
+                # No function mode of the first run is active in a backward.
+                with self.isolated(), self.modules(drawing), self.watching(True), _DrawWatch(self):
                     return function(*args, **kwargs)
             finally:
                 self._base, self._module, self._drawn = saved

@@ -14,48 +14,31 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.absent import (
-    MARK,
-    AbsentFloat,
-    absent_members,
-    make_absent,
-)
+from lightning_hybrid.step.absent import MARK, absent_members, exchange, make_absent
 from lightning_hybrid.step.alike import LikeUnits
 from lightning_hybrid.step.costs import CostWatch
+from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
 from lightning_hybrid.step.graph import Node, StepGraph, Value
+from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
-from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, index_by_numbers, run_on_stand_ins
-from lightning_hybrid.step.transaction import ModuleState, Place, reachable
+from lightning_hybrid.step.stand_in import (
+    NO_FAKE_KERNEL,
+    SIZED_BY_DATA,
+    index_by_numbers,
+    quiet_fakes,
+    run_on_stand_ins,
+)
+from lightning_hybrid.step.transaction import ArgumentState, ModuleState
 from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.units import buffer_names, owned_members
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
+from lightning_hybrid.step.user_functions import COLLECTIVE, watched_functions, written_by
 from lightning_hybrid.step.watch import Current, StepWatch, user_line, watched_sinks, watched_units
 
-_SIZED_BY_DATA = frozenset(
-    {
-        "nonzero",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "argwhere",
-        "bincount",
-        "repeat_interleave",
-    }
-)
-_WRITES = frozenset(
-    {
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ipow__",
-        "__iand__",
-        "__ior__",
-        "__ixor__",
-    }
-)
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
+_WRITES = frozenset(f"__{name}__" for name in _IN_PLACE)
 
 
 def record(
@@ -67,6 +50,7 @@ def record(
     randomness: KeyedRandomness,
     loss_required: bool = False,
     tracked_buffers: Iterable[str] = (),
+    whole_graph: bool = False,
 ) -> Recording:
     """Record one run of ``step``.
 
@@ -78,6 +62,7 @@ def record(
         randomness: Its generators are left as they were.
         loss_required: Whether the step must return a loss.
         tracked_buffers: FQNs of buffers that have a home like parameters.
+        whole_graph: Whether the step takes derivatives, so that no unit may borrow what a like one showed.
 
     Raises:
         StepError: No loss, or a value that reached the glue on a way that cannot be followed.
@@ -96,9 +81,10 @@ def record(
     watch: RecordWatch | None = None
     try:
         with randomness.isolated(), absent_members(owners) as names:
-            owned = {fqn: _owned(unit, names) for fqn, unit in units.items()}
+            owned = {fqn: owned_members(unit, names) for fqn, unit in units.items()}
             sinks = find_sinks(root)
-            watch = RecordWatch(names, costs, _buffer_names(root, units), SinkRehearsal(sinks), units)
+            buffers = buffer_names(root, units)
+            watch = RecordWatch(names, costs, buffers, SinkRehearsal(sinks), units, whole_graph=whole_graph)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(randomness.microbatch(0, 0))
                 stack.enter_context(costs.module_stack())
@@ -106,30 +92,35 @@ def record(
                 current.watch = watch
                 stack.enter_context(watched_units(current, units, owned))
                 stack.enter_context(watched_sinks(current, sinks))
+                stack.enter_context(watched_functions(current))
                 stack.enter_context(adopted_checkpoints(current, randomness))
+                stack.enter_context(quiet_fakes())
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()
             return watch.finish(root, name, result, units, owned, loss_required=loss_required)
+    except GraphWanted:
+        assert not whole_graph
     finally:
         if watch is not None:
             watch.undo_writes()
         state.restore()
-
-
-def _owned(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
-    tensors = [*unit.parameters(), *unit.buffers()]
-    return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))
-
-
-def _buffer_names(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, tuple[str, bool]]:
-    """FQN of each buffer by id, and whether it lives inside a unit."""
-    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
-    return {id(buffer): (name, id(buffer) in inside) for name, buffer in root.named_buffers()}
+    return record(
+        root,
+        step,
+        units,
+        name=name,
+        randomness=randomness,
+        loss_required=loss_required,
+        tracked_buffers=tracked,
+        whole_graph=True,
+    )
 
 
 class RecordWatch(StepWatch):
     """Runs every event on stand-ins and notes it as a node."""
+
+    is_recording = True
 
     def __init__(
         self,
@@ -138,13 +129,15 @@ class RecordWatch(StepWatch):
         buffers: Mapping[int, tuple[str, bool]],
         rehearsal: SinkRehearsal,
         units: Mapping[str, nn.Module],
+        *,
+        whole_graph: bool,
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. costs: counts the kernels. buffers: see ``_buffer_names``."""
+        """Args: parameters: FQN by id of the stand-ins. costs: counts the kernels. buffers: see ``buffer_names``."""
         super().__init__(parameters)
         self._buffers = buffers
         self._rehearsal = rehearsal
         self.units = units
-        self._alike = LikeUnits(costs)
+        self._alike = None if whole_graph else LikeUnits(costs)
         self._found_buffers: set[str] = set()
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._costs = costs
@@ -154,12 +147,17 @@ class RecordWatch(StepWatch):
         self._bytes: dict[str, int] = {}
         self._cloned: set[int] = set()
         self._by_memory: dict[int, list[Tensor]] = {}
+        self._member_memory: dict[int, str] = {}  # of parameters and tracked buffers: their FQN
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Everything that came from a parameter is absent while recording."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
+
+    def is_dynamic(self, value: int) -> bool:
+        """As far as is known when it is made."""
+        return self._values[value].dynamic
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Metrics are rehearsed on a copy."""
@@ -192,18 +190,37 @@ class RecordWatch(StepWatch):
         for tensor in tensors:
             if id(tensor) in self.parameters:
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
+                self._member_memory[_memory(tensor)] = self.parameters[id(tensor)]
+        if name == "backward":
+            raise StepError(
+                f"{user_line()}: the step calls backward() itself, which starts from values of one stage and should end"
+                " in all; add the term to the loss that the step returns, or set pipeline_parallel_size=1 and"
+                " num_microbatches=1"
+            )
+        through: tuple[int, ...] = ()
+        if is_derivative(name):
+            if self._alike is not None and self._alike.reused:
+                raise GraphWanted
+            through = gone_through(self._nodes, args, kwargs, self.mark_of, self.parameters)
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
-        if name.startswith("@"):
+        if name.startswith("@") and self._alike is not None:
             unit = self.units[name[1:]]
             out, dynamic = self._alike.run(name[1:], unit, leaves, spec, lambda: self._run(name, run, args, kwargs))
         else:
             out, dynamic = self._run(name, run, args, kwargs)
         dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
 
-        # A tensor whose version moved was written in place: the object now is a new value.
+        # A tensor whose version moved was written in place: the object now is a new value. Binding `.data` moves none,
+        # and neither does an operation on a list of stand-ins.
         writes = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
-        written_names = tuple(self.parameters[id(t)] for t in writes if id(t) in self.parameters)
+        if name == "__set__" or (name.startswith("_foreach_") and name.endswith("_")):
+            writes = [tensors[0]]
+            if id(tensors[0]) in self.parameters:
+                self._member_memory[_memory(tensors[0])] = self.parameters[id(tensors[0])]
+        # Also through `parameter.data` and other views.
+        members = {id(t): self.parameters.get(id(t), self._member_memory.get(_memory(t))) for t in writes}
+        written_names = tuple(dict.fromkeys(member for member in members.values() if member is not None))
         written: list[tuple[int, int]] = []
         for tensor in {id(t): t for t in writes}.values():
             if id(tensor) in self.parameters:
@@ -227,6 +244,8 @@ class RecordWatch(StepWatch):
                 outputs=tuple(dict.fromkeys(outputs)),
                 written=written_names,
                 aliases=aliases,
+                reads=numbers_among(leaves, self.numbers_read),
+                together=through,
                 flops=self._costs.flops - flops,
                 moved_bytes=self._costs.moved_bytes - moved,
                 line=user_line(),
@@ -247,6 +266,10 @@ class RecordWatch(StepWatch):
         target = kwargs.get("out")
         if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
             target = args[0]
+        for tensor in written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]:
+            self._open(name, tensor)
+
+    def _open(self, name: str, target: Any) -> None:
         if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self.mark_of(target) is not None:
             return
         if target._is_view():
@@ -257,7 +280,7 @@ class RecordWatch(StepWatch):
         if id(target) in self._buffers:
             self._found_buffers.add(self._buffers[id(target)][0])
         absent = make_absent(target)
-        torch.utils.swap_tensors(target, absent)
+        exchange(target, absent)
         self._swapped.append((target, absent))
 
     def undo_writes(self) -> None:
@@ -269,15 +292,19 @@ class RecordWatch(StepWatch):
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
         """The result on stand-ins, and whether its shape depends on data."""
-        dynamic = name in _SIZED_BY_DATA
+        dynamic = name in SIZED_BY_DATA
         if name in ("__getitem__", "masked_select", "__setitem__"):
             args, by_mask = index_by_numbers(name, args)
             if by_mask and name == "masked_select":
                 return args[0][args[1]], True
             dynamic |= by_mask
+        self._costs.guessed = False
+        before = ArgumentState(flatten((args, kwargs))[0]) if name.startswith("@") else None
         try:
-            return run(*args, **kwargs), dynamic
+            return run(*args, **kwargs), dynamic or self._costs.guessed
         except NO_FAKE_KERNEL as error:
+            if before is not None:
+                before.restore()
             return run_on_stand_ins(name, run, args, kwargs, error), True
 
     def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
@@ -338,7 +365,7 @@ class RecordWatch(StepWatch):
                 f"{name} returned {_shape_of(result)} and no loss that depends on a trainable parameter;"
                 " return the loss tensor, or a dict with the key 'loss'"
             )
-        kept = self._find_kept(root)
+        kept = find_kept(root, self.mark_of, self.numbers_read)
         called = {node.unit for node in self._nodes if node.unit is not None}
         read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
         unopened = frozenset(
@@ -354,21 +381,10 @@ class RecordWatch(StepWatch):
             kept=tuple(dict.fromkeys(value for _, value in kept)),
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),
+            buffers=frozenset(name for name, _ in root.named_buffers()),
         )
         found = frozenset(self._found_buffers)
         return Recording(graph, tuple(self._templates), dict(units), dict(owned), tuple(kept), unopened, found)
-
-    def _find_kept(self, root: nn.Module) -> list[tuple[Place, int]]:
-        kept = []
-        for place, leaf in reachable(root):
-            if isinstance(leaf, AbsentFloat):
-                raise StepError(
-                    f"{leaf.line}: {place} keeps a number read from the model, which other pipeline stages do not"
-                    " have; keep the tensor instead (loss.detach()): it is filled in on every rank after the step"
-                )
-            if isinstance(leaf, FakeTensor) and (value := self.mark_of(leaf)) is not None:
-                kept.append((place, value))
-        return kept
 
 
 def _shape_of(result: Any) -> str:
@@ -378,5 +394,7 @@ def _shape_of(result: Any) -> str:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for tensors that are views of one another."""
-    return id(tensor if tensor._base is None else tensor._base)
+    """The same for tensors that are views of one another, `.data` included."""
+    if tensor.layout is torch.strided:
+        return int(tensor.untyped_storage()._cdata)
+    return id(tensor)

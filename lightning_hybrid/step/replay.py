@@ -61,8 +61,10 @@ class StageReplay:
         self.wanted = frozenset(wanted)
         self.placeholders: dict[int, FakeTensor] = {}
         self.wanted_after = frozenset((*graph.returned, *graph.kept))
-        # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches.
-        handed = graph.returned if graph.returned != (graph.loss,) else ()
+        # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches. What
+        # validation or prediction returns is.
+        only_loss = graph.step == "training_step" and graph.returned == (graph.loss,)
+        handed = () if only_loss else graph.returned
         self.held_by_user = frozenset((*handed, *graph.kept))
         modules = dict(root.named_modules())
         self.sinks = find_sinks(root)
@@ -134,6 +136,10 @@ class ReplayWatch(StepWatch):
             return isinstance(tensor, FakeTensor)
         return self._value_stage[mark] != self._stage and mark not in self._received
 
+    def is_dynamic(self, value: int) -> bool:
+        """As it was recorded."""
+        return self._values[value].dynamic
+
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
@@ -141,7 +147,7 @@ class ReplayWatch(StepWatch):
         leaves, plain = flatten_call(args, kwargs)
         inputs: list[int] = []
         tracked = bool(owned)
-        replace = False
+        replace = stale = False
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 mark = getattr(leaf, MARK, None)
@@ -150,12 +156,20 @@ class ReplayWatch(StepWatch):
                     replace = replace or isinstance(leaf, FakeTensor)
                 elif id(leaf) in self.parameters:
                     tracked = True
+                elif isinstance(leaf, FakeTensor):
+                    stale = True
         if not inputs and not tracked:
             return run(*args, **kwargs)
         node = self._match(name, inputs)
         template = self._templates[node.index]
         if self._node_stage[node.index] != self._stage:
             return self._skip(node, leaves)
+        if stale:
+            raise StepError(
+                f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch left on the"
+                " module and that lives on a later stage until the step ends; keep it for the next batch only, or set"
+                " num_microbatches=1"
+            )
         if replace:
             leaves = [self._present(leaf) for leaf in leaves]
             args, kwargs = rebuild_call(leaves, args, kwargs, plain)

@@ -71,12 +71,11 @@ class SinkRehearsal:
 
         def rehearse(*args: Any, **kwargs: Any) -> Any:
             if fqn not in self._copies:
-                self._copies[fqn] = copy.deepcopy(self._sinks[fqn])
+                self._copies[fqn] = _copy_alone(self._sinks[fqn])
             leaves, spec = flatten((args, kwargs))
             given, given_kwargs = unflatten([_real(leaf) for leaf in leaves], spec)
             try:
-                with torch.no_grad():
-                    out = getattr(self._copies[fqn], method)(*given, **given_kwargs)
+                out = getattr(self._copies[fqn], method)(*given, **given_kwargs)
             except Exception:  # a metric may refuse random values; what it returns then is taken to be one number
                 out = torch.zeros(()) if method in ("forward", "compute") else None
             return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
@@ -84,12 +83,30 @@ class SinkRehearsal:
         return rehearse
 
 
+def _copy_alone(sink: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the original, and asks no other process."""
+    copied = copy.deepcopy(sink)
+    for method in _METHODS:  # what was put on the original runs the original
+        if method in copied.__dict__ and copied.__dict__[method] is sink.__dict__.get(method):
+            del copied.__dict__[method]
+    for metric in copied.modules():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = _nowhere
+    return copied
+
+
+def _nowhere() -> bool:
+    return False
+
+
 def _real(leaf: Any) -> Any:
+    """Random contents for what is absent; a metric that is a loss passes a gradient on."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_absent(leaf):
         return leaf.detach()
     device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
     if leaf.is_floating_point():
-        return torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, leaf.dtype)
+        random = torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, leaf.dtype)
+        return random.requires_grad_(leaf.requires_grad)
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

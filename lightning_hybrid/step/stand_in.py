@@ -1,8 +1,15 @@
-"""Operations without an honest fake kernel: run them once on real stand-in values."""
+"""Operations without an honest fake kernel: run them once on real stand-in values.
+
+A single kernel that refuses stand-ins without storage, or cannot know the shape of its result, is run on zeros or ones.
+Where Python asks for a number inside a unit, such as how many tokens an expert got, the whole unit is run on small
+random values instead, so that its numbers agree with each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +31,59 @@ NO_FAKE_KERNEL = (
     NotImplementedError,
     RuntimeError,
 )
+# Operations whose result has a shape that depends on contents.
+SIZED_BY_DATA = frozenset(
+    {
+        "nonzero",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "argwhere",
+        "bincount",
+        "repeat_interleave",
+    }
+)
+
+
+def kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    """The result of one kernel on real zeros, or ones where its shape is the count of what is not zero.
+
+    Args:
+        func: The kernel.
+        args: Its arguments; absent ones are replaced.
+        kwargs: Likewise.
+        error: Why the fake kernel did not do; raised again if the real one fails too, or writes its arguments.
+    """
+    leaves, spec = flatten((args, kwargs))
+    absent = {id(leaf): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}
+    if isinstance(error, DataDependentOutputException) or func._schema.is_mutable or not absent:
+        raise error
+    value = 1 if isinstance(error, DynamicOutputShapeException) else 0
+    real = {key: _filled(leaf, value) for key, leaf in absent.items()}
+    try:
+        real_args, real_kwargs = unflatten([real.get(id(leaf), leaf) for leaf in leaves], spec)
+        out = func(*real_args, **real_kwargs)
+    except Exception as failure:
+        raise error from failure
+    return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
+
+
+def _filled(tensor: FakeTensor, value: int) -> Tensor:
+    """A tensor of this shape and these strides; zeros take no memory until they are written."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = torch.zeros(max(size, 1), dtype=tensor.dtype, device=tensor.fake_device)
+    return (flat.fill_(value) if value else flat).as_strided(tensor.shape, tensor.stride())
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Torch logs the stack of a fake kernel that fails, which is no failure here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def run_on_stand_ins(name: str, run: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Any:

@@ -8,7 +8,7 @@ read off in between.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -34,22 +34,17 @@ class Place(NamedTuple):
         return prefix + self.attribute + "".join(f"[{key!r}]" for key in self.path)
 
 
-class ModuleState:
-    """The state of all modules under a root at one moment."""
+class ArgumentState:
+    """What the objects that a unit was given held before it ran, such as the keys and values in a cache."""
 
-    def __init__(self, root: nn.Module, *, buffers: bool = True) -> None:
-        """Args: root: the user's LightningModule. buffers: whether buffers belong to the state to put back."""
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        """Args: arguments: leaves; tensors and modules among them are passed over."""
         self._contents: list[tuple[Any, Any]] = []
-        self._buffers: list[tuple[Tensor, Tensor, int]] = []
         seen: set[int] = set()
-        for module in root.modules():
-            if not buffers:
-                seen.add(id(module._buffers))
-            for buffer in module._buffers.values():
-                if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
-                    seen.add(id(buffer))
-                    self._buffers.append((buffer, buffer.detach().clone(), buffer._version))
-            self._note(module.__dict__, seen, 0, top=True)
+        for argument in arguments:
+            inner = _inside(argument)
+            if inner is not None:
+                self._note(inner, seen, 0)
 
     def _note(self, container: Any, seen: set[int], depth: int, *, top: bool = False) -> None:
         if id(container) in seen or depth > _DEEPEST:
@@ -65,7 +60,7 @@ class ModuleState:
                 self._note(inner, seen, depth + 1)
 
     def restore(self) -> None:
-        """Put everything back as it was, keeping the identity of containers and tensors."""
+        """Put everything back as it was, keeping the identity of containers."""
         for container, content in self._contents:
             if isinstance(container, dict):
                 if container.keys() == content.keys() and all(container[key] is content[key] for key in content):
@@ -78,6 +73,28 @@ class ModuleState:
             else:
                 container.clear()
                 container.extend(content)
+
+
+class ModuleState(ArgumentState):
+    """The state of all modules under a root at one moment."""
+
+    def __init__(self, root: nn.Module, *, buffers: bool = True) -> None:
+        """Args: root: the user's LightningModule. buffers: whether buffers belong to the state to put back."""
+        super().__init__(())
+        self._buffers: list[tuple[Tensor, Tensor, int]] = []
+        seen: set[int] = set()
+        for module in root.modules():
+            if not buffers:
+                seen.add(id(module._buffers))
+            for buffer in module._buffers.values():
+                if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
+                    seen.add(id(buffer))
+                    self._buffers.append((buffer, buffer.detach().clone(), buffer._version))
+            self._note(module.__dict__, seen, 0, top=True)
+
+    def restore(self) -> None:
+        """Put everything back as it was, keeping the identity of containers and tensors."""
+        super().restore()
         for buffer, content, version in self._buffers:
             if buffer._version != version:
                 buffer.detach().copy_(content)

@@ -143,3 +143,21 @@ def _dataclass(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return result
 
     return [getattr(value, name) for name in names], build
+
+
+_MOST_OBJECTS = 1000
+
+
+def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
+    """The tensors that an object of a class unknown here, such as a batch of graphs, holds in its attributes."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) in _LEAF_TYPES or id(value) in seen or isinstance(value, nn.Module | type) or callable(value):
+        return []
+    if len(seen) == _MOST_OBJECTS:
+        return []
+    seen.add(id(value))
+    parts = children_of(value)
+    inner: list[Any] = parts[0] if parts is not None else list(getattr(value, "__dict__", {}).values())
+    return [tensor for part in inner for tensor in tensors_inside(part, seen)]

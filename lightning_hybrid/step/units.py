@@ -6,7 +6,7 @@ shows (a unit that dominates its stage, or one whose parameters are read around 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -33,6 +33,7 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
         if size == 0:
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened or size * num_stages > total
+        is_open |= _is_listened_to(module)
         if (can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}" if fqn else name, child)
@@ -43,6 +44,11 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
     return units
 
 
+def _is_listened_to(module: nn.Module) -> bool:
+    """Whether the user's forward hooks see what goes on inside; they run on every rank, outside of units."""
+    return any(inner._forward_hooks for inner in module.modules() if inner is not module)
+
+
 def can_open(module: nn.Module) -> bool:
     """Whether there is something smaller inside ``module`` that could be a unit."""
     return any(_count(child) for child in module.children())
@@ -50,3 +56,15 @@ def can_open(module: nn.Module) -> bool:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
+    """FQNs of the parameters and tracked buffers that a unit holds; ``names`` are all of them, by id."""
+    tensors = [*unit.parameters(), *unit.buffers()]
+    return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))
+
+
+def buffer_names(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, tuple[str, bool]]:
+    """FQN of each buffer by id, and whether it lives inside a unit."""
+    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
+    return {id(buffer): (name, id(buffer) in inside) for name, buffer in root.named_buffers()}

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
+from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
 from lightning_hybrid.step.tree import flatten
 
@@ -75,6 +76,7 @@ _NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
 _TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
 _BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
 _CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_CHECKING = "torch.distributions."  # its branches on tensors ask whether arguments are valid, and raise if not
 _READS = _NUMBER_READS | _TEXT_READS | _BRANCH_READS | _CONTENT_READS
 
 _OWN_FOLDER = __file__.rsplit("/", 2)[0]
@@ -86,10 +88,14 @@ class StepWatch(TorchFunctionMode, ABC):
 
     Attributes:
         parameters: FQN by ``id`` of every parameter and tracked buffer.
+        is_recording: Whether nothing may be sent to other ranks.
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
         recompute_depth: How many checkpointed functions of the user's glue are running.
+        numbers_read: Where a number was last read from a tensor that is absent.
         units: The modules whose calls are one event each, by FQN.
     """
+
+    is_recording = False
 
     def __init__(self, parameters: Mapping[int, str], randomness: KeyedRandomness | None = None) -> None:
         """Args: parameters: FQN by id. randomness: reseeded before glue operations that draw."""
@@ -101,6 +107,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self._randomness = randomness
         self.inside_unit = False
         self.recompute_depth = 0
+        self.numbers_read = ""
         self.units: Mapping[str, nn.Module] = {}
 
     @abstractmethod
@@ -112,6 +119,10 @@ class StepWatch(TorchFunctionMode, ABC):
     @abstractmethod
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Whether the content of ``tensor`` is not on this rank."""
+
+    @abstractmethod
+    def is_dynamic(self, value: int) -> bool:
+        """Whether the shape of a value depends on data."""
 
     def mark_of(self, tensor: Tensor) -> int | None:
         """Index of the value that ``tensor`` is in this run; None if it is batch-only."""
@@ -135,17 +146,50 @@ class StepWatch(TorchFunctionMode, ABC):
             return func(*args, **kwargs)
         elif name in _READS:
             return self._read(name, func, args, kwargs)
+        elif name.startswith("_foreach_"):
+            return self._each(name, func, args, kwargs)
         elif self._randomness is not None and draws(name, args, kwargs):
             self._randomness.reseed()
+        elif fills(name) and self._has_known_shape(args) and (result := filled(func, args, kwargs)) is not None:
+            return result
+        elif name == "_pack_padded_sequence" and not self._is_of_the_model(args[1]):
+            data, _ = self.event(name, func, args, kwargs, ())
+            return data, packed_sizes(args)
         return self.event(name, func, args, kwargs, ())
+
+    def _is_of_the_model(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and (self.mark_of(leaf) is not None or self.is_absent_here(leaf))
+
+    def _has_known_shape(self, args: Any) -> bool:
+        """Whether the first of these is a value of the model whose shape is the same on every stage."""
+        mark = self.mark_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        return mark is not None and not self.is_dynamic(mark)
+
+    def _each(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on lists, member by member: they may lie on different stages."""
+        count = len(args[0])
+
+        def member(value: Any, index: int) -> Any:
+            return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
+
+        results: list[Any] = []
+        for index in range(count):
+            own = tuple(member(arg, index) for arg in args)
+            results.extend(self.event(name, func, own, {k: member(v, index) for k, v in kwargs.items()}, ()) or ())
+        return results or None
 
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         absent = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and self.is_absent_here(leaf)]
         if not absent:
             return self.read_here(name, func(*args, **kwargs), args)
+        if name == "__bool__" and str(sys._getframe(2).f_globals.get("__name__")).startswith(_CHECKING):
+            return True  # an argument is checked, and is on the stage that has it
         line = user_line()
         if name in _NUMBER_READS:
-            return AbsentFloat(line)
+            self.numbers_read = line
+            number = AbsentFloat(line, frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None))
+            # Python asks for a plain float there, and would warn.
+            return float(number) if name == "__float__" else number
         if name == "__format__":
             return "nan"
         if name in _TEXT_READS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +16,19 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.absent import is_absent
 
 
-def agree_on_start(module: nn.Module, mesh: Mesh, data_rank: int, device: torch.device) -> int:
+def agree_on_start(
+    module: nn.Module, mesh: Mesh, data_rank: int, device: torch.device, copies: Sequence[nn.Module] = ()
+) -> int:
     """Give all ranks the weights of rank 0, and all ranks of a replica the generators of its first rank.
 
     Without ``seed_everything`` (or where initialisation depends on hash order) each process has drawn its own.
+
+    Args:
+        module: The user's.
+        mesh: The ranks.
+        data_rank: Of this rank.
+        device: Of this rank.
+        copies: Of the module, made before; they begin with the same weights.
 
     Returns:
         A seed for keyed randomness, the same on every rank.
@@ -26,10 +36,10 @@ def agree_on_start(module: nn.Module, mesh: Mesh, data_rank: int, device: torch.
     seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
     if mesh.layout.world_size == 1:
         return seed
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if is_absent(tensor):  # built empty: what it will be is rank 0's too
+    for tensor in [t for root in (module, *copies) for t in (*root.parameters(), *root.buffers())]:
+        if is_absent(tensor) or tensor.is_meta:  # built empty: what it will be is rank 0's too
             continue
-        content = tensor.detach().contiguous()
+        content = tensor.detach().to(device).contiguous()
         raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
         dist.broadcast(raw, src=0)
         if content.data_ptr() != tensor.data_ptr():

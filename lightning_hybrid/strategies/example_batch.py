@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.step.randomness import GeneratorStates
+
+_NOTHING = object()
 
 
 def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"]) -> Any:
@@ -39,7 +42,14 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
     try:
         for loader in combined.flattened:
             trainer.strategy.deal_to_replicas(loader)
-        batches = [_first(loader) for loader in combined.flattened]
+        with trainer.strategy.user_world():
+            batches = [_first(loader) for loader in combined.flattened]
+        needed = batches[:1] if combined._mode == "sequential" else batches
+        if any(batch is _NOTHING for batch in needed):
+            raise ValueError(
+                "a loader gave no batch to this rank, and stages are cut by recording a step on a batch; give every"
+                " rank data, or the strategy example_batch=..."
+            )
         if combined._mode == "sequential":
             batch = batches[0]
         else:
@@ -54,16 +64,39 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
 
 def _first(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
-        return next(iter(loader))
+        states = _states_of([loader])
+        try:
+            return next(iter(loader), _NOTHING)
+        finally:
+            _restore(states)
     owners: list[Any] = [loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     drawing = [getattr(owner, "generator", None) for owner in owners]
     generators = {id(generator): generator for generator in drawing if isinstance(generator, torch.Generator)}
-    states = [(generator, generator.get_state()) for generator in generators.values()]
+    drawn = [(generator, generator.get_state()) for generator in generators.values()]
+    # Not the loader: one that has a state begins to read when it is asked for it.
+    states = _states_of([*owners[1:], loader.batch_sampler, loader.dataset])
     try:
-        return loader.collate_fn(_samples(loader))
+        samples = _samples(loader)
+        return _NOTHING if samples is _NOTHING else loader.collate_fn(samples)
     finally:
-        for generator, state in states:
+        for generator, state in drawn:
             generator.set_state(state)
+        _restore(states)
+
+
+def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
+    """Where those that know their place are (a stateful loader, sampler or dataset)."""
+    known = {id(owner): owner for owner in owners if _is_stateful(owner)}
+    return [(owner, copy.deepcopy(owner.state_dict())) for owner in known.values()]
+
+
+def _is_stateful(owner: Any) -> bool:
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
+
+
+def _restore(states: list[tuple[Any, Any]]) -> None:
+    for owner, state in states:
+        owner.load_state_dict(state)
 
 
 def _samples(loader: DataLoader[Any]) -> Any:
@@ -71,11 +104,11 @@ def _samples(loader: DataLoader[Any]) -> Any:
     if isinstance(dataset, IterableDataset):
         samples: Iterator[Any] = iter(dataset)
         if loader.batch_size is None:
-            return next(samples)
-        return list(itertools.islice(samples, loader.batch_size))
-    if loader.batch_sampler is None:
-        return dataset[next(iter(loader.sampler))]
-    indices = next(iter(loader.batch_sampler))
+            return next(samples, _NOTHING)
+        return list(itertools.islice(samples, loader.batch_size)) or _NOTHING
+    indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
+    if loader.batch_sampler is None or indices is _NOTHING:
+        return _NOTHING if indices is _NOTHING else dataset[indices]
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]

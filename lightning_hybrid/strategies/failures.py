@@ -17,10 +17,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.places import note, notes
+from lightning_hybrid.strategies.requeue import Requeue
 
 # So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
 _SECONDS_FOR_PEERS = 1.0
@@ -52,11 +54,17 @@ class Failures(pl.Callback):
         trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, Failures))]
         # Lightning's own handler waits in a collective that the other ranks may never join.
         trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
+        self._requeue = Requeue(trainer, mesh, self._store, self._prefix)
+        # It also asks rank 0 before every batch, and so makes all ranks wait for each other.
+        self._loop = trainer.fit_loop.epoch_loop
+        self._loop._broadcast_sigterm_tensor = self._stop_if_told
 
     def stop_watching(self) -> None:
         """Undo what was done to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
         vars(self._trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        self._requeue.stop_listening()
+        vars(self._loop).pop("_broadcast_sigterm_tensor", None)
 
     # -- a rank that fails --------------------------------------------------------------------------------------------
 
@@ -141,6 +149,10 @@ class Failures(pl.Callback):
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(self._prefix + "stop", "", str(due))
 
+    def _stop_if_told(self) -> None:
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
+
     def _on_batch_start(self, *_: Any, **__: Any) -> None:
         self._batches += 1
         if self._mesh.layout.world_size == 1:
@@ -179,11 +191,13 @@ def _close_group(group: dist.ProcessGroup) -> None:
         return
     # [Note: closing gloo] Neither abort nor destroy_process_group closes sockets of gloo while anything still refers to
     # the group. A receive that runs out of time does: gloo then closes all connections of the group.
-    peer = 1 if group.rank() == 0 else 0
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+    # From a peer that is gone it fails at once and closes nothing, so every peer is tried.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
 
 def _hook_of(error: BaseException) -> str:

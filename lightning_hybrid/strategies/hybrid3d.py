@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,18 +28,20 @@ from lightning_hybrid.pipeline.transport import GroupTransport
 from lightning_hybrid.step.microbatch import BatchSplitter
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
+from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
-from lightning_hybrid.strategies.steps import SteppingStrategy
 from lightning_hybrid.strategies.user_hooks import read_globally
+from lightning_hybrid.strategies.user_optimizers import looks_at_all, watch_step
+from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 
 
-class Hybrid3DStrategy(SteppingStrategy):
+class Hybrid3DStrategy(VerifyingStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
     The user's ``training_step`` is recorded once without parameters, cut into stages of equal cost, and run on each
@@ -57,6 +60,8 @@ class Hybrid3DStrategy(SteppingStrategy):
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens; their numbers of samples if None.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
+        verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
+            parameter changes if a loss or gradient is another one there.
         process_group_backend: "nccl" or "gloo"; by device if None.
         timeout: Of collective operations.
         start_method: "popen" runs the script once per device; "fork" serves notebooks.
@@ -84,6 +89,7 @@ class Hybrid3DStrategy(SteppingStrategy):
         *,
         microbatch_weight: MicrobatchWeight | None = None,
         example_batch: Any = None,
+        verify_first_step: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -106,6 +112,7 @@ class Hybrid3DStrategy(SteppingStrategy):
             microbatch_weight=microbatch_weight,
         )
         super().__init__(
+            verify_first_step=verify_first_step,
             microbatch_weight=microbatch_weight,
             sizes=sizes,
             process_group_backend=process_group_backend,
@@ -124,8 +131,7 @@ class Hybrid3DStrategy(SteppingStrategy):
         self._splitter = batch_splitter
         self._example_batch = example_batch
         self._whole_again: pl.Callback | None = None
-        self._stop_reads: Callable[[], None] | None = None
-        self._metrics: MetricSync | None = None
+        self._stop_reads = contextlib.ExitStack()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -138,19 +144,23 @@ class Hybrid3DStrategy(SteppingStrategy):
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._check(module, is_fitting)
+        if is_fitting:
+            self.begin_verification(module)
         empty = self._adopt_empty()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if empty is not None:
             empty.hide(module)
         # Weights and generators must agree before anything is drawn or recorded.
-        seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device)
+        self._averages = Averages(trainer)
+        seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = None
         if self._needs_runner():
             self._record(trainer, module, KeyedRandomness(self._seed, self.root_device))
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
+        self._averages.follow(module, None if self._is_whole else self._plan, lambda: self.data_rank == 0)
         self._announce()
         if is_fitting:
             # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
@@ -218,8 +228,11 @@ class Hybrid3DStrategy(SteppingStrategy):
         parameters = dict(module.named_parameters())
         holders = {name: plan.ranks_of(name) for name in parameters}
         reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
-        self._stop_reads = read_globally(
-            trainer, module, reads, in_parts=lambda: not self._is_whole, complete=lambda: self._grads_complete
+        self._reads = reads
+        self._stop_reads.callback(
+            read_globally(
+                trainer, module, reads, in_parts=lambda: not self._is_whole, complete=lambda: self._grads_complete
+            )
         )
 
     def _announce(self) -> None:
@@ -236,6 +249,10 @@ class Hybrid3DStrategy(SteppingStrategy):
             )
         self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
         self.precision_plugin.connect_mesh(self.mesh, lambda: counted)
+        if self._reads is not None:
+            self._watched = [optimizer for optimizer in self.optimizers if looks_at_all(optimizer)]
+            for optimizer in self._watched:
+                self._stop_reads.callback(watch_step(optimizer, self._reads, lambda: not self._is_whole))
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):
@@ -253,9 +270,10 @@ class Hybrid3DStrategy(SteppingStrategy):
     def teardown(self) -> None:
         """Leave a whole module behind on every rank."""
         self.make_whole()
-        if self._stop_reads is not None:
-            self._stop_reads()
-            self._stop_reads = None
+        if self._averages is not None:
+            self._averages.leave()
+        self._stop_reads.close()
+        self._reads, self._watched = None, []
         if self._whole_again is not None:
             self._trainer.callbacks.remove(self._whole_again)  # type: ignore[attr-defined]
             self._whole_again = None

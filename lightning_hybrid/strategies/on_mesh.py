@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -29,8 +31,11 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.strategies.evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.samplers import deal_to_replicas
+from lightning_hybrid.strategies.skipped_steps import allow_skipped_steps
+from lightning_hybrid.strategies.user_world import UserWorld
 
 
 class MeshStrategy(ParallelStrategy):
@@ -54,7 +59,10 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: Mesh | None = None
-        self._stop_evaluating_once: Callable[[], None] | None = None
+        self._user_world: UserWorld | None = None
+        self._in_step = False
+        self._stop_showing: Callable[[], None] = lambda: None
+        self._changed_loops = contextlib.ExitStack()
 
     # -- the world ----------------------------------------------------------------------------------------------------
 
@@ -94,9 +102,50 @@ class MeshStrategy(ParallelStrategy):
         return self._layout is None or self._layout.data_parallel_size > 1
 
     @property
+    def global_rank(self) -> int:
+        """This rank in the launcher's world; to the user's code its place among those that see other data."""
+        rank = self._launcher_rank
+        return self.layout.data_rank(rank) if self._is_shown_to_user else rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the launcher's world; to the user's code those that see different data."""
+        if self._is_shown_to_user:
+            return self.layout.data_parallel_size
+        return self.cluster_environment.world_size() if self.cluster_environment is not None else 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the one rank that writes files, whoever asks."""
+        return self._launcher_rank == 0
+
+    @property
+    def _launcher_rank(self) -> int:
+        if self._mesh is not None:  # environments may read RANK, which is another one while the user's code runs
+            return self._mesh.rank
+        return self.cluster_environment.global_rank() if self.cluster_environment is not None else 0
+
+    @property
+    def _is_shown_to_user(self) -> bool:
+        return self._user_world is not None and self._user_world.is_shown
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup | None:
+        """Whom a collective asks; None is the world. Inside a step other stages are not at the same line."""
+        return self.mesh.group("data") if self._in_step else None
+
+    def user_world(self) -> AbstractContextManager[None]:
+        """The user's own code runs inside: to it the world is those that see other data."""
+        return contextlib.nullcontext() if self._user_world is None else self._user_world.shown()
+
+    def launcher_world(self) -> AbstractContextManager[None]:
+        """What needs all ranks runs inside, though the user's code called it."""
+        return contextlib.nullcontext() if self._user_world is None else self._user_world.hidden()
+
+    @property
     def data_rank(self) -> int:
         """Index of this rank's replica."""
-        return self.layout.data_rank(self.global_rank)
+        return self.layout.data_rank(self._launcher_rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -133,18 +182,24 @@ class MeshStrategy(ParallelStrategy):
             self._mesh = Mesh.build(self._layout, self.root_device.type)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.published()
-        self._stop_evaluating_once = evaluate_each_sample_once(self.lightning_module.trainer, self._mesh)
+        self._stop_showing()
+        self._user_world = UserWorld(self._mesh)
+        self._stop_showing = self._user_world.show_to_hooks(self.lightning_module.trainer)
+        self._changed_loops.close()
+        self._changed_loops.callback(evaluate_each_sample_once(self.lightning_module.trainer, self._mesh))
+        self._changed_loops.callback(allow_skipped_steps(self.lightning_module.trainer))
 
     def teardown(self) -> None:
-        """Leave the trainer's loops as they were."""
-        if self._stop_evaluating_once is not None:
-            self._stop_evaluating_once()
-            self._stop_evaluating_once = None
+        """Leave the trainer's loops as they were, and its hooks with the launcher's world."""
+        self._stop_showing()
+        self._changed_loops.close()
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make loaders alike within a replica: samplers built by hand, and worker seeds (Lightning's are by rank)."""
         self.deal_to_replicas(dataloader)
+        if self._user_world is not None:
+            self._user_world.show_to_loader(dataloader)
         if (
             isinstance(dataloader, DataLoader)
             and dataloader.worker_init_fn is None
@@ -155,9 +210,8 @@ class MeshStrategy(ParallelStrategy):
 
     def deal_to_replicas(self, dataloader: object) -> None:
         """See that a hand-built ``DistributedSampler`` deals to replicas, not to ranks."""
-        deal_to_replicas(
-            dataloader, replicas=self.layout.data_parallel_size, replica=self.data_rank, world_size=self.world_size
-        )
+        replicas, ranks = self.layout.data_parallel_size, self.layout.world_size
+        deal_to_replicas(dataloader, replicas=replicas, replica=self.data_rank, world_size=ranks)
 
     # -- collectives that user code asks for --------------------------------------------------------------------------
 
@@ -165,17 +219,26 @@ class MeshStrategy(ParallelStrategy):
         """Wait for all ranks."""
         if not _distributed_is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        group = self._everyone
+        with self.launcher_world():
+            if dist.get_backend(group) == "nccl":
+                dist.barrier(group, device_ids=[self.root_device.index])
+            else:
+                dist.barrier(group)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src`` on every rank."""
         if not _distributed_is_initialized():
             return obj
+        group = self._everyone
+        if self._is_shown_to_user and group is None:  # the first rank of that replica
+            src = next(r for r in range(self.layout.world_size) if self.layout.data_rank(r) == src)
         box = [obj]
-        dist.broadcast_object_list(box, src)
+        with self.launcher_world():
+            if group is not None:
+                dist.broadcast_object_list(box, group=group, group_src=src)
+            else:
+                dist.broadcast_object_list(box, src)
         return box[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -187,8 +250,9 @@ class MeshStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the world decided so."""
         votes = torch.tensor(int(decision), device=self.root_device)
-        self.mesh.all_reduce(votes, "world")
-        return int(votes) == self.world_size if all else bool(votes)
+        axis = "world" if self._everyone is None else "data"
+        self.mesh.all_reduce(votes, axis)
+        return int(votes) == self.mesh.size(axis) if all else bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data axes; a leading dimension of the data-parallel size is added.
@@ -196,5 +260,22 @@ class MeshStrategy(ParallelStrategy):
         Raises:
             ValueError: The tensors have different shapes.
         """
-        check_shapes(tensor, group or self.mesh.group("data"))
+        _check_shapes(tensor, group or self.mesh.group("data"))
         return super().all_gather(tensor, group=group or self.mesh.group("data"), sync_grads=sync_grads)
+
+
+def _check_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """See that all ranks gather tensors of one shape; collectives of other shapes may hang, or give garbage."""
+    if group.size() == 1 or is_absent(tensor):
+        return
+    header = torch.zeros(16, dtype=torch.int64, device=tensor.device)
+    header[: tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape])
+    headers = [torch.empty_like(header) for _ in range(group.size())]
+    dist.all_gather(headers, header, group=group)
+    shapes = [tuple(sizes[:dims]) for dims, *sizes in (h.tolist() for h in headers)]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"all_gather needs tensors of one shape, but the ranks have {shapes}; validation and test show each sample"
+            " to one replica only, so that batches may differ in size: pad the tensor, gather a sum, or use a"
+            " torchmetrics object"
+        )

@@ -18,11 +18,14 @@ from lightning_hybrid.checkpoint.single_file import (
     load_module_state,
     own_optimizer_state,
 )
+from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.strategies.agreement import check_gathered
+from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.failures import Failures, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
+from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 
 
 class StagedStrategy(MeshStrategy):
@@ -38,6 +41,9 @@ class StagedStrategy(MeshStrategy):
         self._guard: RemovableHandle | None = None
         self._seed: int | None = None
         self._empty: EmptyStart | None = None
+        self._averages: Averages | None = None
+        self._reads: GlobalReads | None = None
+        self._watched: list[Optimizer] = []  # whose steps follow the parameters of other ranks too
 
     @property
     def plan(self) -> StagePlan | None:
@@ -48,7 +54,14 @@ class StagedStrategy(MeshStrategy):
         """Join the world, and watch over its ranks from then on."""
         super().setup_environment()
         assert self.lightning_module is not None
-        self._failures = Failures(self.lightning_module.trainer, self.mesh)
+        trainer = self.lightning_module.trainer
+        refuse_callbacks(trainer, self.layout.world_size, self.layout.pipeline_parallel_size)
+        self._failures = Failures(trainer, self.mesh)
+
+    def on_train_start(self) -> None:
+        """Let searches decide alike on all ranks."""
+        assert self.lightning_module is not None
+        search_by_mean_loss(self.lightning_module.trainer, self.mesh)
 
     @property
     def _cut_off(self) -> bool:
@@ -101,6 +114,8 @@ class StagedStrategy(MeshStrategy):
         if self._is_whole or self._plan is None or self._failed:
             return
         self._plan.make_whole()
+        if self._averages is not None:
+            self._averages.make_whole()
         self._is_whole = True
         if self._guard is not None:
             self._guard.remove()
@@ -139,7 +154,11 @@ class StagedStrategy(MeshStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(own_optimizer_state(optimizer, state))
+            if self._reads is not None and any(watched is optimizer for watched in self._watched):
+                optimizer.load_state_dict(state)
+                self._reads.adopt_state(optimizer.state)
+            else:
+                optimizer.load_state_dict(own_optimizer_state(optimizer, state))
             _optimizer_to_device(optimizer, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -158,5 +177,6 @@ class StagedStrategy(MeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Ranks that failed take no further part in collectives; the others learn why."""
         self._failed = True
+        self._stop_showing()
         if self._failures is not None:
             self._failures.report(exception)

@@ -53,6 +53,12 @@ def _value_bytes(graph: StepGraph, index: int) -> int:
     return count * _SIZES.get(value.dtype, 2)
 
 
+def activation_bytes(assignment: Assignment) -> int:
+    """What the values of one microbatch take, those inside of units not counted."""
+    graph = assignment.graph
+    return sum(_value_bytes(graph, index) for index in range(len(graph.values)))
+
+
 def _bytes(count: float) -> str:
     for unit in ("B", "KB", "MB"):
         if count < 1000:

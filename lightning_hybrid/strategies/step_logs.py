@@ -6,10 +6,12 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.exchange import RanksDisagree
@@ -32,33 +34,71 @@ def log_for_all(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]
     begin_logs(module, logged, mesh)()
 
 
-def begin_logs(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
-    """Start what ``log_for_all`` does, and return what finishes it: a backward in between hides the reduction."""
-    values = [value for _, value in logged]
-    reduced = _over_replicas(logged, mesh) if mesh.size("data") > 1 and logged else lambda: values
+def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> None:
+    """Log values of this replica; in validation and test they are reduced at the end of a loader."""
+    for entry, value in logged:
+        _log(module, entry, value, entry.total_kwargs())
+
+
+def begin_logs(
+    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
+) -> Callable[[], None]:
+    """Start what ``log_for_all`` does, and return what finishes it: a backward in between hides the reduction.
+
+    Args:
+        module: The user's.
+        logged: What this replica logged, with its values.
+        mesh: The ranks.
+        skipped: Whether this replica's step returned no loss, which all replicas must do alike.
+    """
+    if mesh.size("data") == 1:
+        return lambda: log_for_replica(module, logged)
+    sizes = [_batch_size(module, entry) for entry, _ in logged]
+    reduced = _over_replicas(logged, sizes, mesh, skipped=skipped)
 
     def finish() -> None:
-        for (entry, _), value in zip(logged, reduced(), strict=True):
-            kwargs = {**entry.total_kwargs(), "sync_dist": False}
-            if entry.metric is None:
-                module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
-                continue
-            cache = None if math.isnan(value) else torch.tensor(value, device=module.device)
-            entry.metric._forward_cache = cache  # type: ignore[assignment]
-            module.log(entry.name, entry.metric, **kwargs)
+        values, totals = reduced()
+        for (entry, _), value, size, total in zip(logged, values, sizes, totals, strict=True):
+            known = {} if size is None else {"batch_size": round(total)}
+            _log(module, entry, value, {**entry.total_kwargs(), **known})
 
     return finish
 
 
-def _over_replicas(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], list[float]]:
-    """One collective for means and sums, one more where a maximum or minimum is logged; returns what waits."""
+def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[str, Any]) -> None:
+    kwargs = {**kwargs, "sync_dist": False}
+    if entry.metric is None:
+        module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
+        return
+    cache = None if math.isnan(value) else torch.tensor(value, device=module.device)
+    entry.metric._forward_cache = cache  # type: ignore[assignment]
+    module.log(entry.name, entry.metric, **kwargs)
+
+
+def _batch_size(module: pl.LightningModule, entry: Entry) -> int | None:
+    """By what Lightning weights this replica's value in the mean over the epoch; None if it takes none."""
+    given: int | None = entry.total_kwargs().get("batch_size")
+    results = module.trainer._results
+    if given is not None or results is None or entry.metric is not None:
+        return given
+    # In training on_epoch is off unless it is asked for.
+    if entry.how != "mean" or not entry.kwargs.get("on_epoch") or results.batch is None:
+        return None
+    return extract_batch_size(results.batch) if results.batch_size is None else results.batch_size
+
+
+def _over_replicas(
+    logged: Sequence[tuple[Entry, float]], sizes: Sequence[int | None], mesh: Mesh, *, skipped: bool
+) -> Callable[[], tuple[list[float], list[float]]]:
+    """One collective for means and sums, one more for maxima and minima; returns what waits for values and sizes."""
     count, group = mesh.size("data"), mesh.group("data")
     names = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
     device = mesh.device_mesh.device_type
     values = [value for _, value in logged]
     # As many numbers whatever is logged, so that replicas that log different keys meet, and find out.
-    row = torch.zeros(64 * math.ceil((len(values) + 1) / 64), dtype=torch.float64)
-    row[: len(values) + 1] = torch.tensor([names, *values], dtype=torch.float64)
+    numbers = [float(skipped), names, *values, *(size or 0 for size in sizes)]
+    row = torch.zeros(128 * math.ceil(len(numbers) / 128), dtype=torch.float64)
+    row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     row = row.to(device)
     works = [dist.all_reduce(row, group=group, async_op=True)]
     hows = [entry.how for entry, _ in logged]
@@ -68,14 +108,24 @@ def _over_replicas(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callabl
     if "max" in hows or "min" in hows:
         works.append(dist.all_reduce(signed, dist.ReduceOp.MAX, group=group, async_op=True))
 
-    def wait() -> list[float]:
+    def wait() -> tuple[list[float], list[float]]:
         for work in works:
             work.wait()
-        found, *sums = row.tolist()
+        num_skipped, found, *sums = row.tolist()
+        if num_skipped not in (0, count):
+            raise RanksDisagree(
+                f"training_step returned None on {num_skipped:.0f} of {count} replicas, this one"
+                f" {'included' if skipped else 'not among them'}; a step is skipped by all replicas or by none: return"
+                " a loss of zero that depends on the model (0.0 * output.sum()) instead"
+            )
         if found != names * count:
-            raise RanksDisagree(f"replicas log different keys; this one logs {[entry.name for entry, _ in logged]}")
+            raise RanksDisagree(
+                f"replicas log different keys; this one logs {[entry.name for entry, _ in logged]}. Log the same keys"
+                " on every rank and for every batch: values are reduced over the replicas for you"
+            )
+        totals = sums[len(values) : 2 * len(values)]
         reduced = {"sum": sums, "max": signed.tolist(), "min": [-largest for largest in signed.tolist()]}
         means = [total / count for total in sums]
-        return [reduced.get(how, means)[place] for place, how in enumerate(hows)]
+        return [reduced.get(how, means)[place] for place, how in enumerate(hows)], totals
 
     return wait

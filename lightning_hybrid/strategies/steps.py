@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hybrid.pipeline.deposit import Deposit
 from lightning_hybrid.pipeline.logs import LogCapture
@@ -21,7 +22,7 @@ from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.strategies.saved_state import StagedStrategy
-from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all
+from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 
@@ -68,10 +69,15 @@ class SteppingStrategy(StagedStrategy):
         accumulated = self._trainer.accumulate_grad_batches
         seed_factor = self.precision_plugin.loss_scale / accumulated
         trained = [p for p in module.parameters() if not is_absent(p)]
-        shown = old_gradients_are_read(self._trainer)
-        deposit = Deposit(trained, zeroed_later=batch_idx % accumulated == 0, seeded=seed_factor, shown=shown)
+        # Where Lightning will run no backward (SWA's last pass, for BatchNorm), what is set aside is never handed over.
+        unused = self._trainer.fit_loop._skip_backward
+        shown = unused or old_gradients_are_read(self._trainer)
+        is_first = batch_idx % accumulated == 0
+        deposit = Deposit(trained, zeroed_later=is_first or unused, seeded=seed_factor, shown=shown)
         weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
-        train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage, weigh)
+        train = TrainContext(
+            seed_factor, self._before_last_backward, self._reduce_stage, weigh, around_backward=self.user_world
+        )
         result = self._run("training_step", args, train)
         self._grads_complete = self._backward_syncs
         if self._backward_syncs:
@@ -114,7 +120,10 @@ class SteppingStrategy(StagedStrategy):
             share_output=share,
         )
         self.spans = result.spans
-        log_for_all(module, result.logs, self.mesh)
+        if train is not None:
+            log_for_all(module, result.logs, self.mesh)
+        else:
+            log_for_replica(module, result.logs)
         return result
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
@@ -127,16 +136,33 @@ class SteppingStrategy(StagedStrategy):
         logs = LogCapture(1)
         with self._context(name)(), logs.microbatch(module, 0):
             output = getattr(module, name)(*args)
-        finish = begin_logs(module, [(entry, entry.values[0]) for entry in logs.entries()], self.mesh)
-        if name == "training_step" and module.automatic_optimization and output is not None:
+        logged = [(entry, entry.values[0]) for entry in logs.entries()]
+        if name != "training_step":
+            log_for_replica(module, logged)
+            return output
+        skipped = module.automatic_optimization and output is None
+        finish = begin_logs(module, logged, self.mesh, skipped=skipped)
+        if module.automatic_optimization and not skipped and not self._trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:
             finish()
+        if skipped and self._backward_syncs and self._trainer.accumulate_grad_batches > 1:
+            self._reducers[None].reduce()  # gradients of earlier batches, which no backward averages now
         return output
 
     def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
-        context: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, f"{short}_step_context")
+        precision: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, f"{short}_step_context")
+
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            before, self._in_step = self._in_step, True
+            try:
+                with self.user_world(), precision():
+                    yield
+            finally:
+                self._in_step = before
+
         return context
 
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
@@ -158,20 +184,30 @@ class SteppingStrategy(StagedStrategy):
         """Run a forward-only schedule; the predictions reach every rank of the pipeline."""
         return self._evaluate("predict_step", [*args, *kwargs.values()])
 
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As Lightning's own, but averaged over replicas before a hook of the user sees the gradients, as in DDP."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.post_backward(closure_loss)
+        return plugin.post_backward(closure_loss, module)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Without stages, arm the reducer: this backward completes the gradients."""
         if self._runner is None and self._backward_syncs and self._reducers:
             self._reducers[None].arm()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Without stages, wait for the reduction."""
-        if self._runner is None and self._backward_syncs and self._reducers:
-            self._reducers[None].finish()
+        """Without stages, wait for the reduction; first for the logs, which tell if another replica takes no part."""
         if self._finish_logs is not None:
             assert self.lightning_module is not None
             with current_hook(self.lightning_module, "training_step"):
                 self._finish_logs()
             self._finish_logs = None
+        if self._runner is None and self._backward_syncs and self._reducers:
+            self._reducers[None].finish()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 
@@ -54,7 +55,9 @@ def read_globally(
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in _HOOKS:
             original = getattr(user, name, None)
-            if original is None or (getattr(original, "__module__", None) or "").startswith(_NOT_OF_THE_USER):
+            calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
+            of_lightning = (getattr(original, "__module__", None) or "").startswith(_NOT_OF_THE_USER)
+            if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(
                 _replaced(user, name, _watched(user, name, original, trainer, reads, in_parts, complete))

@@ -21,6 +21,8 @@ from torchmetrics import Metric
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, split
 from lightning_hybrid.step.randomness import KeyedRandomness, _DrawWatch
+from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
+from lightning_hybrid.step.watch import Current
 from lightning_hybrid.verify.dealt import DealtLoader, deal
 from lightning_hybrid.verify.observed import Observed, held
 
@@ -304,6 +306,7 @@ class PartsReference:
                 self._randomness.microbatch(number, part.number),
                 self._randomness.modules(names),
                 self._randomness.watching(True),
+                adopted_checkpoints(Current(), self._randomness),
                 _DrawWatch(self._randomness),
             ):
                 yield

@@ -115,6 +115,28 @@ def test_what_is_written_lives_with_what_it_is_written_from():
     assert homes["teacher.0"] == homes["student.0"] and homes["teacher.1"] == homes["student.1"]
 
 
+def test_a_chain_of_updates_is_no_first_use_and_ties_what_it_reads():
+    # teacher.data = teacher * m + student * (1 - m), first thing in the step
+    values = tuple(Value(i, (2,), "float32", (1,), False) for i in range(9))
+    nodes = []
+    for i in range(2):
+        nodes.append(Node(len(nodes), "mul", (), (f"teacher.{i}",), (2 * i,)))
+        nodes.append(Node(len(nodes), "add", (2 * i,), (f"student.{i}",), (2 * i + 1,)))
+        nodes.append(Node(len(nodes), "set", (2 * i + 1,), (f"teacher.{i}",), (), written=(f"teacher.{i}",)))
+    for index, (inputs, name) in enumerate(
+        [((), "student.0"), ((4,), "student.1"), ((5,), "teacher.0"), ((6,), "teacher.1")]
+    ):
+        nodes.append(Node(len(nodes), "@" + name, inputs, (name,), (4 + index,), flops=10.0))
+    nodes.append(Node(len(nodes), "mse_loss", (5, 7), (), (8,)))
+    graph = StepGraph("training_step", tuple(nodes), values, {}, loss=8)
+    homes = find_homes(graph, 2, ["student.1"])
+    assert homes["student.0"] == 0 and homes["student.1"] == 1  # as if there were no updates
+    # teacher.0 is read after student.1, and what is written lies where it is read
+    assert homes["teacher.0"] == homes["teacher.1"] == 1
+    assignment = assign(graph, homes, 2)
+    assert assignment.holders["teacher.0"] == (1,) and assignment.node_stage[2] == 1
+
+
 # --- cuts by name ----------------------------------------------------------------------------------------------------
 
 

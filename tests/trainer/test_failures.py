@@ -18,7 +18,7 @@ class Fails(Tiny):
         self.rank, self.place = rank, place
 
     def fail(self, place, batch_idx):
-        if place == self.place and batch_idx == 1 and self.trainer.global_rank == self.rank:
+        if place == self.place and batch_idx == 1 and self.trainer.strategy.mesh.rank == self.rank:
             raise ZeroDivisionError("on purpose")
 
     def forward(self, x):
@@ -109,7 +109,7 @@ class Signals(Callback):
         self.signal("validation", trainer, batch_idx)
 
     def signal(self, hook, trainer, batch_idx):
-        if hook == self.hook and batch_idx == 2 and trainer.global_rank in self.ranks:
+        if hook == self.hook and batch_idx == 2 and trainer.strategy.mesh.rank in self.ranks:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

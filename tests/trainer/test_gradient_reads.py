@@ -237,7 +237,7 @@ class ReadsOnFirstRank(Noting):
 
 class ReadsOnSecondRank(Noting):
     def on_train_batch_start(self, batch, batch_idx):
-        if self.global_rank == 1:
+        if self.trainer.strategy.mesh.rank == 1:
             self.noted.append(self.layers[0][0].weight.norm().item())
 
 

@@ -112,7 +112,7 @@ def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
     assert set(losses) == {0, 1} and losses[0] == losses[1]
 
 
-ON_RANK_1 = "if batch_idx == 1 and self.trainer.global_rank == 1: "
+ON_RANK_1 = "if batch_idx == 1 and self.trainer.strategy.mesh.rank == 1: "
 RAISES = ON_RANK_1 + 'raise ZeroDivisionError("on purpose")'
 DIES = ON_RANK_1 + "import os; os._exit(3)"
 KILLED = ON_RANK_1 + "import os; os.kill(os.getpid(), 9)"

@@ -109,7 +109,7 @@ class Unseeded(Plain):
 
 
 class CountsRanks(Plain):
-    """Its objective depends on how many processes there are."""
+    """Its objective depends on how many replicas there are."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * self.trainer.world_size
@@ -135,7 +135,7 @@ def test_an_unseeded_module_is_different(worlds):
 
 
 def test_an_objective_of_the_layout_is_different(worlds):
-    report = check(worlds, CountsRanks, LAYOUTS[0])
+    report = check(worlds, CountsRanks, LAYOUTS[1])
     assert report.outcome == "different"
     assert str(report.first.key) == "loss" and report.first.key.step == 1
     assert report.first.value == pytest.approx(2 * report.first.reference)

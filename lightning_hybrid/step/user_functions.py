@@ -1,0 +1,124 @@
+"""User code that torch's function modes do not see: autograd functions and collectives called in a step.
+
+Each call of a ``torch.autograd.Function``, and each collective of ``torch.distributed`` on values of the model, is one
+event. A recording only rehearses collectives: other replicas need not record at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
+
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.watch import Current
+
+# What each collective writes: the place of the argument that it fills, and its name.
+_WRITTEN = {
+    "all_reduce": (0, "tensor"),
+    "reduce": (0, "tensor"),
+    "broadcast": (0, "tensor"),
+    "all_gather": (0, "tensor_list"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "all_gather_single": (0, "output"),
+    "reduce_scatter": (0, "output"),
+    "reduce_scatter_tensor": (0, "output"),
+    "reduce_scatter_single": (0, "output"),
+    "all_to_all": (0, "output_tensor_list"),
+    "all_to_all_single": (0, "output"),
+    "gather": (1, "gather_list"),
+    "scatter": (0, "tensor"),
+}
+COLLECTIVE = "collective:"
+
+
+class Done:
+    """What a rehearsed or skipped asynchronous collective returns."""
+
+    def wait(self, *_: Any) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+@contextlib.contextmanager
+def watched_functions(current: Current) -> Iterator[None]:
+    """Make each autograd function and collective that a step calls one event of the current run."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(_SingleLevelFunction, "apply", classmethod(_applied(current))))
+        for name in _WRITTEN:
+            original = getattr(dist, name, None)
+            if original is not None:
+                stack.enter_context(_replaced(dist, name, _collected(current, name, original)))
+        yield
+
+
+def _applied(current: Current) -> Callable[..., Any]:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = super(_SingleLevelFunction, cls).apply
+        watch = current.watch
+        if watch is None or watch.inside_unit:
+            return original(*args, **kwargs)
+        return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
+
+    return apply
+
+
+def _collected(current: Current, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        watch = current.watch
+        if watch is None:
+            return original(*args, **kwargs)
+        run = _rehearsal(name) if watch.is_recording else original
+        if watch.inside_unit:
+            return run(*args, **kwargs)
+        return watch.call(COLLECTIVE + name, (), run, args, kwargs)
+
+    return collective
+
+
+def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a collective fills."""
+    place, keyword = _WRITTEN[name.removeprefix(COLLECTIVE)]
+    filled = args[place] if len(args) > place else kwargs.get(keyword)
+    return [leaf for leaf in flatten(filled)[0] if isinstance(leaf, Tensor)]
+
+
+def _rehearsal(name: str) -> Callable[..., Any]:
+    def rehearse(*args: Any, **kwargs: Any) -> Any:
+        written = written_by(name, args, kwargs)
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        own = next((leaf for leaf in given if not any(leaf is tensor for tensor in written)), None)
+        with torch.no_grad():
+            for tensor in written:
+                # As if this rank were alone: a recording may look at what it gathered from the batch.
+                if own is None or is_absent(own) or is_absent(tensor) or tensor.numel() % max(own.numel(), 1):
+                    tensor.mul_(1)
+                elif own.numel():
+                    tensor.copy_(own.reshape(-1).repeat(tensor.numel() // own.numel()).view(tensor.shape))
+        return Done() if kwargs.get("async_op") else None
+
+    return rehearse
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    nothing = object()
+    own = vars(owner).get(name, nothing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is nothing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -1,0 +1,156 @@
+"""Averages of the weights (SWA, EMA): copies of the whole module that callbacks of Lightning's keep beside it.
+
+They are made before the module is cut. Afterwards each rank keeps, averages and swaps that part of the copy which it
+holds of the module; files and the end of training have the whole of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_hybrid.checkpoint.single_file import gather_module_state, load_module_state
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.absent import is_absent
+
+# Where the callbacks go through the parameters of both.
+_STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")
+
+
+class Averages:
+    """The copies of one module that its trainer's callbacks keep."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Args: trainer: whose callbacks have been set up."""
+        self._callbacks: list[Any] = [
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging) and callback._average_model is not None
+        ]
+        self._is_resumed = trainer.state.fn == "fit" and trainer.ckpt_path is not None
+        self._undo = contextlib.ExitStack()
+        self._plan: StagePlan | None = None
+
+    @property
+    def copies(self) -> list[nn.Module]:
+        """The copies, with the names of the module."""
+        return [_module_of(callback._average_model) for callback in self._callbacks]
+
+    def follow(self, module: pl.LightningModule, plan: StagePlan | None, share: Callable[[], bool]) -> None:
+        """Let the copies be in parts as the module is.
+
+        Args:
+            module: With its values.
+            plan: Who holds what; None where every rank holds all.
+            share: Whether this replica gathers what is saved.
+
+        Raises:
+            ValueError: A copy of a module that was built empty should have got the values of a checkpoint.
+        """
+        for callback, copy in zip(self._callbacks, self.copies, strict=True):
+            if any(copied.is_meta for copied in copy.parameters()):
+                self._fill(callback, module, copy)
+            if plan is None:
+                continue
+            if isinstance(callback, StochasticWeightAveraging):
+                copy.to(callback._device or module.device)  # as it does when it begins to average
+            plan.drop_as_root(copy)
+            self._in_parts(callback, module, plan, share)
+        self._plan = plan
+
+    def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
+        """Give a copy that was made before its module had values the values of the module."""
+        if self._is_resumed:
+            raise ValueError(
+                f"{type(callback).__name__} cannot resume an average for a model that was built empty; build the model"
+                " without trainer.init_module(empty_init=True) when you pass ckpt_path"
+            )
+        for (name, original), (_, copied) in zip(module.named_parameters(), copy.named_parameters(), strict=True):
+            if copied.is_meta:
+                owner, _, member = name.rpartition(".")
+                value = original if is_absent(original) else original.detach().clone()
+                parameter = value if is_absent(value) else nn.Parameter(value, requires_grad=original.requires_grad)
+                copy.get_submodule(owner)._parameters[member] = parameter  # type: ignore[assignment]
+
+    def _in_parts(self, callback: Any, module: nn.Module, plan: StagePlan, share: Callable[[], bool]) -> None:
+        average = callback._average_model
+        copy = _module_of(average)
+        prefix = "module." if average is not copy else ""
+
+        def state_dict(*_: Any, **__: Any) -> dict[str, Any]:
+            if not share():
+                return {}
+            own = {name: value for name, value in nn.Module.state_dict(average).items() if not name.startswith(prefix)}
+            gathered = gather_module_state(copy, plan, is_copy=True)
+            return {**(own if prefix else {}), **{prefix + name: value for name, value in gathered.items()}}
+
+        def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
+            load_module_state(average, state, strict=strict)
+
+        members: dict[str, Any] = {"state_dict": state_dict, "load_state_dict": load_state_dict}
+        if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
+            members["to"] = lambda *_, **__: average
+        for name, function in members.items():
+            self._put(average, name, function)
+        for owner in (callback, average):
+            for name in _STEPS:
+                function = getattr(owner, name, None)
+                if function is not None:
+                    self._put(owner, name, _on_present(function, [module, copy, average]))
+
+    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Let ``owner`` have another function, on this instance alone, until the module is whole."""
+        owner.__dict__[name] = function
+        self._undo.callback(owner.__dict__.pop, name, None)
+
+    def make_whole(self) -> None:
+        """Give every rank the whole copies; collective over the pipeline."""
+        self._undo.close()
+        if self._plan is not None:
+            for copy in self.copies:
+                self._plan.make_whole(copy)
+            self._plan = None
+
+    def leave(self) -> None:
+        """Take back what was put on the callbacks, whatever the copies hold."""
+        self._undo.close()
+
+
+def _module_of(average: nn.Module) -> nn.Module:
+    module = average.module if isinstance(average, AveragedModel) else average
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _on_present(function: Callable[..., Any], modules: list[nn.Module]) -> Callable[..., Any]:
+    """A function for which modules have only the parameters that are on this rank."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # What is on each rank is averaged there: nothing of it is for all ranks to know.
+        with contextlib.ExitStack() as stack, torch._C.DisableTorchFunction():
+            for module in {id(module): module for module in modules}.values():
+                stack.enter_context(_only_present(module))
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _only_present(module: nn.Module) -> Iterator[None]:
+    def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (p for p in type(module).parameters(module, recurse) if not is_absent(p))
+
+    module.__dict__["parameters"] = parameters
+    try:
+        yield
+    finally:
+        module.__dict__.pop("parameters", None)

@@ -1,0 +1,67 @@
+"""Lightning's searches before a run: what they decide by must be the same on every rank, or they are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+
+from lightning_hybrid.mesh import Mesh
+
+
+def refuse_callbacks(trainer: Any, world_size: int, num_stages: int) -> None:
+    """Refuse what cannot be made to agree over ranks, before anything has changed.
+
+    Args:
+        trainer: About to run.
+        world_size: Number of ranks.
+        num_stages: Of the pipeline.
+
+    Raises:
+        ValueError: There is such a callback.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, BatchSizeFinder) and world_size > 1:
+            raise ValueError(
+                f"{type(callback).__name__} tries sizes until memory runs out, and one of {world_size} ranks that runs"
+                " out of memory in the middle of a step leaves the others waiting for it; find the batch size of one"
+                " replica with devices=1 and Lightning's own strategy, or set it yourself, and remove the callback"
+            )
+        if isinstance(callback, ModelPruning) and num_stages > 1:
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
+                f" each of {num_stages} pipeline ranks holds its own part; prune after fit, when the module is whole,"
+                " or set pipeline_parallel_size=1"
+            )
+
+
+def search_by_mean_loss(trainer: Any, mesh: Mesh) -> None:
+    """Let a search for the learning rate see the mean loss over the replicas, as one process does.
+
+    Args:
+        trainer: That begins to train.
+        mesh: The ranks.
+    """
+    if mesh.size("data") == 1:
+        return
+    for callback in trainer.callbacks:
+        if isinstance(callback, _LRCallback):
+            callback.__dict__["on_train_batch_end"] = _with_mean_loss(callback.on_train_batch_end, mesh)
+
+
+def _with_mean_loss(original: Callable[..., None], mesh: Mesh) -> Callable[..., None]:
+    @functools.wraps(original)
+    def on_train_batch_end(trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
+        # A replica may have skipped its step.
+        mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
+        known = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
+        total, count = known.tolist()
+        outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
+        original(trainer, pl_module, outputs, *args)
+
+    return on_train_batch_end

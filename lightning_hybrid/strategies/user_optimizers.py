@@ -1,0 +1,98 @@
+"""Let optimizers that are not torch's see the gradients and parameters of the whole model in their steps.
+
+A step that looks at one parameter at a time is right on each rank's part. One that takes a norm over all of them, or a
+step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as
+hooks of the user do: what is of other ranks is followed without content, and sent where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_hybrid.pipeline.global_reads import GlobalReads
+
+# Their steps look at one parameter at a time; following them would only cost time.
+_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
+
+
+def looks_at_all(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step, or a hook on it, may combine what it sees of several parameters."""
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
+
+
+def watch_step(optimizer: Optimizer, reads: GlobalReads, in_parts: Callable[[], bool]) -> Callable[[], None]:
+    """Put ``reads`` around the steps of one optimizer; not around the closure, in which the training step runs.
+
+    Args:
+        optimizer: Built on parameters of which some are absent.
+        reads: Of this run.
+        in_parts: Whether the module is not whole now.
+
+    Returns:
+        Undoes it.
+    """
+    where = f"{type(optimizer).__name__}.step"
+    own, original = optimizer.__dict__.get("step"), optimizer.step
+    known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
+
+    @functools.wraps(original)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not in_parts():
+            return original(*args, **kwargs)
+        with _later_hooks_after(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
+
+            def unwatched(closure: Any) -> Any:
+                if not callable(closure):
+                    return closure
+
+                def run() -> Any:
+                    watching.close()
+                    result = closure()
+                    watching.enter_context(reads.hook(where))
+                    return result
+
+                return run
+
+            args = tuple(unwatched(arg) for arg in args)
+            kwargs = {name: unwatched(arg) for name, arg in kwargs.items()}
+            watching.enter_context(reads.hook(where))
+            return original(*args, **kwargs)
+
+    reads.adopt_state(optimizer.state)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if own is None:
+            optimizer.__dict__.pop("step", None)
+        else:
+            optimizer.__dict__["step"] = own
+
+    return undo
+
+
+@contextlib.contextmanager
+def _later_hooks_after(
+    optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Let post hooks that came after the optimizer was built (those of callbacks) run when nothing is watched."""
+    hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
+    if not hooks or known.issuperset(hooks):
+        yield
+        return
+    later = [hook for key, hook in hooks.items() if key not in known]
+    first = OrderedDict((key, hook) for key, hook in hooks.items() if key in known)
+    optimizer.__dict__["_optimizer_step_post_hooks"] = first
+    try:
+        yield
+    finally:
+        optimizer.__dict__["_optimizer_step_post_hooks"] = hooks
+    for hook in later:
+        hook(optimizer, args, kwargs)

@@ -1,0 +1,69 @@
+"""Whether one rank has room for a whole copy of a module and its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.step.absent import is_absent
+
+_LIMITS = (  # of the container that this process runs in
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def shortage(parameters: Iterable[Tensor], device: torch.device, activation_bytes: float) -> str:
+    """What a whole copy needs more than there is, in one sentence; empty if it fits, or if nobody can tell.
+
+    Args:
+        parameters: All of the module; those of other ranks are absent.
+        device: Where they are to be.
+        activation_bytes: Of one microbatch.
+    """
+    known = [(p.numel() * p.element_size(), is_absent(p)) for p in parameters]
+    total = float(sum(size for size, _ in known))
+    # Parameters of other ranks, gradients, and what they become when they leave the device.
+    on_device = sum(size for size, absent in known if absent) + 2 * total + activation_bytes
+    # The weights, and both sets of gradients.
+    on_host = 3 * total
+    if device.type == "cpu":
+        on_device, on_host = 0.0, on_host + on_device
+    for where, needed, free in (
+        (str(device), on_device, _free_on(device)),
+        ("the host", on_host, free_on_host()),
+    ):
+        if needed > free:
+            return (
+                f"verify_first_step=True needs about {needed / 2**20:,.1f} MiB on {where} of the first rank, for the"
+                f" whole module, its gradients and one microbatch, and {free / 2**20:,.1f} MiB are free"
+            )
+    return ""
+
+
+def _free_on(device: torch.device) -> float:
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def free_on_host() -> float:
+    """Bytes that this process may still use; infinity where the system does not say."""
+    free = math.inf
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for limit, usage in _LIMITS:
+        try:
+            free = min(free, float(Path(limit).read_text()) - float(Path(usage).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return free

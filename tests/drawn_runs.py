@@ -1,0 +1,28 @@
+"""Drawn architectures as the modules and data of a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from drawn import Drawn, make
+from torch.utils.data import DataLoader
+
+
+def module_of(class_name: str) -> Drawn:
+    """The module of a drawn architecture."""
+    return make(class_name)[0]
+
+
+def data_of(class_name: str, count: int = 16) -> dict[str, Any]:
+    """A loader of its samples, repeated; batches of two."""
+    _, batch = make(class_name)
+    size = len(next(iter(batch.values())))
+    samples = [{name: values[index % size] for name, values in batch.items()} for index in range(count)]
+    return {"train_dataloaders": DataLoader(samples, batch_size=2)}
+
+
+def precision_of(class_name: str) -> str:
+    """The precision in which it runs, as Lightning spells it."""
+    module, _ = make(class_name)
+    return "64-true" if next(module.parameters()).dtype is torch.float64 else "32-true"

@@ -1,0 +1,124 @@
+"""Kernels that have no honest fake are recorded on stand-in values, and parity holds."""
+
+import pytest
+import torch
+from models import WIDTH, Layers, batch_of, make, mlp
+from one_process.in_process import assert_same_gradients, pipeline, reference
+from torch import nn
+from torch.nn import functional as F
+
+
+def assert_parity(module, dtype=torch.float64, num_stages=2, tolerance=1e-10):
+    batch = batch_of("vectors", range(4), dtype)
+    step = lambda: module.loss(batch)  # noqa: E731
+    expected, got = reference(module, step), pipeline(module, step, num_stages)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=tolerance, atol=0)
+    assert_same_gradients(got.grads, expected.grads, tolerance=tolerance)
+    return got
+
+
+class GroupedExperts(nn.Module):
+    """A mixture whose fake kernel takes bfloat16 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH) * 0.1)
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        scores, expert = self.router(x).softmax(-1).max(-1)
+        order = expert.argsort()
+        ends = F.one_hot(expert, 2).sum(0).cumsum(0).to(torch.int32)
+        mixed = F.grouped_mm(x[order], self.weight, offs=ends)
+        return torch.zeros_like(x).index_add(0, order, mixed) * scores[:, None]
+
+
+def test_a_kernel_whose_fake_refuses_the_dtype(caplog):
+    module = make(Layers, torch.float32)
+    module.layers = nn.ModuleList(GroupedExperts() for _ in range(4))
+    got = assert_parity(module, torch.float32, tolerance=1e-5)
+    assert len(got.units[0]) and len(got.units[1])
+    assert not caplog.records, "what torch logs of a fake kernel that fails is no failure"
+
+
+class Cache:
+    """Grows by what each layer gives it, as a cache of keys and values does."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def update(self, layer, x):
+        self.rows[layer] = torch.cat([self.rows[layer], x]) if layer in self.rows else x
+        return self.rows[layer]
+
+
+class LoopingExperts(nn.Module):
+    """Asks which experts were chosen, after it has written to a cache."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(mlp() for _ in range(3))
+
+    def forward(self, x, cache):
+        x = cache.update(self.layer, x)
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for expert in F.one_hot(chosen, 3).sum(0).nonzero():
+            rows = (chosen == expert[0]).nonzero()[:, 0]
+            out.index_add_(0, rows, self.experts[int(expert)](x[rows]))
+        return out
+
+
+class Looping(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(LoopingExperts(layer) for layer in range(4))
+
+    def forward(self, x):
+        cache = Cache()
+        for layer in self.layers:
+            x = x + layer(x, cache)
+        return self.head(x)
+
+
+def test_a_unit_is_run_again_as_if_it_had_not_run():
+    assert_parity(make(Looping))
+
+
+class Indexed(Layers):
+    """Uses a tensor of zeros together with the model's before it writes the model's into it."""
+
+    def forward(self, x):
+        rows = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x + rows)
+            rows.index_copy_(0, torch.arange(len(x)), x)
+        return self.head(rows)
+
+
+def test_a_tensor_that_was_read_with_the_model_is_written_by_it():
+    assert_parity(make(Indexed))
+
+
+class Sampling(Layers):
+    """torch.distributions checks what it is given by branches on tensors."""
+
+    def forward(self, x):
+        scale = self.layers[0](x).exp() * self.sign
+        z = torch.distributions.Normal(self.layers[1](x), scale).rsample()
+        return self.head(self.layers[3](self.layers[2](z)))
+
+
+def test_arguments_of_distributions_are_checked_where_they_are():
+    module = make(Sampling)
+    module.sign = 1.0
+    batch = batch_of("vectors", range(4))
+    whole = pipeline(module, lambda: module.loss(batch), 1)
+    got = pipeline(module, lambda: module.loss(batch), 2)
+    torch.testing.assert_close(got.loss, whole.loss, rtol=1e-10, atol=0)
+    assert_same_gradients(got.grads, whole.grads)
+    module.sign = -1.0
+    with pytest.raises(ValueError, match="found invalid values"):
+        pipeline(module, lambda: module.loss(batch), 2)

@@ -1,0 +1,110 @@
+"""Optimizers of the user's own: closures that run twice, states that are loaded, state made before the run."""
+
+import pytest
+import torch
+from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
+from wild.hand_written import Lamb, ScaledByNorm, SharpnessAware
+
+
+class Sharp(Tiny):
+    def configure_optimizers(self):
+        return SharpnessAware(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Lbfgs(Tiny):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Trust(Tiny):
+    def configure_optimizers(self):
+        return Lamb(self.parameters(), max_grad_norm=0.05)
+
+
+class StatedAtBirth(ScaledByNorm):
+    """Its momentum is there before the first step."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self.state["run"] = {"steps": 0}
+
+    def step(self, closure=None):
+        self.state["run"]["steps"] += 1
+        return super().step(closure)
+
+
+class Stated(Tiny):
+    def configure_optimizers(self):
+        return StatedAtBirth(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class StatedInInit(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.own = StatedAtBirth(self.parameters(), lr=0.1, momentum=0.9)
+
+    def configure_optimizers(self):
+        return self.own
+
+
+class Hooked(Tiny):
+    """Torch's optimizer with a hook that reads it all."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(self.limit)
+        return optimizer
+
+    def limit(self, optimizer, args, kwargs):
+        with torch.no_grad():
+            total = sum(p.square().sum() for group in optimizer.param_groups for p in group["params"]).sqrt()
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.mul_(2.0 / total)
+
+
+CASES = {case.__name__: case for case in (Sharp, Lbfgs, Trust, Stated, StatedInInit, Hooked)}
+
+
+def run_fit(size, pp, case, path=None, resumed=False):
+    ignore_warnings()
+    model = CASES[case]()
+    strategy = {"num_microbatches": 2 if pp > 1 else 1} if size > 1 else {}
+    each = loader(8 * pp // size, replicas=1 if size == pp else None)
+    if resumed:
+        first = trainer_of(size, pp, strategy_options=strategy, max_epochs=1)
+        first.fit(model, each)
+        first.save_checkpoint(path)
+        first.strategy.barrier() if size > 1 else None
+        saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+        assert {0, 1, 2, 3} <= saved.keys()
+        model, each = CASES[case](), loader(8 * pp // size, replicas=1 if size == pp else None)
+    optimizer_step = type(model.own).step if case == "StatedInInit" else None
+    trainer = trainer_of(size, pp, strategy_options=strategy, max_epochs=2)
+    trainer.fit(model, each, ckpt_path=path if resumed else None)
+    assert optimizer_step is None or "step" not in model.own.__dict__
+    return weights_of(model)
+
+
+def assert_parity(worlds, size, pp, case, *args):
+    [expected] = worlds.run(1, run_fit, 1, 1, case)
+    for result in worlds.run(size, run_fit, size, pp, case, *args):
+        assert_same(result, expected)
+
+
+@pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "Lbfgs"])
+def test_an_optimizer_of_the_user_sees_the_whole_model(worlds, size, pp, case):
+    assert_parity(worlds, size, pp, case)
+
+
+def test_lbfgs_runs_its_closure_often(worlds):
+    assert_parity(worlds, 2, 1, "Lbfgs")
+
+
+@pytest.mark.parametrize("case", ["Trust", "Stated"])
+def test_its_state_is_saved_and_loaded(worlds, tmp_path, case):
+    assert_parity(worlds, 2, 2, case, str(tmp_path / "model.ckpt"), True)

@@ -1,0 +1,338 @@
+"""Faults planted into the package, on the ranks alone: each one is found and named, and without it nothing is found.
+
+What tells of a fault is the first number that differs; a fault that shows in the first step must also be found by
+`verify_first_step=True`, before any parameter changes.
+"""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from wild.suite import call_quietly, regression_data
+from wild.test_first import Dropping, Logging, Normalised, Plain
+
+from lightning_hybrid.verify import Experiment, Layout, Verification
+
+
+class Tied(Plain):
+    """Its first and last layers have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[3][0].weight = self.net[0][0].weight
+
+
+class Skips(Plain):
+    """Two values go from stage to stage."""
+
+    def forward(self, x):
+        first = self.net[0](x)
+        return self.head(self.net[3](self.net[2](self.net[1](first))) + first)
+
+
+class OptimizerInInit(Plain):
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+# --- the faults; each is planted with pytest's monkeypatch on every rank ---------------------------------------------
+
+
+def shared_sum_skipped(patch):
+    from lightning_hybrid.pipeline.shared import SharedParameters
+
+    patch.setattr(SharedParameters, "sum_gradients", lambda self: None)
+
+
+def shared_sum_doubled(patch):
+    from lightning_hybrid.pipeline.shared import SharedParameters
+
+    original = SharedParameters.sum_gradients
+    patch.setattr(SharedParameters, "sum_gradients", lambda self: (original(self), original(self)))
+
+
+def seeds_become(patch, change):
+    from lightning_hybrid.pipeline.executor import Executor
+
+    original = Executor.run
+
+    def run(self, job):
+        return original(self, dataclasses.replace(job, seeds=[change(seed, len(job.seeds)) for seed in job.seeds]))
+
+    patch.setattr(Executor, "run", run)
+
+
+def divided_twice(patch):
+    seeds_become(patch, lambda seed, count: seed / count)
+
+
+def not_divided(patch):
+    seeds_become(patch, lambda seed, count: seed * count)
+
+
+def portal_gradient_not_sent(patch):
+    """The portal with the most values forgets the last of them on the way back; both ends agree on it."""
+    from lightning_hybrid.step.partition import Assignment
+
+    original = Assignment.gradient_portals
+
+    def gradient_portals(self):
+        return {pair: values[:-1] if len(values) > 1 else values for pair, values in original(self).items()}
+
+    patch.setattr(Assignment, "gradient_portals", gradient_portals)
+
+
+def zeros_received(patch):
+    from lightning_hybrid.pipeline import executor
+
+    original = executor._Run._backward
+
+    def backward(self, stage, microbatch, arrived):
+        zeros = {message: [torch.zeros_like(tensor) for tensor in tensors] for message, tensors in arrived.items()}
+        return original(self, stage, microbatch, zeros)
+
+    patch.setattr(executor._Run, "_backward", backward)
+
+
+def counted_twice_in_the_norm(patch):
+    from lightning_hybrid.strategies import hybrid3d
+
+    original = hybrid3d.connect_gradients
+
+    def connect_gradients(module, plan, mesh):
+        reducers, shared, _ = original(module, plan, mesh)
+        return reducers, shared, {id(parameter) for parameter in module.parameters()}
+
+    patch.setattr(hybrid3d, "connect_gradients", connect_gradients)
+
+
+def parameters_replaced(patch):
+    from lightning_hybrid.pipeline.plan import StagePlan
+    from lightning_hybrid.step.absent import is_absent
+
+    original = StagePlan.drop_foreign
+
+    def drop_foreign(self):
+        original(self)
+        for module in self._root.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not is_absent(parameter):
+                    module._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+    patch.setattr(StagePlan, "drop_foreign", drop_foreign)
+
+
+def a_seed_per_rank(patch):
+    from lightning_hybrid.strategies import hybrid3d
+
+    original = hybrid3d.agree_on_start
+    patch.setattr(hybrid3d, "agree_on_start", lambda *args: original(*args) + dist.get_rank())
+
+
+def labels_of_another_microbatch(patch):
+    from lightning_hybrid.pipeline import runner
+
+    original = runner.split
+
+    def split(*args):
+        parts, weights = original(*args)
+        return [(x, parts[index - 1][1]) for index, (x, _) in enumerate(parts)], weights
+
+    patch.setattr(runner, "split", split)
+
+
+def average_lost_on_one_replica(patch):
+    from lightning_hybrid.replicate.reducer import GradientReducer
+
+    launch, finish, own = GradientReducer._launch_next, GradientReducer.finish, {}
+
+    def launch_next(self):
+        own.update((p, p.grad.clone()) for p in self._buckets[self._next].parameters if p.grad is not None)
+        launch(self)
+
+    def finish_alone(self):
+        finish(self)
+        if self._group.rank() == 1:
+            for parameter, gradient in own.items():
+                parameter.grad = gradient
+        own.clear()
+
+    patch.setattr(GradientReducer, "_launch_next", launch_next)
+    patch.setattr(GradientReducer, "finish", finish_alone)
+
+
+def summed_over_replicas(patch):
+    from lightning_hybrid.replicate.reducer import GradientReducer
+
+    original = GradientReducer.finish
+
+    def finish(self):
+        original(self)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad *= self._size
+
+    patch.setattr(GradientReducer, "finish", finish)
+
+
+def weights_of_one_replica_drift(patch):
+    from lightning_hybrid.strategies import hybrid3d
+
+    original = hybrid3d.agree_on_start
+
+    def agree_on_start(module, *args):
+        seed = original(module, *args)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                module.head.bias += 1e-3
+        return seed
+
+    patch.setattr(hybrid3d, "agree_on_start", agree_on_start)
+
+
+def one_shard_for_all_replicas(patch):
+    from lightning_hybrid.strategies.on_mesh import MeshStrategy
+
+    first = property(lambda self: {"num_replicas": self.layout.data_parallel_size, "rank": 0})
+    patch.setattr(MeshStrategy, "distributed_sampler_kwargs", first)
+
+
+def buffers_not_shared(patch):
+    from lightning_hybrid.pipeline import plan
+
+    patch.setattr(plan, "_broadcast_buffer", lambda *_: None)
+
+
+def gradients_not_cleared(patch):
+    from lightning_hybrid.strategies import steps
+
+    original = steps.Deposit
+    patch.setattr(steps, "Deposit", lambda trained, **options: original(trained, **{**options, "zeroed_later": False}))
+    patch.setattr(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None)
+
+
+def scheduler_stepped_twice(patch):
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    original = _TrainingEpochLoop.update_lr_schedulers
+
+    def update(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        original(self, *args, **kwargs)
+
+    patch.setattr(_TrainingEpochLoop, "update_lr_schedulers", update)
+
+
+def logged_twice(patch):
+    from lightning_hybrid.strategies import steps
+
+    original = steps.log_for_all
+
+    def log_for_all(module, logged, mesh):
+        original(module, [(entry, 2 * value) for entry, value in logged], mesh)
+
+    patch.setattr(steps, "log_for_all", log_for_all)
+
+
+# --- what finds them -------------------------------------------------------------------------------------------------
+
+PP2 = Layout("pp2", 2, {"pipeline_parallel_size": 2, "pipeline_cuts": ["net.2"]})
+DP2 = Layout("dp2", 2)
+CLIP = {"gradient_clip_val": 0.01}
+GRADIENT = "gradient norm of "
+
+# Fault: module, layout, options of the Trainer, what differs first, and what `verify_first_step` names (None: the fault
+# shows later than in the gradients of the first step).
+FAULTS = {
+    shared_sum_skipped: (Tied, PP2, {}, GRADIENT + "net.0.0.weight", "the gradient of net.0.0.weight"),
+    shared_sum_doubled: (Tied, PP2, {}, GRADIENT + "net.0.0.weight", "the gradient of net.0.0.weight"),
+    divided_twice: (Plain, PP2, {}, GRADIENT, "the gradient of net.0.0.weight"),
+    not_divided: (Plain, PP2, {}, GRADIENT, "the gradient of net.0.0.weight"),
+    portal_gradient_not_sent: (Skips, PP2, {}, GRADIENT + "net.[01]", "the gradient of net.[01].0.weight"),
+    zeros_received: (Plain, PP2, {}, GRADIENT + "net.[01]", "the gradient of net.0.0.weight"),
+    counted_twice_in_the_norm: (Tied, PP2, CLIP, GRADIENT, "the norm of all gradients"),
+    parameters_replaced: (OptimizerInInit, PP2, {}, "gradient norm of|update of", None),
+    a_seed_per_rank: (Dropping, PP2, {}, "loss", "loss"),
+    labels_of_another_microbatch: (Plain, PP2, {}, "loss", "loss"),
+    average_lost_on_one_replica: (Plain, DP2, {}, GRADIENT, "the gradient of net.0.0.weight"),
+    summed_over_replicas: (Plain, DP2, {}, GRADIENT, "the gradient of net.0.0.weight"),
+    weights_of_one_replica_drift: (Plain, DP2, {}, "initial weights of head.bias", "loss"),
+    one_shard_for_all_replicas: (Plain, DP2, {}, "loss", None),
+    buffers_not_shared: (Normalised, PP2, {}, "buffer|metric after validation", None),
+    gradients_not_cleared: (Plain, PP2, {}, GRADIENT, None),
+    scheduler_stepped_twice: (Logging, PP2, {}, "learning rate of group 0|metric", None),
+    logged_twice: (Plain, PP2, {}, "metric loss", None),
+}
+
+
+class Runs:
+    """Runs on worlds; what is planted is planted on the ranks of layouts, and not in the reference."""
+
+    def __init__(self, worlds):
+        self.worlds, self.fault = worlds, None
+
+    def __call__(self, n, function, /, *args, timeout):
+        fault = self.fault if n > 1 else None
+        return self.worlds.run(n, planted, fault, function, args, timeout=timeout)
+
+
+def planted(fault, function, args):
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        return call_quietly(function, args)
+
+
+@pytest.fixture(scope="module")
+def verify(worlds):
+    runs, verifications = Runs(worlds), {}
+
+    def run(module, layout, options, fault=None, verified=False):
+        key = module, repr(options)
+        if key not in verifications:
+            experiment = Experiment(make_module=module, make_data=regression_data, steps=2, trainer=options)
+            verifications[key] = Verification(experiment, run=runs, timeout=60)
+        if verified:
+            layout = dataclasses.replace(layout, strategy={**layout.strategy, "verify_first_step": True})
+        runs.fault = fault
+        return verifications[key].check(layout)
+
+    return run
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(verify, fault):
+    module, layout, options, first, _ = FAULTS[fault]
+    report = verify(module, layout, options, fault)
+    assert report.outcome == "different", str(report)
+    assert re.match(first, str(report.first.key)), str(report)
+
+
+@pytest.mark.parametrize("fault", [f for f, row in FAULTS.items() if row[-1]], ids=lambda fault: fault.__name__)
+def test_the_first_step_is_not_taken(verify, fault):
+    module, layout, options, _, first = FAULTS[fault]
+    report = verify(module, layout, options, fault, verified=True)
+    assert report.outcome == "refused", str(report)
+    assert re.match(f"FirstStepError: the first step is not that of one process: {first}", report.message), str(report)
+    assert "No parameter has changed" in report.message
+
+
+PLAIN = pytest.param(False, marks=pytest.mark.slow, id="plain")
+
+
+@pytest.mark.parametrize("verified", [PLAIN, pytest.param(True, id="verified")])
+@pytest.mark.parametrize(
+    ("module", "layout", "options"),
+    {(row[0], row[1].name): row[:3] for row in FAULTS.values()}.values(),
+    ids=lambda value: getattr(value, "__name__", getattr(value, "name", "")),
+)
+def test_without_a_fault_nothing_is_found(verify, module, layout, options, verified):
+    report = verify(module, layout, options, verified=verified)
+    assert report.outcome == "same" and report.steps == 2, str(report)

@@ -1,0 +1,89 @@
+"""Optimizers as people write them: their steps look at more than one parameter at a time."""
+
+import torch
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's direction scaled by a trust ratio per parameter; gradients are clipped by their norm over all first."""
+
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.01, max_grad_norm=0.1):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        global_norm = torch.zeros(1, dtype=torch.float64)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    global_norm.add_(p.grad.pow(2).sum())
+        global_norm = global_norm.sqrt()
+        for group in self.param_groups:
+            clip = global_norm / group["max_grad_norm"]
+            clip = torch.where(clip > 1, clip, torch.ones_like(clip))
+            beta1, beta2 = group["betas"]
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad / clip
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+                update = mean / ((state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt() + group["eps"])
+                update.add_(p, alpha=group["weight_decay"])
+                weight_norm, update_norm = p.norm(2), update.norm(2)
+                ones = torch.ones_like(weight_norm)
+                trust = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, ones)
+                p.add_(update * trust, alpha=-group["lr"])
+        return loss
+
+
+class ScaledByNorm(torch.optim.SGD):
+    """The step is as long as the norm of all gradients says; the number is read."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        total = torch.nn.utils.get_total_norm([p.grad for g in self.param_groups for p in g["params"]]).item()
+        if total > 0.01:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.div_(total)
+        super().step()
+        return loss
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Climbs by the normalised gradient, and descends by the gradient found there: the closure runs twice."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in parameters]), p=2)
+        for p in parameters:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        closure()
+        for p in parameters:
+            p.data = self.state[p]["before"]
+        self.base.step()
+        return loss

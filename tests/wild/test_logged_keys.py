@@ -1,0 +1,46 @@
+"""Keys that some ranks log and others do not: alike within a replica, refused between replicas."""
+
+import pytest
+from wild.suite import LAYOUTS, check
+from wild.test_outputs import Regression, fit_until_error
+
+
+class LogsOnFirstRank(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.is_global_zero:
+            self.log("first_rank_loss", loss, rank_zero_only=True)
+        return loss
+
+
+class LogsOtherKeysOnOtherRanks(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log(f"loss_of_rank_{self.global_rank}", loss)
+        return loss
+
+
+ONE_REPLICA = pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.replicas == 1], ids=lambda layout: layout.name)
+
+
+@ONE_REPLICA
+def test_with_one_replica_ranks_are_one_to_the_user(worlds, layout):
+    report = check(worlds, LogsOtherKeysOnOtherRanks, layout)
+    assert report.outcome == "same", str(report)
+
+
+@ONE_REPLICA
+def test_what_the_first_rank_alone_logs_is_refused(worlds, layout):
+    report = check(worlds, LogsOnFirstRank, layout)
+    assert report.outcome == "refused" and "log the same keys on every rank" in report.message, str(report)
+
+
+@pytest.mark.parametrize("module", [LogsOnFirstRank, LogsOtherKeysOnOtherRanks], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_other_keys_on_other_replicas_are_refused(worlds, module, pp):
+    for kind, message, moved in worlds.run(2 * pp, fit_until_error, module, pp):
+        # A rank whose own replica agrees may learn of it by the loss of its peers.
+        reason = message.lower()
+        assert "log the same keys on every rank" in reason or "connection closed" in reason, message
+        assert kind == "RanksDisagree" or pp == 2
+        assert not moved

@@ -1,0 +1,58 @@
+"""Numbers and tensors of the model that steer a later operation or batch."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from wild.suite import FEATURES, check
+from wild.test_inside_forward import PP2, Regressor, all_layouts, mlp
+
+
+class Scaled(Regressor):
+    """A number read from an early layer scales a later one, and the loss is divided by a number read from itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        hidden = self.body[0](x)
+        scale = 2.0 / (1.0 + hidden.detach().abs().mean().item())
+        for layer in self.body[1:]:
+            hidden = layer(hidden) * scale
+        return self.head(hidden)
+
+    def shared_step(self, batch):
+        loss = super().shared_step(batch)
+        return loss / max(1.0, 2.0) + loss * 0.1 * float(loss.detach())
+
+
+class FeedsBack(Regressor):
+    """The last layer's output of one batch enters the first layer in the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+        self.memory = None
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        memory = torch.zeros_like(y) if self.memory is None else self.memory
+        out = self.head(self.body(x + memory))
+        self.memory = out.detach()
+        return F.mse_loss(out, y)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@all_layouts
+def test_numbers_that_are_read_take_part(worlds, layout):
+    report = check(worlds, Scaled, layout, steps=2)
+    assert report.outcome == "same", str(report)
+
+
+def test_a_memory_of_later_stages(worlds):
+    report = check(worlds, FeedsBack, PP2, steps=2, num_microbatches=1)
+    assert report.outcome == "same", str(report)
+    # Its microbatches would need it earlier; the rank that sees it says so, and the others that it stopped.
+    assert check(worlds, FeedsBack, PP2, steps=2).outcome == "failed"
