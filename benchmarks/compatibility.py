@@ -92,19 +92,21 @@ def in_a_child(function: Callable[[], Any]) -> Any:
 
 
 def trained_rows(class_name: str) -> list[str]:
-    """What training comes to under each layout."""
+    """The precision, and what training comes to under each layout."""
     from drawn_runs import data_of, module_of
 
     from lightning_hybrid.verify import LAYOUTS, Experiment, Verification
 
+    numbers = in_a_child(functools.partial(precision, class_name))
     experiment = Experiment(
         make_module=functools.partial(module_of, class_name),
         make_data=functools.partial(data_of, class_name),
         steps=3,
-        precision=in_a_child(functools.partial(precision, class_name)),
+        precision=numbers,
     )
     verification = Verification(experiment)
-    return [verification.check(layout).outcome for layout in LAYOUTS if layout.num_stages > 1]
+    reports = [verification.check(layout) for layout in LAYOUTS if layout.num_stages > 1]
+    return [numbers, *(report.outcome + (f": {report.message}" if report.message else "") for report in reports)]
 
 
 def precision(class_name: str) -> str:
@@ -145,8 +147,9 @@ def text_of(rows: list[Any], again: list[Any], trained: list[Any], options: argp
     if trained:
         lines += ["", "## Trained", "", f"The first {len(trained)} by a Trainer on processes, three steps, against"]
         lines[-1] += " one process: losses, logged values and the update of every parameter."
-        lines += ["", "| class | " + " | ".join(layouts) + " |", "|---|" + "---|" * len(layouts)]
-        lines += ["| " + " | ".join(row) + " |" for row in trained]
+        lines[-1] += " In float32 where the model computes its loss in float32, though its parameters be float64."
+        lines += ["", "| class | precision | " + " | ".join(layouts) + " |", "|---|---|" + "---|" * len(layouts)]
+        lines += ["| " + " | ".join(map(plain, row)) + " |" for row in trained]
     lines += ["", "## Drawn", ""]
     heads = [f"{number} stages" for number in options.stages]
     lines += ["| architecture | class | numbers | " + " | ".join(heads) + " | largest gradient error | noise |"]

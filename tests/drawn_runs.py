@@ -23,6 +23,7 @@ def data_of(class_name: str, count: int = 16) -> dict[str, Any]:
 
 
 def precision_of(class_name: str) -> str:
-    """The precision in which it runs, as Lightning spells it."""
-    module, _ = make(class_name)
-    return "64-true" if next(module.parameters()).dtype is torch.float64 else "32-true"
+    """The precision in which it runs, as Lightning spells it: no finer than that of its loss."""
+    module, batch = make(class_name)
+    loss = module.training_step(batch)
+    return "64-true" if {loss.dtype, *(p.dtype for p in module.parameters())} == {torch.float64} else "32-true"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import drop, fill, is_absent
+from lightning_hybrid.step.numbers_read import BranchCheck
 from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
@@ -203,22 +204,28 @@ class StagePlan:
         *,
         train: bool,
     ) -> Recording:
-        while True:
-            units = choose_units(self._root, self.num_stages, self._opened)
+        branches = BranchCheck(self._root, step)
+
+        def record_once() -> Recording:
             grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
             with grad, context(), replaced_log(self._root, lambda *_, **__: None):
-                recording = record(
+                return record(
                     self._root,
-                    step,
+                    branches.step,
                     units,
                     name=name,
                     randomness=self._randomness,
                     loss_required=train,
                     tracked_buffers=self._tracked,
                 )
+
+        while True:
+            units = choose_units(self._root, self.num_stages, self._opened)
+            recording = record_once()
             missed = {unit for unit in recording.unopened if can_open(units[unit])} - self._opened
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
+                branches.check(recording, record_once)
                 return recording
             self._opened |= missed
             self._tracked |= found

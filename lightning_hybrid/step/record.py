@@ -383,8 +383,8 @@ class RecordWatch(StepWatch):
             draws=tuple(self._costs.drawing),
             buffers=frozenset(name for name, _ in root.named_buffers()),
         )
-        found = frozenset(self._found_buffers)
-        return Recording(graph, tuple(self._templates), dict(units), dict(owned), tuple(kept), unopened, found)
+        parts = tuple(self._templates), dict(units), dict(owned), tuple(kept), unopened
+        return Recording(graph, *parts, frozenset(self._found_buffers), self.numbers_read)
 
 
 def _shape_of(result: Any) -> str:

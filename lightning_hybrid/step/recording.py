@@ -54,6 +54,7 @@ class Recording:
         unopened: Units whose parameters were read around their forward; they should be opened.
         found_buffers: Buffers that turned out to have a home (the glue writes model values into them, or reads them
             from inside a unit); the recording is to be repeated with them tracked.
+        numbers_read: Where a number was read from the model last; empty if none was.
     """
 
     graph: StepGraph
@@ -63,6 +64,7 @@ class Recording:
     kept: tuple[tuple[Place, int], ...]
     unopened: frozenset[str]
     found_buffers: frozenset[str] = frozenset()
+    numbers_read: str = ""
 
 
 def find_loss(result: Any) -> Any:

@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,7 @@ class StepWatch(TorchFunctionMode, ABC):
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
         recompute_depth: How many checkpointed functions of the user's glue are running.
         numbers_read: Where a number was last read from a tensor that is absent.
+        reads_as: What absent numbers are, of all watches, while branches on them are looked for.
         units: The modules whose calls are one event each, by FQN.
     """
 
@@ -109,6 +110,8 @@ class StepWatch(TorchFunctionMode, ABC):
         self.recompute_depth = 0
         self.numbers_read = ""
         self.units: Mapping[str, nn.Module] = {}
+
+    reads_as: ClassVar[float | None] = None
 
     @abstractmethod
     def event(
@@ -187,6 +190,8 @@ class StepWatch(TorchFunctionMode, ABC):
         line = user_line()
         if name in _NUMBER_READS:
             self.numbers_read = line
+            if self.reads_as is not None:
+                return self.reads_as
             number = AbsentFloat(line, frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None))
             # Python asks for a plain float there, and would warn.
             return float(number) if name == "__float__" else number

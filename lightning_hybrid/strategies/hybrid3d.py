@@ -175,6 +175,12 @@ class Hybrid3DStrategy(VerifyingStrategy):
         return num_stages > 1 or (self._num_microbatches or 1) > 1 or self._weight is not None
 
     def _check(self, module: pl.LightningModule, is_fitting: bool) -> None:
+        if is_fitting and self._layer_sync is not None:
+            raise ValueError(
+                f"sync_batchnorm=True (layer_sync={type(self._layer_sync).__name__}) is not there yet: statistics would"
+                f" be those of one microbatch of one of the {self.layout.data_parallel_size} replicas; leave it out, or"
+                " use GroupNorm or LayerNorm"
+            )
         if is_fitting and self._needs_runner() and not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization, which cannot be split into stages or microbatches"

@@ -1,5 +1,6 @@
 """Recording sees the step, and leaves the module as it was."""
 
+import math
 import random
 
 import numpy
@@ -187,7 +188,18 @@ def as_array(loss):
     return loss * float(loss.detach().numpy() > 1)
 
 
-@pytest.mark.parametrize("use", [branch, branch_on_item, as_size, as_array], ids=lambda use: use.__name__)
+def branch_on_float(loss):
+    return loss * 2 if float(loss) > 1 else loss
+
+
+def branch_on_float_of_item(loss):
+    return loss * 2 if max(float(loss.item()), 0.0) > 1 else loss
+
+
+_USES = [branch, branch_on_item, as_size, as_array, branch_on_float, branch_on_float_of_item]
+
+
+@pytest.mark.parametrize("use", _USES, ids=lambda use: use.__name__)
 def test_control_flow_on_the_model_is_refused_with_its_line(use):
     module = make(Branches)
     module.use = use
@@ -197,8 +209,22 @@ def test_control_flow_on_the_model_is_refused_with_its_line(use):
         record(module)
 
 
+def test_a_decision_kept_for_later_is_control_flow_too():
+    class Deciding(Layers):
+        is_large = None
+
+        def loss(self, batch):
+            loss = super().loss(batch)
+            self.is_large = float(loss) > 1
+            return loss
+
+    with pytest.raises(ControlFlowError, match=r"test_record.py:\d+: the step branches"):
+        record(make(Deciding))
+
+
 def test_reads_for_bookkeeping_are_allowed():
     def read(loss):
+        assert math.exp(float(loss)) != 2.0 and (math.isnan(float(loss)) or math.sqrt(float(loss)) > 0)
         text = f"{loss.item():.3f} {loss} {loss:.2f}"
         assert len(text) > 0 and loss.item() * 2 + 1 is not None
         return loss

@@ -107,9 +107,7 @@ def save_alone(folder):
     return "saved", time.monotonic() - start
 
 
-@pytest.mark.xfail(
-    strict=True, reason="messages collide, and gloo ends the process before anybody says why"
-)
+@pytest.mark.xfail(strict=True, reason="messages collide, and gloo ends the process before anybody says why")
 def test_a_checkpoint_that_one_rank_asks_for_ends_within_seconds(worlds, tmp_path):
     results = worlds.run(2, save_alone, str(tmp_path), timeout=40)
     assert all(text != "saved" and seconds < 20 for text, seconds in results), results

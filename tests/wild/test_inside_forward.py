@@ -323,3 +323,8 @@ def test_a_derivative_through_the_whole_model_is_refused_with_stages(worlds, lay
     report = check(worlds, Forces, layout, **options)
     assert report.outcome == "refused", str(report)
     assert "set pipeline_parallel_size=1" in report.message and "derivative" in report.message
+
+
+def test_synchronised_batch_norm_is_refused(worlds):
+    report = check(worlds, BatchNormEverywhere, DP2, steps=2, trainer={"sync_batchnorm": True})
+    assert report.outcome == "refused" and "leave it out" in report.message, str(report)

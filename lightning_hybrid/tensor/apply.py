@@ -1,0 +1,329 @@
+"""Runs a unit sharded, by its plan; the user's module is as before after each forward.
+
+While `sharded` is entered, the unit's forward is replaced on the instance. A call of it
+
+1. puts the rank's local tensors in the place of parameters, and the divided whole numbers in the place of attributes;
+2. replaces the forwards of the linears that are cut by column-parallel, row-parallel or gathered ones;
+3. watches operations, where the plan says that something has to be rewritten;
+4. runs the unit's own forward, and puts everything back.
+
+Inputs and outputs are equal on all tensor ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
+from lightning_hybrid.tensor.attention import sharded_attention
+from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.plan import LinearLike, UnitPlan
+from lightning_hybrid.tensor.ranks import GroupRanks, Ranks, enter, gather, leave, sum_gradients
+from lightning_hybrid.tensor.watch import RegionWatch, mark
+
+Tensors = Mapping[str, Tensor]
+AroundDraw = Callable[[], AbstractContextManager[Any]]
+_Home = tuple[dict[str, Tensor | None], str]  # what holds a tensor, and its key there
+
+
+class OwnDraws:
+    """Random numbers of a rank's own in sharded regions, so that dropout differs there; the others stay equal.
+
+    The region's generator state is kept apart from the default one, which therefore advances alike on all ranks.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        """Args: rank: the tensor rank. device: where regions draw."""
+        self._rank, self._device = rank, device
+        self._state: Tensor | None = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A context around one draw."""
+        generator = torch.default_generator
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index or 0]
+        before = generator.get_state()
+        if self._state is None:
+            generator.manual_seed((generator.initial_seed() * 1_000_003 + self._rank + 1) % 2**63)
+        else:
+            generator.set_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = generator.get_state()
+            generator.set_state(before)
+
+
+@contextlib.contextmanager
+def sharded(
+    unit: nn.Module,
+    plan: UnitPlan,
+    ranks: dist.ProcessGroup | Ranks,
+    *,
+    tensors: Callable[[], Tensors] | None = None,
+    around_draw: AroundDraw | None = None,
+) -> Iterator[ShardedUnit]:
+    """Within this context the unit's forward runs sharded.
+
+    Args:
+        unit: The user's module.
+        plan: Its plan, from `plan_unit`.
+        ranks: The tensor ranks: a process group.
+        tensors: Called before each forward for the local tensors of this rank, by FQN inside the unit; those it leaves
+            out, and by default all, are what the unit itself holds at that time.
+        around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the draws
+            of the ranks differ. By default each rank has a generator state of its own for these.
+    """
+    runner = ShardedUnit(unit, plan, ranks, tensors=tensors, around_draw=around_draw)
+    attributes = unit.__dict__
+    had, before = "forward" in attributes, attributes.get("forward")
+    attributes["forward"] = runner.run_sharded
+    try:
+        yield runner
+    finally:
+        if had:
+            attributes["forward"] = before
+        else:
+            del attributes["forward"]
+
+
+class ShardedUnit:
+    """A unit and all that its sharded forward needs.
+
+    Attributes:
+        learning: A watch that makes rules instead of following them is used; set by trials.
+        last_watch: The watch of the last forward, if there was one.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        plan: UnitPlan,
+        ranks: dist.ProcessGroup | Ranks,
+        *,
+        tensors: Callable[[], Tensors] | None = None,
+        around_draw: AroundDraw | None = None,
+    ) -> None:
+        """See `sharded` for the arguments."""
+        self._ranks: Ranks = GroupRanks(ranks) if isinstance(ranks, dist.ProcessGroup) else ranks
+        if plan.size != self._ranks.size:
+            raise ValueError(
+                f"the plan is for {plan.size} tensor ranks but the group has {self._ranks.size}; plan the unit again"
+            )
+        self.learning = False
+        self.last_watch: RegionWatch | None = None
+        self._watch: RegionWatch | None = None  # of the forward under way
+        self._unit, self._plan, self._tensors = unit, plan, tensors
+        self._modules = dict(unit.named_modules())
+        self._forward = unit.forward
+        self._homes = self._find_homes()
+        self._entered: dict[int, tuple[Tensor, int, Tensor]] = {}
+        device = next((p.device for p in unit.parameters()), torch.device("cpu"))
+        self._around_draw = around_draw or OwnDraws(self._ranks.rank, device)
+        self._replaced = {fqn: self._sharded_forward(fqn) for fqn in plan.roles}
+
+    def _find_homes(self) -> dict[str, list[_Home]]:
+        """Where each parameter and buffer is held: in one module, or in several that share it."""
+        holders: dict[int, list[_Home]] = {}
+        for module in self._modules.values():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    holders.setdefault(id(tensor), []).append((held, name))
+        homes = {}
+        for fqn in self._plan.placements:
+            owner, _, name = fqn.rpartition(".")
+            module = self._modules[owner]
+            held = module._parameters if name in module._parameters else module._buffers
+            homes[fqn] = [(held, name)] if held[name] is None else holders[id(held[name])]
+        return homes
+
+    # --- one forward --------------------------------------------------------------------------------------------------
+
+    def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward, sharded; arguments and results are those of the unit."""
+        entered, self._entered = self._entered, {}
+        outer, self._watch = self._watch, None
+        try:
+            with contextlib.ExitStack() as undo:
+                names, cut_ids = self._put_tensors(undo)
+                self._put_attributes(undo)
+                if self.learning or self._plan.watched or self._has_new_gradients(args, kwargs):
+                    self._watch = self.last_watch = RegionWatch(
+                        self._ranks.rank,
+                        self._ranks.size,
+                        learning=self.learning,
+                        rules=self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules),
+                        enter=self._enter,
+                        names=names,
+                        cut_ids=cut_ids,
+                        batch=_batch_size(args, kwargs),
+                        around_draw=self._around_draw,
+                    )
+                    undo.enter_context(self._watch)
+                own = self._replaced.get("", self._forward)
+                output = own(*args, **kwargs)
+            return self._gathered_output(output) if self._plan.outputs else output
+        finally:
+            self._entered, self._watch = entered, outer
+
+    def _gathered_output(self, output: Any) -> Any:
+        """Results that each rank has for its own heads (attention weights, say), for all of them."""
+        leaves, spec = flatten(output)
+        for place, dim in self._plan.outputs.items():
+            if place < len(leaves) and getattr(leaves[place], "_is_cut", False):
+                leaves[place] = gather(leaves[place], dim, self._ranks)
+        return unflatten(leaves, spec)
+
+    def _put_tensors(self, undo: contextlib.ExitStack) -> tuple[dict[int, str], frozenset[int]]:
+        held = {} if self._tensors is None else self._tensors()
+        plan = self._plan
+        local = {}
+        for fqn, ((home, name), *_) in self._homes.items():
+            tensor = held.get(fqn, home[name])
+            if tensor is not None:
+                local[fqn] = tensor
+        if torch.is_grad_enabled():
+            # Alike on all ranks, since requires_grad is: the sum is a collective.
+            summed = [n for n in (*plan.summed, *plan.shared_pieces) if n in local and local[n].requires_grad]
+            if summed:
+                pieces = [plan.placements[fqn] for fqn in summed]
+                cuts = [piece if isinstance(piece, Shard) else None for piece in pieces]
+                for fqn, tensor in zip(
+                    summed, sum_gradients([local[n] for n in summed], cuts, self._ranks), strict=True
+                ):
+                    self._remember(tensor, tensor)
+                    local[fqn] = tensor
+        for fqn, tensor in local.items():
+            for home, name in self._homes[fqn]:
+                if home[name] is not tensor:
+                    undo.callback(home.__setitem__, name, home[name])
+                    home[name] = tensor
+        names = {id(tensor): fqn for fqn, tensor in local.items()}
+        return names, frozenset(id(local[fqn]) for fqn in local if isinstance(plan.placements[fqn], Shard))
+
+    def _put_attributes(self, undo: contextlib.ExitStack) -> None:
+        for fqn, values in self._plan.attributes.items():
+            attributes = self._modules[fqn].__dict__
+            for name, value in values.items():
+                undo.callback(attributes.__setitem__, name, attributes[name])
+                attributes[name] = value
+        for fqn, forward in self._replaced.items():
+            if fqn:
+                attributes = self._modules[fqn].__dict__
+                if "forward" in attributes:
+                    undo.callback(attributes.__setitem__, "forward", attributes["forward"])
+                else:
+                    undo.callback(attributes.__delitem__, "forward")
+                attributes["forward"] = forward
+        for module in self._modules.values():
+            # Torch's encoder layer reads the weights past the attention's forward in eval mode, unless this is 0.
+            if isinstance(module, nn.TransformerEncoderLayer):
+                undo.callback(module.__dict__.__setitem__, _FAST_PATH, module.__dict__[_FAST_PATH])
+                module.__dict__[_FAST_PATH] = 0
+
+    def _has_new_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an input needs a gradient that needed none when the plan was proved without a watch."""
+        if not torch.is_grad_enabled():
+            return False
+        leaves, _ = flatten_call(args, kwargs)
+        quiet = self._plan.quiet
+        return any(isinstance(leaf, Tensor) and leaf.requires_grad and k not in quiet for k, leaf in enumerate(leaves))
+
+    # --- entering a region --------------------------------------------------------------------------------------------
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        """Enter once, however many linears read the value: one sum over ranks in the backward."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        known = self._entered.get(id(tensor))
+        if known is not None and known[0] is tensor and known[1] == tensor._version:
+            return known[2]
+        inside = enter(tensor, self._ranks)
+        self._remember(tensor, inside)
+        self._remember(inside, inside)
+        return inside
+
+    def _remember(self, tensor: Tensor, inside: Tensor) -> None:
+        self._entered[id(tensor)] = (tensor, tensor._version, inside)
+
+    # --- the forwards of linears --------------------------------------------------------------------------------------
+
+    def _sharded_forward(self, fqn: str) -> Callable[..., Any]:
+        module, role = self._modules[fqn], self._plan.roles[fqn]
+        if role == "attention":
+            assert isinstance(module, nn.MultiheadAttention)
+            return partial(self._unwatched, partial(self._attention, module))
+        linear = self._plan.linears[fqn]
+        run = _convolution(module) if linear.is_convolution else partial(_product, module, linear)
+        forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
+        return partial(self._unwatched, partial(forward, linear, run))
+
+    def _unwatched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What is done here is right as it is."""
+        watch = self._watch
+        if watch is None:
+            return forward(*args, **kwargs)
+        watch.paused = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            watch.paused = False
+
+    def _column(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = run(self._enter(x), True, *args, **kwargs)
+        placement = self._plan.placements[linear.parameter("weight")]
+        assert isinstance(placement, Shard)
+        return mark(out, (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None)
+
+    def _row(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = leave(run(x, False, *args, **kwargs), self._ranks)
+        bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
+        # Added once, to the sum.
+        return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
+
+    def _gathered(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = run(self._enter(x), True, *args, **kwargs)
+        return gather(out, out.dim() + linear.feature_dim, self._ranks)
+
+    def _attention(self, module: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return sharded_attention(module, self._ranks, self._enter, self._around_draw, *args, **kwargs)
+
+
+_FAST_PATH = "activation_relu_or_gelu"
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    leaves, _ = flatten_call(args, kwargs)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def _product(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    bias = module._parameters.get("bias") if with_bias else None
+    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
+
+
+def _convolution(module: nn.Module) -> Callable[..., Tensor]:
+    forward = module.forward
+
+    def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:
+        if with_bias:
+            return forward(x, *args, **kwargs)
+        bias, module._parameters["bias"] = module._parameters["bias"], None
+        try:
+            return forward(x, *args, **kwargs)
+        finally:
+            module._parameters["bias"] = bias
+
+    return run

@@ -1,0 +1,188 @@
+"""Small inputs for a unit, made from the ones it got when the step was recorded.
+
+Sizes that do not depend on the weights (batch, positions) become small primes that are no multiples of each other or of
+the number of ranks. So a trial takes milliseconds, and a size that user code wrote in terms of the whole cannot be
+mistaken for one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.step.tree import Spec, flatten, unflatten
+
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one call of a unit.
+
+    Attributes:
+        leaves: What the arguments hold, flattened; floating tensors have the dtype of the proof.
+        spec: How they are put together.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: Spec | None
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
+        """Fresh arguments for one run, and those that need a gradient, by their place among the leaves."""
+        fresh: list[Any] = []
+        inputs: dict[int, Tensor] = {}
+        for place, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                value = leaf.detach().clone()
+                if leaf.requires_grad:
+                    inputs[place] = value.requires_grad_()
+                    # A unit's input is a result of others: it may be changed in place.
+                    value = value.view_as(value) if torch.is_grad_enabled() else value
+                fresh.append(value)
+            else:
+                fresh.append(leaf if isinstance(leaf, _PLAIN) else copied(leaf))
+        args, kwargs = unflatten(fresh, self.spec)
+        return args, kwargs, inputs
+
+
+def make_example(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    unit: nn.Module,
+    size: int,
+    runs: Callable[[Example], bool],
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> Example | None:
+    """An example with small sizes, on which the unit runs.
+
+    Args:
+        args: Positional arguments, real or without content.
+        kwargs: Keyword arguments.
+        unit: A copy of the unit with random weights.
+        size: Number of tensor ranks; no size will be a multiple of it that need not be.
+        runs: Whether the unit runs on an example.
+        generator: For the numbers of floating inputs without content.
+        dtype: Of floating inputs.
+
+    Returns:
+        None if the unit does not run on its own inputs.
+    """
+    leaves, spec = flatten((args, kwargs))
+    real = [_real(leaf, generator, dtype) if isinstance(leaf, Tensor) else _plain(leaf, dtype) for leaf in leaves]
+    needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
+    if not needs:
+        first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+        if first is not None:
+            first.requires_grad_()
+    weights = {length for p in (*unit.parameters(), *unit.buffers()) for length in p.shape}
+
+    def example(sizes: Mapping[int, _Resize]) -> Example:
+        return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
+
+    lengths = _lengths(real, weights)
+    primes = [prime for prime in _PRIMES if prime % size and size % prime and prime not in weights] or list(_PRIMES)
+    numbered = {length: primes[k % len(primes)] for k, length in enumerate(lengths)}
+    free = {length: _Resize(numbered[length], _EVERY_DIM) for length in lengths if length not in weights}
+    if runs(example(free)):
+        return example(free)
+    # One of them may be given by the weights after all (features per head), or be a number of features by chance.
+    found: dict[int, _Resize] = {}
+    for length in lengths:
+        for spared in (_EVERY_DIM, _NOT_LAST, _NOT_LAST_OF_FEW):
+            attempt = {**found, length: _Resize(numbered[length], spared)}
+            if runs(example(attempt)):
+                found = attempt
+                break
+    return example(found) if found or runs(example(found)) else None
+
+
+class _Resize(NamedTuple):
+    """What a size becomes, and which last dims keep it."""
+
+    length: int
+    spared: int  # the last dim of tensors with at most so many dims
+
+
+_EVERY_DIM, _NOT_LAST_OF_FEW, _NOT_LAST = 0, 3, 99
+
+
+def _lengths(leaves: list[Any], weights: set[int]) -> list[int]:
+    """The sizes of the inputs, those that are no size of a weight first."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found = dict.fromkeys(length for tensor in tensors for length in tensor.shape if length > 1)
+    return sorted(found, key=lambda length: length in weights)
+
+
+def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
+    needs, tensor = tensor.requires_grad, tensor.detach()
+    for dim, length in enumerate(tensor.shape):
+        new = sizes.get(length)
+        if new is not None and not (dim == tensor.dim() - 1 and tensor.dim() <= new.spared):
+            tensor = tensor.index_select(dim, torch.arange(new.length, device=tensor.device) % length)
+    return tensor.requires_grad_(needs)
+
+
+def _plain(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf if isinstance(leaf, _PLAIN) else copied(leaf, dtype)
+
+
+def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    floating = tensor.is_floating_point()
+    dtype = dtype if floating else tensor.dtype
+    if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+        value = tensor.detach().to("cpu", dtype)
+        return (value.clone() if value is tensor else value).requires_grad_(tensor.requires_grad)
+    if floating:
+        return (
+            torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
+            .to(dtype)
+            .requires_grad_(tensor.requires_grad)
+        )
+    if dtype is torch.bool:
+        return torch.ones(tensor.shape, dtype=dtype)
+    return torch.zeros(tensor.shape, dtype=dtype)
+
+
+def copied(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """A deep copy of anything, with new tensors for its tensors, results of others among them.
+
+    A cache that a unit fills must be copied before each call of it.
+
+    Args:
+        value: The object.
+        dtype: Of the floating tensors in the copy.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in _tensors_below(value, {}):
+        new = tensor.detach().clone()
+        memo[id(tensor)] = new.to(dtype) if dtype is not None and new.is_floating_point() else new
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        # What cannot be copied is shared by all runs; the proof shows whether that matters.
+        return value
+
+
+def _tensors_below(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    if id(value) in seen or isinstance(value, (*_PLAIN, type, nn.Module)):
+        return
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_below(item, seen)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors_below(item, seen)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _tensors_below(item, seen)

@@ -1,0 +1,162 @@
+"""Where the parts of a parameter live on the tensor ranks, as data, and how a whole is cut and joined.
+
+A parameter is either whole on every rank, or cut along one dim. What is cut consists of pieces, one after the other
+(a fused projection holds queries, keys and values), and every rank gets its part of each piece:
+
+    whole   q0 q1 q2 q3 | k0 k1 | v0 v1        3 pieces
+    rank 0  q0 q1 | k0 | v0
+    rank 1  q2 q3 | k1 | v1
+
+A piece with fewer parts than ranks (key heads that several query heads read) is repeated: ranks next to each other
+hold the same part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Whole, and equal, on every rank."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a cut dim.
+
+    Attributes:
+        length: Its size in the whole parameter.
+        parts: Into how many equal parts it is cut; divides the length and the number of ranks.
+    """
+
+    length: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        if self.parts < 1 or self.length % self.parts:
+            raise ValueError(f"a piece of length {self.length} cannot be cut into {self.parts} equal parts")
+
+    @property
+    def local_length(self) -> int:
+        """Its size on one rank."""
+        return self.length // self.parts
+
+    def part_of(self, rank: int, size: int) -> int:
+        """Which part a rank holds."""
+        if size % self.parts:
+            raise ValueError(f"a piece in {self.parts} parts cannot be dealt to {size} ranks evenly")
+        return rank * self.parts // size
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along one dim, piece by piece.
+
+    Attributes:
+        dim: The dim that is cut.
+        pieces: What lies along it, in order; one piece for an ordinary parameter.
+    """
+
+    dim: int
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def evenly(cls, dim: int, length: int, size: int) -> Shard:
+        """One piece with a part for each rank."""
+        return cls(dim, (Piece(length, size),))
+
+    @property
+    def length(self) -> int:
+        """The size of the dim in the whole parameter."""
+        return sum(piece.length for piece in self.pieces)
+
+    @property
+    def local_length(self) -> int:
+        """The size of the dim on one rank."""
+        return sum(piece.local_length for piece in self.pieces)
+
+    def is_repeated(self, size: int) -> bool:
+        """Whether some ranks hold the same part of a piece, so that its gradient is a sum over them."""
+        return any(piece.parts < size for piece in self.pieces)
+
+    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """Start and length in the whole of what a rank holds, one for each piece."""
+        found, offset = [], 0
+        for piece in self.pieces:
+            found.append((offset + piece.part_of(rank, size) * piece.local_length, piece.local_length))
+            offset += piece.length
+        return found
+
+    def local_offset(self, offset: int) -> int | None:
+        """Where an offset into the whole lies on a rank; None if that is no clean cut of a piece."""
+        start = local_start = 0
+        for piece in self.pieces:
+            if offset < start + piece.length:
+                inside = offset - start
+                return None if inside % piece.parts else local_start + inside // piece.parts
+            start += piece.length
+            local_start += piece.local_length
+        return local_start if offset == start else None
+
+
+Placement = Replicated | Shard
+
+
+def cut(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
+    """What a rank holds of a whole parameter.
+
+    Args:
+        whole: The parameter.
+        placement: Where its parts live.
+        rank: The tensor rank.
+        size: Number of tensor ranks.
+
+    Returns:
+        A tensor that shares no memory with ``whole`` if it is cut, and ``whole`` itself if it is replicated.
+
+    Raises:
+        ValueError: The placement is one of a parameter of another size.
+    """
+    if isinstance(placement, Replicated):
+        return whole
+    if whole.shape[placement.dim] != placement.length:
+        raise ValueError(
+            f"the placement cuts a dim of {placement.length}, but dim {placement.dim} of shape {tuple(whole.shape)} "
+            f"has {whole.shape[placement.dim]}; plan the unit again"
+        )
+    ranges = placement.ranges(rank, size)
+    return torch.cat([whole.narrow(placement.dim, start, length) for start, length in ranges], placement.dim)
+
+
+def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole parameter from what each rank holds; the inverse of `cut`.
+
+    Args:
+        parts: The local tensors in the order of ranks.
+        placement: Where the parts live.
+    """
+    if isinstance(placement, Replicated):
+        return parts[0]
+    size, start, found = len(parts), 0, []
+    for piece in placement.pieces:
+        holders = [part * size // piece.parts for part in range(piece.parts)]
+        found += [parts[rank].narrow(placement.dim, start, piece.local_length) for rank in holders]
+        start += piece.local_length
+    return torch.cat(found, placement.dim)
+
+
+def spread(local: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
+    """What a rank holds, in its place in a whole of zeros; summed over ranks, repeated parts are sums too."""
+    shape = list(local.shape)
+    shape[placement.dim] = placement.length
+    whole = local.new_zeros(shape)
+    start = 0
+    for place, length in placement.ranges(rank, size):
+        whole.narrow(placement.dim, place, length).copy_(local.narrow(placement.dim, start, length))
+        start += length
+    return whole

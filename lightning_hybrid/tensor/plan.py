@@ -1,0 +1,118 @@
+"""What the search finds and what the sharded run needs: plain data, the same on every rank, and picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_hybrid.tensor.placement import Placement, Shard
+
+Role = Literal["column", "row", "gathered", "attention"]
+Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
+Rule = tuple[object, ...] | None
+
+
+@dataclass(frozen=True)
+class LinearLike:
+    """A module that multiplies by a weight: a linear layer, however it stores its weight, or a convolution.
+
+    Attributes:
+        fqn: Its name inside the unit.
+        out_dim: The dim of the weight that holds the output features (filters).
+        in_dim: The dim of the weight that holds the input features (channels).
+        feature_dim: The dim of inputs and outputs that holds the features, counted from the end.
+        is_convolution: Whether the module's own forward is called; otherwise it is one matrix product.
+        num_out: Output features.
+        num_in: Input features.
+        has_bias: Whether a bias is added.
+    """
+
+    fqn: str
+    out_dim: int
+    in_dim: int
+    feature_dim: int
+    is_convolution: bool
+    num_out: int
+    num_in: int
+    has_bias: bool
+
+    def parameter(self, name: str) -> str:
+        """The FQN of its weight or bias."""
+        return f"{self.fqn}.{name}" if self.fqn else name
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that are sharded together; one sum over ranks forward, one for each of its inputs backward.
+
+    Attributes:
+        role: "column" for columns that feed rows, "gathered" for one whose output is gathered, "attention" for an
+            `nn.MultiheadAttention`.
+        columns: FQNs of the linears cut by output features; for "attention", of the module.
+        rows: FQNs of the linears cut by input features.
+        how: In words, which variant was proved.
+    """
+
+    role: Role
+    columns: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    how: str = ""
+
+    def __str__(self) -> str:
+        rows = f" -> {', '.join(self.rows)}" if self.rows else ""
+        return f"{', '.join(self.columns)}{rows} ({self.how or self.role})"
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """How one unit runs sharded over tensor ranks, proved; made by `plan_unit`.
+
+    Attributes:
+        size: Number of tensor ranks.
+        groups: What is sharded.
+        roles: The role of each linear or attention module, by FQN inside the unit.
+        linears: What each of them is.
+        placements: Of every parameter and buffer of the unit, by FQN.
+        shared_pieces: Parameters that are cut, some ranks holding the same part; their gradients are summed.
+        summed: Replicated parameters that each rank uses on its own features; their gradients are summed.
+        attributes: Whole numbers of modules that differ while the unit runs sharded: FQN -> name -> value.
+        rules: What is rewritten at which call of the user's code.
+        offsets: Columns into whose outputs the code writes offsets in terms of the whole.
+        outputs: Results of the unit that are cut: place among the leaves of its output -> dim; they are gathered.
+        watched: Whether operations are watched while the unit runs, to rewrite sizes or to let side values enter.
+        quiet: Places among the leaves of the example's arguments that may need a gradient without a watch.
+        kept: Parameters that stay whole on every rank, each with the reason.
+        num_trials: How often the unit was run sharded to find this.
+        seconds: How long that took.
+    """
+
+    size: int
+    groups: tuple[Group, ...] = ()
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    linears: Mapping[str, LinearLike] = field(default_factory=dict)
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    shared_pieces: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rules: Mapping[Site, Rule] = field(default_factory=dict)
+    offsets: frozenset[str] = frozenset()
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    watched: bool = False
+    quiet: frozenset[int] = frozenset()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    num_trials: int = 0
+    seconds: float = 0.0
+
+    @property
+    def num_sharded(self) -> int:
+        """How many parameters and buffers are cut."""
+        return sum(isinstance(placement, Shard) for placement in self.placements.values())
+
+    def lines(self) -> list[str]:
+        """The plan in words, one line for each group and each reason to keep something whole."""
+        lines = [str(group) for group in self.groups]
+        reasons: dict[str, list[str]] = {}
+        for fqn, reason in self.kept.items():
+            reasons.setdefault(reason, []).append(fqn)
+        return lines + [f"whole on every rank ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]

@@ -1,0 +1,121 @@
+"""Proves that a unit run sharded is the unit: outputs, gradients and buffers, in all its modes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.tensor.examples import Example
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.trial import Outcome, Setting, TrialFailed, TrialRanks, joined, run_whole
+
+TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
+LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it and nothing stops it
+
+
+@dataclass
+class Proof:
+    """Compares plans with the whole unit on one example.
+
+    Attributes:
+        unit: The unit with random weights.
+        example: Its arguments.
+        ranks: Runs it on all ranks.
+        dtype: Of weights and arguments.
+        cut_outputs: Outputs of the last run that had the local size along one dim: place -> dim.
+    """
+
+    unit: nn.Module
+    example: Example
+    ranks: TrialRanks
+    dtype: torch.dtype
+
+    @property
+    def first(self) -> Setting:
+        """The setting that finds most errors."""
+        return Setting(dtype=self.dtype)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All that a plan must pass."""
+        return [
+            self.first,
+            Setting(training=False, dtype=self.dtype),
+            Setting(grad=False, dtype=self.dtype),
+            Setting(training=False, grad=False, dtype=self.dtype),
+            # As the user's code will see it: torch takes other paths where nothing watches.
+            Setting(training=False, grad=False, exact=False, dtype=self.dtype),
+        ]
+
+    def __post_init__(self) -> None:
+        self._whole: dict[str, Outcome] = {}
+        self.cut_outputs: dict[int, int] = {}
+
+    def whole(self, setting: Setting) -> Outcome:
+        """What the whole unit gives; run once for each setting."""
+        key = f"{setting} {setting.exact}"
+        if key not in self._whole:
+            self._whole[key] = run_whole(self.unit, self.example, setting)
+        return self._whole[key]
+
+    def difference(self, plan: UnitPlan, setting: Setting, *, learning: bool = False) -> str | None:
+        """What differs first when the unit runs by a plan, or None if nothing does.
+
+        Args:
+            plan: How it is sharded.
+            setting: How it is run.
+            learning: Whether rules are made on the way.
+        """
+        expected = self.whole(setting)
+        self.cut_outputs = {}
+        tolerance = TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
+        try:
+            outcomes = self.ranks.run(plan, self.example, setting, learning=learning)
+            for rank, outcome in enumerate(outcomes):
+                if len(outcome.outputs) != len(expected.outputs):
+                    return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
+                self.cut_outputs |= self._cut_outputs(outcome, expected)
+                for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+                    if (error := _error(found, wanted, tolerance)) is not None:
+                        return f"output {place} of rank {rank} in {setting}: {error}"
+            # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
+            for kind in ("grads",) if learning else ("grads", "buffers"):
+                for name, wanted in getattr(expected, kind).items():
+                    for found in joined(outcomes, plan, name, kind):
+                        if (error := _error(found, wanted, tolerance)) is not None:
+                            return f"{kind[:-1]} of {name} in {setting}: {error}"
+        except TrialFailed as failure:
+            return str(failure)
+        return None
+
+    def _cut_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
+        found = {}
+        for place, (local, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+            if isinstance(local, Tensor) and isinstance(wanted, Tensor) and local.dim() == wanted.dim():
+                differ = [dim for dim in range(local.dim()) if local.shape[dim] != wanted.shape[dim]]
+                if len(differ) == 1 and local.shape[differ[0]] * self.ranks.size == wanted.shape[differ[0]]:
+                    found[place] = differ[0]
+        return found
+
+    def first_failure(self, plan: UnitPlan) -> str | None:
+        """What differs in any setting, or None: then the plan is proved."""
+        for setting in self.settings:
+            if (failure := self.difference(plan, setting)) is not None:
+                return failure
+        return None
+
+
+def _error(found: Any, wanted: Any, tolerance: float) -> str | None:
+    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
+        return None if type(found) is type(wanted) else f"{type(found).__name__} instead of {type(wanted).__name__}"
+    if found.shape != wanted.shape:
+        return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    if not wanted.is_floating_point() or not wanted.numel():
+        return None if torch.equal(found, wanted) else "other values"
+    if not torch.isfinite(wanted).all():
+        return "the unit itself gives values that are not finite"
+    distance = (found - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-3)
+    return None if distance <= tolerance else f"relative difference {distance:.1e}"

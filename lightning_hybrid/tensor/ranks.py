@@ -1,0 +1,158 @@
+"""The tensor ranks and what they exchange, each exchange with the one that its backward needs.
+
+The two that make a region (the operations between a column-parallel linear and its row-parallel one, in which each rank
+holds other features):
+
+    enter   forward: nothing             backward: sum over ranks (each rank has the gradient of its features alone)
+    leave   forward: sum over ranks      backward: nothing
+
+They are each other's derivative, so that gradients can be differentiated once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.tensor.placement import Shard, cut, spread
+
+
+class Ranks(Protocol):
+    """The tensor ranks as one of them sees them.
+
+    Attributes:
+        rank: This one.
+        size: How many there are.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a contiguous tensor over the ranks, in place."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which have one shape."""
+
+
+class GroupRanks:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Ranks`."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Ranks`."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        return gathered
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A copy: the gradient that autograd hands over may be somebody else's too.
+        return _Leave.apply(grad.clone(memory_format=torch.contiguous_format), ctx.ranks), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        ctx.mark_dirty(tensor)
+        ranks.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Enter.apply(grad, ctx.ranks), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return torch.cat(ranks.all_gather(tensor), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Take.apply(grad, ctx.dim, ctx.ranks), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return tensor.chunk(ranks.size, dim)[ranks.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grad, ctx.dim, ctx.ranks), None, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, placements: tuple[Shard | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.placements = ranks, placements
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ranks = ctx.ranks
+        wholes = [
+            grad if placement is None else spread(grad, placement, ranks.rank, ranks.size)
+            for grad, placement in zip(grads, ctx.placements, strict=True)
+        ]
+        # One message for all of them: they are small.
+        flat = _Leave.apply(torch.cat([whole.reshape(-1) for whole in wholes]), ranks)
+        sums = [
+            part.view_as(whole) for part, whole in zip(flat.split([w.numel() for w in wholes]), wholes, strict=True)
+        ]
+        return (
+            None,
+            None,
+            *(
+                total if placement is None else cut(total, placement, ranks.rank, ranks.size)
+                for total, placement in zip(sums, ctx.placements, strict=True)
+            ),
+        )
+
+
+def enter(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A replicated value on its way into a region."""
+    return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks)
+
+
+def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of the ranks' addends, in place: a replicated value."""
+    return tensor if ranks.size == 1 else _Leave.apply(tensor.contiguous(), ranks)
+
+
+def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """The ranks' features one after the other: a replicated value."""
+    return tensor if ranks.size == 1 else _Gather.apply(tensor, dim, ranks)
+
+
+def sum_gradients(tensors: list[Tensor], placements: list[Shard | None], ranks: Ranks) -> list[Tensor]:
+    """Parameters that several ranks hold and use on different features; their gradients are summed, in one message.
+
+    Args:
+        tensors: What this rank holds.
+        placements: For each, how it is cut (parts that ranks share are summed), or None if all ranks hold it whole.
+        ranks: The tensor ranks.
+    """
+    return list(_SumGradients.apply(ranks, tuple(placements), *tensors))

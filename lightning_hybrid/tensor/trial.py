@@ -1,0 +1,277 @@
+"""Runs a unit, whole or on all tensor ranks at once, in one process.
+
+Each rank is a thread that runs the very code of `apply` on its own copy of the unit; where ranks exchange tensors, the
+threads meet at a barrier. Forward and backward are run, the weights are random numbers, and dropout is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.tensor.apply import sharded
+from lightning_hybrid.tensor.examples import Example
+from lightning_hybrid.tensor.placement import Shard, cut, join
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.watch import RegionWatch
+
+_TIMEOUT = 60.0
+_LOWER = {torch.float32, torch.float16, torch.bfloat16}
+_CASTS = {"float", "half", "bfloat16"}
+# Where attention functions have their dropout probability, whose default is 0 or which is always given.
+_DROPOUT_PLACES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+
+
+@dataclass
+class Outcome:
+    """What one run gave.
+
+    Attributes:
+        outputs: The leaves of the unit's result.
+        grads: Gradients by name: of parameters by FQN, of inputs by "input <place>".
+        buffers: Buffers afterwards, by FQN.
+    """
+
+    outputs: list[Any]
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class TrialFailed(Exception):
+    """A rank of a trial raised; the message is what it said."""
+
+
+def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype) -> nn.Module:
+    """A copy of a unit with random weights on the CPU; the unit's own weights are not read."""
+    memo: dict[int, Any] = {}
+    for parameter in unit.parameters():
+        memo[id(parameter)] = nn.Parameter(_random(parameter, generator, dtype), requires_grad=parameter.requires_grad)
+    for buffer in unit.buffers():
+        memo[id(buffer)] = _buffer(buffer, generator, dtype)
+    twin: nn.Module = copy.deepcopy(unit, memo)
+    return twin
+
+
+def _random(parameter: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    if not parameter.is_floating_point():
+        return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    if parameter.dim() < 2:  # weights and biases of norms and linears, away from zero
+        return torch.rand(parameter.shape, dtype=torch.float64, generator=generator).to(dtype) + 0.5
+    fan = parameter[0].numel() ** 0.5
+    return torch.randn(parameter.shape, dtype=torch.float64, generator=generator).to(dtype) / fan
+
+
+def _buffer(buffer: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    floating = buffer.is_floating_point()
+    if type(buffer) is Tensor and not buffer.is_meta:
+        return buffer.detach().to("cpu", dtype if floating else buffer.dtype, copy=True)
+    if floating:
+        return torch.rand(buffer.shape, dtype=torch.float64, generator=generator).to(dtype) + 0.5
+    return torch.ones(buffer.shape, dtype=buffer.dtype)
+
+
+class Exact(TorchFunctionMode):
+    """Makes runs comparable to the last digits: no dropout, one dtype throughout, other draws the same in each run."""
+
+    _lock = threading.Lock()  # torch's generator belongs to the process, and ranks are threads
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._drawn = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0]
+        if name in _CASTS:
+            return func(*args, **kwargs) if args[0].is_complex() else args[0].to(self._dtype)
+        place = _DROPOUT_PLACES.get(name)
+        if place is not None:
+            args = args[:place] + (0.0,) * (len(args) > place) + args[place + 1 :]
+            kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
+        elif name != "__get__":
+            args = tuple(self._dtype if type(a) is torch.dtype and a in _LOWER else a for a in args)
+            if kwargs.get("dtype") in _LOWER:
+                kwargs = {**kwargs, "dtype": self._dtype}
+        if draws(name, args, kwargs):
+            self._drawn += 1
+            with self._lock, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._drawn)
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@dataclass
+class Setting:
+    """How a unit is run.
+
+    Attributes:
+        training: In train or in eval mode.
+        grad: With gradients, of outputs weighted by ``cotangents``.
+        exact: Under `Exact`.
+        dtype: Of all floating values.
+    """
+
+    training: bool = True
+    grad: bool = True
+    exact: bool = True
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return f"{'train' if self.training else 'eval'} mode, {'with' if self.grad else 'without'} gradients"
+
+
+def run_whole(unit: nn.Module, example: Example, setting: Setting) -> Outcome:
+    """Run a unit as it is."""
+    parameters = {fqn: p for fqn, p in unit.named_parameters() if p.requires_grad}
+    before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
+    unit.train(setting.training)
+    try:
+        outcome = _run(unit, example, setting, parameters)
+        outcome.buffers = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
+        return outcome
+    finally:
+        for fqn, buffer in unit.named_buffers():
+            buffer.copy_(before[fqn])
+
+
+def _run(unit: nn.Module, example: Example, setting: Setting, parameters: Mapping[str, Tensor]) -> Outcome:
+    with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
+        args, kwargs, inputs = example.call()
+        outputs = flatten(unit(*args, **kwargs))[0]
+    if not setting.grad:
+        return Outcome(outputs)
+    wanted = {**{f"input {place}": tensor for place, tensor in inputs.items()}, **parameters}
+    ends = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    if not ends:
+        return Outcome(outputs)
+    grads = torch.autograd.grad(ends, list(wanted.values()), [_cotangent(end) for end in ends], allow_unused=True)
+    filled = {
+        name: torch.zeros_like(tensor) if grad is None else grad
+        for (name, tensor), grad in zip(wanted.items(), grads, strict=True)
+    }
+    return Outcome(outputs, filled)
+
+
+def _cotangent(tensor: Tensor) -> Tensor:
+    """Weights of an output's elements; none is zero, and no two are related."""
+    places = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
+    return torch.sin(places * 1.7 + 0.3).to(tensor.dtype) + 0.1
+
+
+class _Meeting:
+    """Where the threads of one trial exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT)
+        self.slots: list[Any] = [None] * size
+
+
+class ThreadRanks:
+    """One of the ranks of a trial; see `ranks.Ranks`."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `ranks.Ranks`."""
+        addends = self.all_gather(tensor.detach().clone())
+        tensor.copy_(torch.stack(addends).sum(0))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `ranks.Ranks`."""
+        meeting = self._meeting
+        meeting.slots[self.rank] = tensor.detach()
+        meeting.barrier.wait()
+        gathered = list(meeting.slots)
+        meeting.barrier.wait()
+        if len({other.shape for other in gathered}) > 1:
+            raise TrialFailed(f"ranks exchange tensors of shapes {[tuple(other.shape) for other in gathered]}")
+        return gathered
+
+
+class TrialRanks:
+    """Copies of a unit for each rank, used for many trials of plans."""
+
+    def __init__(self, whole: nn.Module, size: int) -> None:
+        """Args: whole: the unit with random weights, which the copies share. size: the number of ranks."""
+        self._whole, self.size = whole, size
+        held = {id(p): p for p in whole.parameters()}
+        self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size)]
+        self.num_trials = 0
+        self.watches: list[RegionWatch | None] = []
+
+    def run(self, plan: UnitPlan, example: Example, setting: Setting, *, learning: bool = False) -> list[Outcome]:
+        """Run the unit on all ranks.
+
+        Args:
+            plan: How it is sharded.
+            example: Its arguments.
+            setting: How it is run.
+            learning: Whether the rules of the plan are made on the way.
+
+        Raises:
+            TrialFailed: A rank raised, or the ranks did not exchange the same things.
+        """
+        self.num_trials += 1
+        meeting = _Meeting(self.size)
+        outcomes: list[Outcome | None] = [None] * self.size
+        errors: list[BaseException] = []
+        self.watches = [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                outcomes[rank] = self._one(rank, plan, example, setting, learning, meeting)
+            except BaseException as error:
+                errors.append(error)
+                meeting.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
+            if first is None:
+                raise TrialFailed("the ranks did not exchange the same things")
+            raise TrialFailed(f"{type(first).__name__}: {first}") from first
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _one(
+        self, rank: int, plan: UnitPlan, example: Example, setting: Setting, learning: bool, meeting: _Meeting
+    ) -> Outcome:
+        unit = self._copies[rank].train(setting.training)
+        local: dict[str, Tensor] = {}
+        for fqn, tensor in (*self._whole.named_parameters(), *self._whole.named_buffers()):
+            part = cut(tensor.detach(), plan.placements[fqn], rank, self.size).clone()
+            local[fqn] = part.requires_grad_(tensor.requires_grad)
+        parameters = {fqn: local[fqn] for fqn, p in self._whole.named_parameters() if p.requires_grad}
+        with sharded(unit, plan, ThreadRanks(rank, meeting), tensors=lambda: local) as runner:
+            runner.learning = learning
+            try:
+                outcome = _run(unit, example, setting, parameters)
+            finally:
+                self.watches[rank] = runner.last_watch
+        outcome.buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
+        return outcome
+
+
+def joined(outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str) -> list[Tensor]:
+    """A gradient or buffer as each rank has it; for one that is cut, the whole, once."""
+    found = [getattr(outcome, kind)[name] for outcome in outcomes]
+    placement = plan.placements.get(name)
+    return [join(found, placement)] if isinstance(placement, Shard) else found

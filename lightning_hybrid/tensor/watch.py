@@ -1,0 +1,371 @@
+"""Watches the operations of a unit that runs sharded, from a column-parallel linear to the row-parallel one.
+
+A value is *cut* if it comes from a cut one: each rank holds other features of it. The watch follows cut values through
+the user's code and does what the code could not know about:
+
+- a replicated value that meets a cut one enters the region, so that its gradient is summed over ranks;
+- one that has a dim of the whole's size (a position bias for each head, the weight of a norm over channels) is sliced;
+- sizes and offsets written in terms of the whole (`view(B, T, n_head, C // n_head)`) are divided.
+
+While learning it decides by the shapes, which are chosen so that only features can be divided, and notes what it did at
+which call of the user's code. Afterwards it does exactly that, whatever the shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.tensor.offsets import CannotShard, local_index, local_offset, local_sections
+from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.plan import Rule, Site
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_SITE_DEPTH = 3
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+_QUERIES = frozenset(
+    {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "requires_grad_"}
+)
+_VIEWS = frozenset({"view", "reshape"})
+_CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_BROADCAST = frozenset(
+    f"{pre}{name}{post}"
+    for name in ("add", "sub", "mul", "div", "truediv", "pow", "and", "or")
+    for pre, post in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
+) | {
+    "where",
+    "masked_fill",
+    "masked_fill_",
+    "maximum",
+    "minimum",
+    "lerp",
+    "addcmul",
+    "rsub",
+    "true_divide",
+    "logical_and",
+}
+_ATTENTION = "scaled_dot_product_attention"
+_BATCHED = "baddbmm"  # its addend has batch and heads in one dim
+
+
+class RegionWatch(TorchFunctionMode):
+    """Active while one rank runs a unit sharded.
+
+    Attributes:
+        rules: What was done at each call; filled while learning.
+        inside: Names of replicated parameters that met a cut value.
+        outside: Names of parameters that were used elsewhere.
+        sliced: Parameters and buffers that were sliced along a dim: name -> dim.
+        entered: Whether a value that is no parameter entered on its way.
+        drew: Whether random numbers were drawn for a cut value.
+        paused: Whether operations pass unseen: those of our own linears.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        learning: bool,
+        rules: dict[Site, Rule],
+        enter: Callable[[Tensor], Tensor],
+        names: dict[int, str],
+        cut_ids: frozenset[int],
+        batch: int,
+        around_draw: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Make a watch for one forward.
+
+        Args:
+            rank: This tensor rank.
+            size: Number of tensor ranks.
+            learning: Whether rules are made or followed.
+            rules: By call.
+            enter: Lets a replicated value enter the region; remembers what it did for which value.
+            names: id -> name of the unit's parameters and buffers in this forward.
+            cut_ids: Ids of those that are cut.
+            batch: The first size of the unit's first input.
+            around_draw: A context around each draw for a cut value.
+        """
+        super().__init__()
+        self._rank, self._size, self._learning = rank, size, learning
+        self.rules = rules
+        self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
+        self._batch = batch
+        self.inside: set[str] = set()
+        self.outside: set[str] = set()
+        self.sliced: dict[str, int] = {}
+        self.entered = False
+        self.drew = False
+        self.paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if self.paused or name in _QUERIES:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            value = func(*args, **kwargs)
+            return _marked(value) if self._is_cut(args[0]) else value
+        tensors = list(tensors_in(args)) + list(tensors_in(kwargs.values()))
+        cut = [tensor for tensor in tensors if self._is_cut(tensor)]
+        if not cut:
+            self.outside.update(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
+            return func(*args, **kwargs)
+        args, kwargs = self._rewritten(name, args, kwargs)
+        in_place = _is_in_place(name)
+        reference = self._reference(name, args, cut)
+        known: dict[int, Tensor] = {id(args[0]): args[0]} if in_place and args and isinstance(args[0], Tensor) else {}
+
+        def side(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if self._is_cut(value) or id(value) in known:
+                    return value
+                return self._side(name, value, reference)
+            if type(value) in (tuple, list):
+                return type(value)(side(item) for item in value)
+            return value
+
+        if any(not self._is_cut(tensor) for tensor in tensors):
+            args = tuple(side(value) for value in args)
+            kwargs = {key: side(value) for key, value in kwargs.items()}
+        if draws(name, args, kwargs):
+            self.drew = True
+            with self._around_draw():
+                return _marked(func(*args, **kwargs))
+        out = _marked(func(*args, **kwargs))
+        if in_place and isinstance(args[0], Tensor):
+            mark(args[0])
+        return out
+
+    def _is_cut(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._cut_ids or getattr(tensor, "_is_cut", False)
+
+    # --- replicated values that meet a cut one ------------------------------------------------------------------------
+
+    def _reference(self, name: str, args: tuple[Any, ...], cut: list[Tensor]) -> tuple[int, ...]:
+        """The shape that values beside a cut one are held against; empty where none is expected to match."""
+        if name == _ATTENTION:
+            return (*args[0].shape[:-1], 0)
+        if name in _CHANNELS or name in _CONVOLUTIONS:
+            return tuple(args[0].shape)
+        if name == _BATCHED:
+            return (len(cut[0]),)
+        if name in _BROADCAST:
+            return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in cut)))
+        return ()
+
+    def _side(self, name: str, value: Tensor, reference: tuple[int, ...]) -> Tensor:
+        parameter = self._names.get(id(value))
+        dims = self._sliced_dims(name, value, reference, parameter or "")
+        if value.requires_grad and torch.is_grad_enabled():
+            inside = self._enter(value)
+            self.entered |= parameter is None and inside is not value
+            value = inside
+        if parameter is not None:
+            if dims and self.sliced.setdefault(parameter, dims[0]) != dims[0]:
+                raise CannotShard(f"{parameter} is sliced along different dims")
+            if not dims:
+                self.inside.add(parameter)
+        for dim in dims:
+            if name == _BATCHED:  # batch and heads are one dim, batch outermost
+                value = value.unflatten(0, (self._batch, -1)).chunk(self._size, 1)[self._rank].flatten(0, 1)
+            else:
+                value = value.chunk(self._size, dim)[self._rank]
+        return value
+
+    def _sliced_dims(self, name: str, value: Tensor, reference: tuple[int, ...], parameter: str) -> tuple[int, ...]:
+        if not reference or value.dim() == 0:
+            return ()
+        if name in _CHANNELS or name in _CONVOLUTIONS:
+            channels = reference[1] * self._size
+            return (0,) if value.shape[0] % channels == 0 and value.shape[0] > 1 else ()
+        key = self._site(name, "side", str(value.dim()), parameter)
+        if name == _BATCHED and self._learning:
+            merged = self._batch * self._size
+            fits = len(value) == reference[0] * self._size and len(value) % merged == 0
+            self._note(key, (0,) if fits else None)
+        if not self._learning or name == _BATCHED:
+            known = self.rules.get(key) or ()
+            return tuple(int(dim) for dim in known if isinstance(dim, int))
+        dims = tuple(
+            -k
+            for k in range(1, min(value.dim(), len(reference)) + 1)
+            if value.shape[-k] == reference[-k] * self._size and value.shape[-k] > 1
+        )
+        self._note(key, dims or None)
+        return dims
+
+    # --- sizes and offsets in terms of the whole ----------------------------------------------------------------------
+
+    def _rewritten(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not args or not isinstance(args[0], Tensor) or not self._is_cut(args[0]):
+            return args, kwargs
+        tensor = args[0]
+        if name in _VIEWS and len(args) > 1:
+            sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            if all(type(size) is int for size in sizes):
+                return (tensor, self._view(name, tuple(tensor.shape), tuple(sizes))), kwargs
+        if name == "unflatten" and len(args) == 3 and all(type(size) is int for size in args[2]):
+            return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
+        if name == "expand" and len(args) > 1:
+            sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            return (tensor, self._expand(tensor, list(sizes))), kwargs
+        if name == "group_norm":
+            self._must_divide(name, args[1])
+            self.rules[self._site(name)] = ("groups",)
+            return (tensor, args[1] // self._size, *args[2:]), kwargs
+        if name in _CONVOLUTIONS:
+            return self._grouped(name, args, kwargs)
+        return self._with_local_offsets(name, args, kwargs)
+
+    def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        key = self._site(name, "view", str(len(sizes)))
+        given, wanted = prod(old), prod(size for size in sizes if size != -1)
+        fits = given % wanted == 0 if -1 in sizes else given == wanted
+        if not self._learning:
+            if key not in self.rules:
+                raise CannotShard(
+                    f"{name}{sizes} of a value of local shape {old} at {_where(key)} did not run when the unit's plan "
+                    f"was proved, so what its sizes mean is not known; keep the unit whole if it branches on its inputs"
+                )
+            rule = self.rules[key]
+            if rule is None:
+                return sizes
+            place, ratio = int(str(rule[0])), int(str(rule[1]))
+            return (*sizes[:place], sizes[place] // ratio, *sizes[place + 1 :])
+        if fits:
+            self._note(key, None)
+            return sizes
+        ratio = self._size if -1 in sizes else wanted // given
+        if -1 not in sizes and wanted != given * ratio:
+            return sizes  # torch says what is wrong with it
+        first = 0
+        while first < min(len(sizes), len(old) - 1) and sizes[first] == old[first]:
+            first += 1
+        for place in range(first, len(sizes)):
+            if sizes[place] > 0 and sizes[place] % ratio == 0:
+                self._note(key, (place, ratio))
+                return (*sizes[:place], sizes[place] // ratio, *sizes[place + 1 :])
+        return sizes
+
+    def _expand(self, tensor: Tensor, sizes: list[int]) -> list[int]:
+        """A dim that is no 1 must be asked for as it is; the whole's size can only mean the local one."""
+        for k in range(1, tensor.dim() + 1):
+            if tensor.shape[-k] != 1 and sizes[-k] == tensor.shape[-k] * self._size:
+                self.rules[self._site("expand")] = ("expand",)
+                sizes[-k] = tensor.shape[-k]
+        return sizes
+
+    def _grouped(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
+        if groups == 1:
+            return args, kwargs
+        self._must_divide(name, groups)
+        self.rules[self._site(name)] = ("groups",)
+        if len(args) > 6:
+            return (*args[:6], groups // self._size, *args[7:]), kwargs
+        return args, {**kwargs, "groups": groups // self._size}
+
+    def _must_divide(self, name: str, groups: int) -> None:
+        if groups % self._size:
+            raise CannotShard(f"{name} has {groups} groups, which {self._size} ranks cannot share; keep it whole")
+
+    def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        tensor = args[0]
+        column = getattr(tensor, "_column", None)
+        if column is None:
+            return args, kwargs
+        placement, feature_dim = column
+        if name == "split":
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            sections = args[1] if len(args) > 1 else kwargs["split_size"]
+            if dim % tensor.dim() - tensor.dim() == feature_dim:
+                self.rules[self._site(name)] = ("offsets",)
+                return (tensor, local_sections(placement, sections)), {"dim": dim}
+        if name == "narrow" and args[1] % tensor.dim() - tensor.dim() == feature_dim:
+            self.rules[self._site(name)] = ("offsets",)
+            start, stop = (local_offset(placement, offset) for offset in (args[2], args[2] + args[3]))
+            return (tensor, args[1], start, stop - start), kwargs
+        if name == "__getitem__":
+            index = local_index(args[1], tensor.dim(), placement, feature_dim)
+            if index is not None:
+                self.rules[self._site(name)] = ("offsets",)
+                return (tensor, index), kwargs
+        return args, kwargs
+
+    # --- rules --------------------------------------------------------------------------------------------------------
+
+    def _note(self, key: Site, rule: Rule) -> None:
+        if self.rules.setdefault(key, rule) != rule:
+            raise CannotShard(f"one call, {_where(key)}, would have to be rewritten in two ways")
+
+    def _site(self, *what: str) -> Site:
+        """Which call of the user's code this is."""
+        places: list[object] = [*what]
+        frame = sys._getframe(2)
+        while frame is not None and len(places) < len(what) + _SITE_DEPTH:
+            path = frame.f_code.co_filename
+            if path.startswith(_HERE):
+                if frame.f_code.co_name == "run_sharded":
+                    break
+            elif not path.startswith(_TORCH):
+                places.append((path, frame.f_lineno))
+            frame = frame.f_back  # type: ignore[assignment]
+        return tuple(places)
+
+
+def _where(site: Site) -> str:
+    """The innermost line of user code."""
+    place = next((item for item in site if isinstance(item, tuple)), ("?", 0))
+    return f"{place[0]}:{place[1]}"
+
+
+def mark(tensor: Tensor, column: tuple[Shard, int] | None = None) -> Tensor:
+    """Say that a value is cut; and how and along which dim, if offsets into it are in terms of the whole."""
+    tensor._is_cut = True  # type: ignore[attr-defined]
+    if column is not None:
+        tensor._column = column  # type: ignore[attr-defined]
+    return tensor
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value._is_cut = True  # type: ignore[attr-defined]
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _marked(item)
+    return value
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors among values and inside tuples and lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list):
+            yield from tensors_in(value)
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__",))
+    return name.endswith("_")

@@ -1,0 +1,47 @@
+"""Parts of parameters are cut and joined as their placement says."""
+
+import pytest
+import torch
+
+from lightning_hybrid.tensor.placement import Piece, Replicated, Shard, cut, join, spread
+
+PLACEMENTS = [
+    Replicated(),
+    Shard.evenly(0, 12, 4),
+    Shard.evenly(1, 8, 4),
+    Shard(0, (Piece(8, 4), Piece(4, 4))),
+    Shard(0, (Piece(8, 4), Piece(2, 2), Piece(2, 1))),
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_join_is_the_inverse_of_cut(placement):
+    whole = torch.arange(96.0).view(12, 8)
+    parts = [cut(whole, placement, rank, 4) for rank in range(4)]
+    assert torch.equal(join(parts, placement), whole)
+
+
+def test_every_rank_gets_its_part_of_each_piece():
+    placement = Shard(0, (Piece(4, 4), Piece(2, 2)))
+    assert [cut(torch.arange(6), placement, rank, 4).tolist() for rank in range(4)] == [[0, 4], [1, 4], [2, 5], [3, 5]]
+
+
+def test_spread_parts_sum_to_the_whole_times_the_holders():
+    placement = Shard(0, (Piece(4, 4), Piece(2, 2)))
+    whole = torch.arange(1.0, 7)
+    total = sum(spread(cut(whole, placement, rank, 4), placement, rank, 4) for rank in range(4))
+    assert total.tolist() == [1, 2, 3, 4, 10, 12]
+
+
+def test_offsets_into_the_whole_are_found_on_a_rank():
+    placement = Shard(0, (Piece(8, 4), Piece(4, 2)))
+    assert [placement.local_offset(offset) for offset in (0, 4, 5, 8, 10, 12)] == [0, 1, None, 2, 3, 4]
+
+
+def test_a_placement_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"cuts a dim of 12, but dim 0 of shape \(8, 8\) has 8"):
+        cut(torch.zeros(8, 8), Shard.evenly(0, 12, 4), 0, 4)
+    with pytest.raises(ValueError, match="length 6 cannot be cut into 4"):
+        Piece(6, 4)
+    with pytest.raises(ValueError, match="3 parts cannot be dealt to 4 ranks"):
+        cut(torch.zeros(6), Shard(0, (Piece(6, 3),)), 0, 4)

@@ -1,0 +1,210 @@
+"""Units of many kinds are sharded without being changed, and what is wrong is found out."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from tensor_blocks import BLOCKS, WIDTH, BiasedAttention, FusedAttention, tokens
+from torch import nn
+
+from lightning_hybrid.tensor.examples import make_example
+from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.placement import Piece, Replicated, Shard
+from lightning_hybrid.tensor.prove import Proof
+from lightning_hybrid.tensor.trial import Setting, TrialRanks, random_copy, run_whole
+
+# name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order
+EXPECTED = {
+    "fused": ["attn.c_attn -> attn.c_proj", "mlp.0 -> mlp.2"],
+    "fused, as many positions as features": ["attn.c_attn -> attn.c_proj", "mlp.0 -> mlp.2"],
+    "grouped queries": ["q_proj, k_proj, v_proj -> o_proj", "gate, up -> down"],
+    "one key head": ["q_proj, k_proj, v_proj -> o_proj", "gate, up -> down"],
+    "norm on heads": ["q_proj, k_proj, v_proj -> o_proj", "gate, up -> down"],
+    "bias": ["q, k, v -> o"],
+    "own bias": ["q, k, v -> o"],
+    "slopes": ["qkv -> out"],
+    "merged heads": ["query_key_value -> dense"],
+    "interleaved": ["query_key_value -> dense"],
+    "offsets": ["qkv_proj -> o_proj"],
+    "offsets, one key head": ["qkv_proj -> o_proj"],
+    "mlp": ["0 -> 2"],
+    "mlp of three": ["0 -> 2", "4 gathered"],
+    "fused gate": ["gate_up -> down"],
+    "parallel": ["into -> out"],
+    "adapted": ["a -> b", "up -> down"],
+    "batch norm": ["expand -> project"],
+    "group norm": ["expand -> project"],
+    "convolutions": ["c1 -> c2", "c3 -> head"],
+    "transposed": ["0 -> 2"],
+    "encoder layer": ["self_attn attention", "linear1 -> linear2"],
+    "decoder layer": ["self_attn attention", "multihead_attn attention", "linear1 -> linear2"],
+    "attention": ["attn attention"],
+    "attention, sequence first": ["attn attention"],
+    "cross attention": ["attn attention"],
+    "read twice": ["up -> down"],
+    "across features": ["up gathered", "down gathered"],
+    "tied": ["up -> down"],
+    "lone linear": [" gathered"],
+}
+
+
+def shown(plan):
+    return [
+        ", ".join(group.columns) + (f" -> {', '.join(group.rows)}" if group.rows else f" {group.role}")
+        for group in plan.groups
+    ]
+
+
+def proof_of(unit, args, size=2):
+    generator = torch.Generator().manual_seed(0)
+    twin = random_copy(unit, generator, torch.float64)
+
+    def runs(example):
+        try:
+            return run_whole(twin, example, Setting()) is not None
+        except (RuntimeError, ValueError):
+            return False
+
+    example = make_example(args, {}, twin, size, runs, generator, torch.float64)
+    return Proof(twin, example, TrialRanks(twin, size), torch.float64)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_unit_is_sharded_and_proved(name):
+    torch.manual_seed(0)
+    unit, args = BLOCKS[name]()
+    plan = plan_unit(unit, args, {}, 2)
+    assert shown(plan) == EXPECTED[name], "\n".join(plan.lines())
+    assert set(plan.placements) == {fqn for fqn, _ in (*unit.named_parameters(), *unit.named_buffers())}
+    assert plan.num_trials <= 20
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize("name", ["fused", "grouped queries", "offsets", "bias", "slopes", "attention", "group norm"])
+def test_four_ranks_with_one_head_each(name):
+    torch.manual_seed(0)
+    unit, args = BLOCKS[name]()
+    assert shown(plan_unit(unit, args, {}, 4)) == EXPECTED[name]
+
+
+def test_key_heads_fewer_than_ranks_are_repeated():
+    unit, args = BLOCKS["grouped queries"]()
+    plan = plan_unit(unit, args, {}, 4)
+    assert plan.placements["k_proj.weight"] == Shard(0, (Piece(WIDTH // 2, 2),))
+    assert plan.shared_pieces == ("k_proj.weight", "v_proj.weight")
+
+
+def test_a_norm_on_local_heads_is_whole_and_its_gradient_summed():
+    unit, args = BLOCKS["norm on heads"]()
+    plan = plan_unit(unit, args, {}, 4)
+    assert plan.summed == ("q_norm.weight",) and plan.placements["q_norm.weight"] == Replicated()
+    assert "grad of q_norm.weight" in proof_of(unit, args, 4).first_failure(dataclasses.replace(plan, summed=()))
+
+
+def test_a_variant_that_needs_no_watch_is_preferred():
+    unit, args = BLOCKS["norm on heads"]()
+    plan = plan_unit(unit, args, {}, 2)
+    assert not plan.watched and plan.attributes == {"": {"num_heads": 2, "num_kv_heads": 2}}
+    assert plan_unit(*BLOCKS["offsets"](), {}, 2).watched
+
+
+def test_statistics_of_a_norm_over_cut_channels_are_cut_too():
+    unit, args = BLOCKS["batch norm"]()
+    placements = plan_unit(unit, args, {}, 2).placements
+    cut = {fqn for fqn, placement in placements.items() if isinstance(placement, Shard)}
+    assert {"n1.running_mean", "n2.running_var", "n1.weight", "depthwise.weight", "act.weight"} <= cut
+    assert placements["n3.running_mean"] == placements["n1.num_batches_tracked"] == Replicated()
+
+
+def test_nothing_of_the_user_is_changed():
+    torch.manual_seed(0)
+    unit, args = BLOCKS["fused"]()
+    state, attributes, before = copy.deepcopy(unit.state_dict()), dict(unit.attn.__dict__), torch.get_rng_state()
+    plan_unit(unit, args, {}, 2)
+    assert all(torch.equal(tensor, state[fqn]) for fqn, tensor in unit.state_dict().items())
+    assert unit.attn.__dict__ == attributes and "forward" not in vars(unit)
+    assert torch.equal(torch.get_rng_state(), before) and args[0].grad is None
+
+
+def test_the_plan_does_not_depend_on_weights():
+    unit, args = BLOCKS["across features"]()
+    nn.init.zeros_(unit.down.weight)  # any plan would pass on these
+    nn.init.zeros_(unit.down.bias)
+    assert shown(plan_unit(unit, args, {}, 2)) == EXPECTED["across features"]
+
+
+def planted(name, fqn, placement, **changes):
+    torch.manual_seed(0)
+    unit, args = BLOCKS[name]()
+    plan = plan_unit(unit, args, {}, 2)
+    placements = {**plan.placements, fqn: placement}
+    return proof_of(unit, args).first_failure(dataclasses.replace(plan, placements=placements, **changes))
+
+
+def test_planted_wrong_plans_are_rejected():
+    assert "relative difference" in planted("fused gate", "gate_up.weight", Shard.evenly(0, 96, 2))
+    assert "relative difference" in planted("slopes", "qkv.weight", Shard.evenly(0, 96, 2))
+    assert "size" in planted("mlp", "0.bias", Replicated())
+    assert "relative difference" in planted("grouped queries", "o_proj.weight", Shard(1, (Piece(16, 2), Piece(16, 2))))
+    assert planted("grouped queries", "o_proj.weight", Shard.evenly(1, WIDTH, 2)) is None
+
+
+@pytest.mark.parametrize("spoil", ["row bias twice", "input not entered", "side value not sliced"])
+def test_each_part_of_a_plan_is_needed(spoil, monkeypatch):
+    from lightning_hybrid.tensor import apply
+
+    unit = BiasedAttention() if spoil == "side value not sliced" else nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    args = (tokens() if spoil == "side value not sliced" else tokens(2, 5, 8),)
+    plan = plan_unit(unit, args, {}, 2)
+    proof = proof_of(unit, args)
+    assert proof.first_failure(plan) is None
+    if spoil == "row bias twice":
+        monkeypatch.setattr(apply, "leave", lambda tensor, ranks: apply.enter(_summed(tensor, ranks) * 1.5, ranks))
+    elif spoil == "input not entered":
+        monkeypatch.setattr(apply, "enter", lambda tensor, ranks: tensor)
+    else:
+        plan = dataclasses.replace(plan, rules={k: v for k, v in plan.rules.items() if k[1] != "side"})
+    assert proof.first_failure(plan) is not None
+
+
+def _summed(tensor, ranks):
+    ranks.all_reduce(tensor.detach())
+    return tensor
+
+
+def test_a_unit_that_cannot_run_is_kept_whole_with_its_reason():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            raise ValueError("no such input")
+
+    plan = plan_unit(Broken(), (torch.zeros(2, 4),), {}, 2)
+    assert plan.num_sharded == 0
+    assert plan.lines() == [
+        "whole on every rank (a copy of the unit with random weights does not run: no such input): "
+        "linear.weight, linear.bias"
+    ]
+
+
+def test_sizes_that_cannot_be_divided_are_kept_whole_with_their_reason():
+    plan = plan_unit(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), (torch.randn(2, 8),), {}, 2)
+    assert plan.kept["0.weight"] == "9 output features are not a multiple of 2 ranks"
+    odd = plan_unit(nn.MultiheadAttention(12, 3), (tokens(2, 5, 12),) * 3, {}, 2)
+    assert odd.kept["in_proj_weight"] == "3 heads are not a multiple of 2 ranks"
+
+
+def test_one_rank_needs_no_plan():
+    assert plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 1).num_sharded == 0
+    with pytest.raises(ValueError, match="tensor_parallel_size=0"):
+        plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 0)
+
+
+def test_examples_without_content_will_do():
+    unit = FusedAttention().to("meta")
+    plan = plan_unit(unit, (torch.empty(2, 64, WIDTH, device="meta", requires_grad=True),), {}, 2)
+    assert shown(plan) == ["c_attn -> c_proj"]
