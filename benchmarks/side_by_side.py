@@ -218,17 +218,13 @@ def fit(turn: Turn, module: Any, batch: Any, **options: Any) -> None:
     """Fit a LightningModule on one batch for ever, through a real Trainer.
 
     Args:
-        turn: Steps run from one `on_train_batch_start` to the next, so the loop between batches counts.
+        turn: Steps run from one batch of the epoch loop to the next, so the loop between batches counts.
         module: The LightningModule.
         batch: The same for every step; its content does not matter.
         options: Of the Trainer.
     """
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
-
-    class Border(Callback):
-        def on_train_batch_start(self, *_: object) -> None:
-            turn.border()
 
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -239,7 +235,16 @@ def fit(turn: Turn, module: Any, batch: Any, **options: Any) -> None:
         "use_distributed_sampler": False,
         "max_epochs": -1,
     }
-    trainer = Trainer(**defaults, callbacks=[Border()], **options)
+    trainer = Trainer(**defaults, **options)
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def from_border(fetcher: Any) -> None:
+        # Not in a hook: while those run, the default group is another one, for the other variants of this process too.
+        turn.border()
+        advance(fetcher)
+
+    loop.advance = from_border
     trainer.fit(module, DataLoader([batch] * 100_000, batch_size=None))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +27,6 @@ from lightning_hybrid.schedule import (
     Program,
     Receive,
     Span,
-    needed_by,
     peer_of,
 )
 from lightning_hybrid.step.absent import fill
@@ -86,8 +84,7 @@ class Job:
         parameters: FQN by id of the module's parameters and tracked buffers.
         before_last_backward: Called with a stage before its last backward.
         reduce: Called with a stage after its last backward.
-        around_backward: Entered around each backward, in which functions of the user's may communicate.
-        after_forwards: Called with this rank's runs by microbatch once the last forward is done.
+        after_forwards: Called with this rank's runs by microbatch once its forwards are done and it has time.
     """
 
     program: Program
@@ -98,7 +95,6 @@ class Job:
     parameters: Mapping[int, str] = field(default_factory=dict)
     before_last_backward: Callable[[int], None] = lambda stage: None
     reduce: Callable[[int], None] = lambda stage: None
-    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
 
 
@@ -160,6 +156,9 @@ class _Run:
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
         self._forwards_left = len(job.steps) * len(self._backwards_left)
         self._has_backward = job.program.schedule.has_backward
+        # The last rank goes straight on to its last backward, and waits for the others only after that.
+        is_last = rank == job.program.schedule.num_ranks - 1
+        self._idle_after = Kind.B if is_last and self._has_backward else Kind.F
         self._start = ModuleState(root, buffers=False) if len(self._backwards_left) > 1 else None
         self._states: dict[int, ModuleState] = {}
         self.results: dict[int, StageRun] = {}
@@ -184,7 +183,7 @@ class _Run:
     def compute(self, action: Action) -> None:
         """Wait for what the action needs, and carry it out."""
         stage, microbatch = action.stage, action.microbatch
-        arrived = {message: self._arrived(message) for message in needed_by(action, self._job.program.portals)}
+        arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
         start = time.perf_counter()
         if action.kind is Kind.F:
             self._forward(stage, microbatch, arrived)
@@ -194,7 +193,8 @@ class _Run:
             assert action.kind is Kind.REDUCE
             self._job.reduce(stage)
         self.spans.append(Span(self._rank, action, start, time.perf_counter()))
-        if action.kind is Kind.F and not self._forwards_left:
+        left = self._forwards_left if self._idle_after is Kind.F else sum(self._backwards_left.values())
+        if action.kind is self._idle_after and not left:
             self._job.after_forwards(self.results)
 
     def _arrived(self, message: Message) -> list[Tensor]:
@@ -263,8 +263,7 @@ class _Run:
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
-            with self._job.around_backward():
-                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         received = self._received.pop((stage, microbatch))
         for source, target in self._job.program.portals.backward:
             if target == stage:

@@ -6,7 +6,6 @@ requires_grad everywhere. A batch of another length, or a parameter unfrozen mid
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -57,14 +56,12 @@ class TrainContext:
         before_last_backward: Called with a stage before its last backward.
         reduce: Called with a stage after its last backward.
         weigh: Weights of the microbatches given; their shares of the samples if None.
-        around_backward: Entered around each backward.
     """
 
     seed_factor: float
     before_last_backward: Callable[[int], None]
     reduce: Callable[[int], None]
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
-    around_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
 
 class StepRunner:
@@ -177,7 +174,6 @@ class StepRunner:
                 seeds=[train.seed_factor * weight for weight in weights],
                 before_last_backward=train.before_last_backward,
                 reduce=train.reduce,
-                around_backward=train.around_backward,
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
@@ -222,7 +218,9 @@ class StepRunner:
                 schedule = forward_only(ranks, len(variants), each)
             # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
             ahead = 0 if dynamic else _POST_AHEAD[self._channel]
-            program = lower(schedule, Portals(forward, backward), post_ahead=ahead, channel=self._channel)
+            within = 0 if dynamic else _EARLY_BYTES // max(1, *map(_largest_message, variants))
+            portals = Portals(forward, backward)
+            program = lower(schedule, portals, post_ahead=ahead, channel=self._channel, idle_within=within)
             check_program(program)
             self._programs[key] = program
         return self._programs[key]
@@ -254,6 +252,18 @@ class StepRunner:
 
 # Posting a receive early pays where the sender is told of it by a message, as in gloo; buffers are the price.
 _POST_AHEAD = {"queue": 1, "tags": 2}
+# Receives of small messages are posted while a rank is idle, as long as those of one peer take no more than this.
+_EARLY_BYTES = 1 << 20
+
+
+def _largest_message(variant: Variant) -> int:
+    """Bytes of the largest message of a microbatch."""
+    values = variant.assignment.graph.values
+    sizes = [
+        sum(math.prod(values[i].shape) * getattr(torch, values[i].dtype).itemsize for i in sent)
+        for sent in variant.assignment.portals.values()
+    ]
+    return max(sizes, default=0)
 
 
 def _loss_of(variant: Variant) -> int:

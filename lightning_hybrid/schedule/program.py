@@ -13,17 +13,20 @@ its own pair, and a pair knows no other pair's order.
 
 A channel that matches transfers by tag, as gloo does, has no queue: there a receive may also pass transfers of its own
 pair. That matters in 1F1B, where the last stage sends a gradient right before it needs the next activations: behind
-that send, a receive would be posted when it is already waited for.
+that send, a receive would be posted when it is already waited for. Nor need it be posted while its rank is busy:
+where memory allows, it goes to the nearest moment before at which the rank waits anyway.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
-from lightning_hybrid.schedule.actions import Action, Schedule
-from lightning_hybrid.schedule.portals import Message, Portals, made_by
-from lightning_hybrid.schedule.simulator import simulate
+from lightning_hybrid.schedule.actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.portals import Message, Portals, made_by, needed_by
+from lightning_hybrid.schedule.simulator import Span, simulate
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,15 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
     channel: Channel = "queue"
 
+    @cached_property
+    def needs(self) -> dict[Action, tuple[Message, ...]]:
+        """For every action, the messages that it waits for."""
+        return {action: needed_by(action, self.portals) for row in self.schedule.actions for action in row}
 
-def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1, channel: Channel = "queue") -> Program:
+
+def lower(
+    schedule: Schedule, portals: Portals, *, post_ahead: int = 1, channel: Channel = "queue", idle_within: int = 0
+) -> Program:
     """Add sends and receives to a schedule, so that it cannot deadlock: by default on the strictest channel.
 
     See [Note: one order for all transfers]. A message between stages of one rank needs no transfer.
@@ -91,6 +101,8 @@ def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1, channel:
         post_ahead: how many computes ahead of its place in the global order a receive is posted. One hides the
             sender's wait for a receiver that is busy; each more can cost a rank one more receive buffer per peer.
         channel: "queue" for one queue per pair of ranks, "tags" where transfers are matched by tag.
+        idle_within: with tags, how many computes ahead a moment may lie at which the rank is idle and posts instead;
+            as many receive buffers per peer can be the price.
 
     Raises:
         ScheduleError: the schedule's dependencies cannot be satisfied.
@@ -105,6 +117,7 @@ def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1, channel:
             if schedule.rank_of(message.target) != span.rank:
                 events.append((span.end, False, len(events), Send(message)))
 
+    idle = _computes_after_waiting(timeline.spans) if channel == "tags" else frozenset[Action]()
     rows: list[list[Instruction]] = [[] for _ in range(schedule.num_ranks)]
     for _, _, _, event in sorted(events):
         if isinstance(event, Compute):
@@ -113,10 +126,11 @@ def lower(schedule: Schedule, portals: Portals, *, post_ahead: int = 1, channel:
             source_rank = schedule.rank_of(event.message.source)
             rows[source_rank].append(event)
             row = rows[schedule.rank_of(event.message.target)]
-            row.insert(
-                _place_ahead(row, source_rank if channel == "queue" else None, schedule, post_ahead),
-                Receive(event.message),
-            )
+            user = _user_of(event.message)
+            place = len(row) if idle_within and user in idle else _place_when_idle(row, idle, idle_within)
+            if place is None:
+                place = _place_ahead(row, source_rank if channel == "queue" else None, schedule, post_ahead)
+            row.insert(place, Receive(event.message))
     return Program(schedule, portals, tuple(tuple(row) for row in rows), channel)
 
 
@@ -124,6 +138,35 @@ def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
     """The rank at the other end of a transfer."""
     message = instruction.message
     return schedule.rank_of(message.target if isinstance(instruction, Send) else message.source)
+
+
+def _user_of(message: Message) -> Action:
+    """The action that waits for a message, where backwards are not split."""
+    return Action(Kind.F if message.direction == "forward" else Kind.B, message.target, message.microbatch)
+
+
+def _computes_after_waiting(spans: Iterable[Span]) -> frozenset[Action]:
+    """The computes before which their rank is idle."""
+    ends: dict[int, float] = {}
+    found = set()
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        if span.start > ends.get(span.rank, 0.0):
+            found.add(span.action)
+        ends[span.rank] = span.end
+    return frozenset(found)
+
+
+def _place_when_idle(row: list[Instruction], idle: frozenset[Action], within: int) -> int | None:
+    """Where in an unfinished row its rank waits last, not more than `within` computes before the end."""
+    for index in range(len(row) - 1, -1, -1):
+        instruction = row[index]
+        if isinstance(instruction, Compute):
+            within -= 1
+            if within < 0:
+                return None
+            if instruction.action in idle:
+                return index
+    return None
 
 
 def _place_ahead(row: list[Instruction], peer: int | None, schedule: Schedule, post_ahead: int) -> int:

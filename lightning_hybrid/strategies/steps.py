@@ -75,9 +75,7 @@ class SteppingStrategy(StagedStrategy):
         is_first = batch_idx % accumulated == 0
         deposit = Deposit(trained, zeroed_later=is_first or unused, seeded=seed_factor, shown=shown)
         weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
-        train = TrainContext(
-            seed_factor, self._before_last_backward, self._reduce_stage, weigh, around_backward=self.user_world
-        )
+        train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage, weigh)
         result = self._run("training_step", args, train)
         self._grads_complete = self._backward_syncs
         if self._backward_syncs:
@@ -110,15 +108,16 @@ class SteppingStrategy(StagedStrategy):
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
         share = name == "predict_step" or output_is_read(self._trainer, name)
-        result = runner.run(
-            name,
-            getattr(module, name),
-            args,
-            step_number=number,
-            context=self._context(name),
-            train=train,
-            share_output=share,
-        )
+        with self.user_world():  # once: each forward and backward runs code of the user's
+            result = runner.run(
+                name,
+                getattr(module, name),
+                args,
+                step_number=number,
+                context=self._context(name),
+                train=train,
+                share_output=share,
+            )
         self.spans = result.spans
         if train is not None:
             log_for_all(module, result.logs, self.mesh)

@@ -9,8 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-# Where hooks come from that never look at what a step returned.
-_READS_NO_OUTPUT = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
+# Where hooks come from that no user wrote.
+NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
 def step_arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ def output_is_read(trainer: pl.Trainer, name: str) -> bool:
     """Whether any hook of the user sees what the step returned."""
     hook = f"on_{'train' if name == 'training_step' else name.removesuffix('_step')}_batch_end"
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(_READS_NO_OUTPUT) for user in users)
+    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER) for user in users)
 
 
 def old_gradients_are_read(trainer: pl.Trainer) -> bool:
@@ -41,7 +41,7 @@ def old_gradients_are_read(trainer: pl.Trainer) -> bool:
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return any(
-        not getattr(type(user), hook, pl.Callback).__module__.startswith(_READS_NO_OUTPUT)
+        not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER)
         for user in users
         for hook in hooks
     )

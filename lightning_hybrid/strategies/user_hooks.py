@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 # Hooks that run while the module may be in parts, on every rank, and in which no step runs.
 _ROUNDS = ("train", "validation", "test", "predict")
@@ -28,7 +29,6 @@ _HOOKS = (
     *(f"on_{round}_start" for round in _ROUNDS),
     *(f"on_{round}_end" for round in _ROUNDS[1:]),
 )
-_NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
 def read_globally(
@@ -56,7 +56,7 @@ def read_globally(
         for name in _HOOKS:
             original = getattr(user, name, None)
             calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
-            of_lightning = (getattr(original, "__module__", None) or "").startswith(_NOT_OF_THE_USER)
+            of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
 _NOT_THE_USERS = frozenset({"optimizer_step", "on_exception"})
@@ -36,6 +37,7 @@ class UserWorld:
     def __init__(self, mesh: Mesh) -> None:
         """Args: mesh: of this run."""
         self.is_shown = False
+        self._written: dict[tuple[str, int], bool] = {}
         self._group = mesh.group("data")
         self._differs = mesh.size("data") < mesh.layout.world_size
         self._environment = {"RANK": str(mesh.rank_in("data")), "WORLD_SIZE": str(mesh.size("data"))}
@@ -81,12 +83,24 @@ class UserWorld:
     def _caller(self, mine: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def caller(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-            if trainer is not mine or hook_name in _NOT_THE_USERS:
+            if trainer is not mine or not self._is_the_users(trainer, hook_name):
                 return original(trainer, hook_name, *args, **kwargs)
             with self.shown():
                 return original(trainer, hook_name, *args, **kwargs)
 
         return caller
+
+    def _is_the_users(self, trainer: Any, hook_name: str) -> bool:
+        """Whether any code of the user's runs in a hook; most hooks of a step are empty."""
+        if hook_name in _NOT_THE_USERS:
+            return False
+        key = hook_name, len(trainer.callbacks)
+        if key not in self._written:
+            owners = (trainer.lightning_module, trainer.datamodule, *trainer.callbacks)
+            hooks = [getattr(owner, hook_name, None) for owner in owners]
+            homes = [getattr(hook, "__module__", None) or "" for hook in hooks if hook is not None]
+            self._written[key] = any(not home.startswith(NOT_OF_THE_USER) for home in homes)
+        return self._written[key]
 
     def show_to_loader(self, loader: object) -> None:
         """Let datasets, samplers and workers see this world when the loader makes batches."""

@@ -44,8 +44,8 @@ def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
                 in_flight = check_schedule(schedule, portals)
                 assert max(in_flight) <= v * m
                 check_program(lower(schedule, portals))
-                for post_ahead in (0, 2):
-                    check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags"))
+                for post_ahead, within in ((0, 0), (2, 0), (2, 3), (2, 100)):
+                    check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags", idle_within=within))
 
 
 def test_with_tags_the_last_stage_posts_its_next_receive_before_it_sends_a_gradient():
@@ -56,6 +56,17 @@ def test_with_tags_the_last_stage_posts_its_next_receive_before_it_sends_a_gradi
     assert tags.index(receive) < tags.index(send)
     with pytest.raises(ScheduleError, match="deadlock"):  # and so it must not run where there is a queue
         check_program(dataclasses.replace(lower(schedule, portals, channel="tags"), channel="queue"))
+
+
+def test_small_messages_are_received_for_while_a_rank_is_idle():
+    schedule, portals = one_f_one_b(4, 8), chain(4)
+    rows = [" ".join(map(str, r)) for r in lower(schedule, portals, channel="tags", idle_within=100).instructions]
+    assert rows[3].startswith(" ".join(f"recv(2>3F{m})" for m in range(8)) + " 3F0")
+    gradients = [f"recv(1>0B{m})" for m in range(5)]
+    assert rows[0].index(gradients[0]) > rows[0].index("0F3")  # the first forwards are not delayed by any
+    assert " ".join(gradients) + " 0B0" in rows[0]
+    near = lower(schedule, portals, channel="tags", idle_within=2)
+    assert max(check_program(near)) < max(check_program(lower(schedule, portals, channel="tags", idle_within=100)))
 
 
 def test_with_tags_an_unposted_receive_is_still_found():
