@@ -274,6 +274,7 @@ class PartsReference:
         while len(self._modules) <= replica:
             shared = [*original.parameters(), *(m for m in original.modules() if isinstance(m, Metric)), self._trainer]
             self._modules.append(copy.deepcopy(original, {id(value): value for value in shared}))
+            self._modules[-1].trainer = self._trainer  # copies of a LightningModule forget it
         module = self._modules[replica]
         if module is not original:
             for ours, theirs in zip(original.modules(), module.modules(), strict=True):

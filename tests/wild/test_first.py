@@ -150,14 +150,11 @@ def test_a_wrong_scale_is_different(worlds):
 
 def first_counts_double(microbatch):
     first_counts_double.calls += 1
-    return 1.0 + first_counts_double.calls % 2 * (torch.distributed.get_backend() == "gloo" and _world_size() > 1)
+    has_mesh = len(torch.distributed.distributed_c10d._world.pg_map) > 1  # the user's world is one replica in both
+    return 1.0 + first_counts_double.calls % 2 * has_mesh
 
 
 first_counts_double.calls = 0
-
-
-def _world_size():
-    return torch.distributed.get_world_size()
 
 
 def test_a_refusal_is_an_outcome_of_its_own(worlds):
