@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.layout import AXES, Coordinates, LayoutError, ParallelLayout
+from lightning_hybrid.quiet_exit import end_after_gloo
 
 FLATTENED: Mapping[str, tuple[str, ...]] = {
     "data": ("dp_replicate", "dp_shard"),
@@ -73,6 +74,7 @@ class Mesh:
                 f"layout needs {'*'.join(AXES)} = {sizes} = {layout.world_size} ranks but the world has "
                 f"{dist.get_world_size()}; set devices={layout.world_size} or change the layout's sizes"
             )
+        end_after_gloo()
         device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
         submeshes = {axis: device_mesh[axis] for axis in AXES}
         submeshes |= {name: _flatten(device_mesh, name, axes) for name, axes in FLATTENED.items()}

@@ -13,6 +13,7 @@ MAX_LINES = 400
 FLOORS = [
     {"layout"},
     {"schedule", "planner", "step/graph", "step/partition"},
+    {"quiet_exit"},
     {"mesh"},
     {"step"},
     {"pipeline", "tensor", "zero", "experts", "memory", "replicate"},

@@ -1,0 +1,27 @@
+"""Before the interpreter ends, gloo's threads have let go of tensors."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.quiet_exit import wait_for_gloo
+
+
+def tensors_still_held():
+    held = 0
+    for _ in range(60):
+        tensor = torch.ones(4)
+        reference = weakref.ref(tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        del tensor, work  # in one of four cases, a thread of gloo is the last to hold it now
+        wait_for_gloo()
+        held += reference() is not None
+    return held
+
+
+@pytest.mark.world(2)
+def test_gloo_holds_no_tensor_after_the_wait(worlds):
+    assert worlds.run(2, tensors_still_held) == [0, 0]
