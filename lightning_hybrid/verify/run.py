@@ -95,6 +95,17 @@ def run_once(
     Returns:
         What this rank saw; a failure is noted there, and not raised.
     """
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        return _run_in(folder, experiment, connection, perturbation, only_first_step)
+
+
+def _run_in(
+    folder: str,
+    experiment: Experiment,
+    connection: Connection,
+    perturbation: float = 0.0,
+    only_first_step: bool = False,
+) -> Observed:
     _seed(experiment.seed)
     notes: Any = None
     try:
@@ -102,7 +113,7 @@ def run_once(
         data = None if experiment.make_data is None else experiment.make_data()
         pl = namespace_of(module)
         notes = type("NotesCallback", (Notes, pl.Callback), {})(perturbation)
-        with tempfile.TemporaryDirectory(prefix="verify-") as folder, warnings.catch_warnings():
+        with warnings.catch_warnings():
             if connection.devices == 1:
                 warnings.simplefilter("ignore")  # what the user should hear is said once, under the layout
             arguments = _arguments(experiment, folder, only_first_step)
@@ -183,9 +194,11 @@ def observe_layout(experiment: Experiment, layout: Layout) -> Observed:
     Raises:
         RuntimeError: This rank failed and others still run.
     """
-    observed = run_once(experiment, UnderLayout(layout, experiment.num_microbatches))
-    if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
-        raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
+    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        observed = _run_in(folder, experiment, UnderLayout(layout, experiment.num_microbatches))
+        if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
+            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
     return observed
 
 
