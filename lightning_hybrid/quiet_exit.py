@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
-_LOOK_SECONDS = 0.001
+# Longer than a thread that waits for Python's lock sleeps at a time.
+_LOOK_SECONDS = 0.015
 _PATIENCE_SECONDS = 1.0
 
 
@@ -25,22 +26,26 @@ def end_after_gloo() -> None:
 
 def wait_for_gloo() -> None:
     """Wait until gloo's threads have nothing to do, or a second; without /proc, for some milliseconds."""
-    if not _THREADS.exists():
-        time.sleep(20 * _LOOK_SECONDS)
-        return
     end = time.monotonic() + _PATIENCE_SECONDS
-    idle = 0
-    # Once could be the moment before it gets the lock that this thread holds whenever it does not sleep.
-    while idle < 2 and time.monotonic() < end:
+    before: set[tuple[str, ...]] | None = None
+    while time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
-        idle = 0 if any(map(_is_busy, _THREADS.iterdir())) else idle + 1
+        now = _workers()
+        if now == before and all(state.startswith("S") for _, state, *_ in now):
+            return
+        before = now
 
 
-def _is_busy(thread: Path) -> bool:
-    """Whether a thread is gloo's and runs, or would if it could."""
-    try:
-        # "1234 (pt_gloo_runloop) S ..."; names may contain spaces and parentheses.
-        name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:  # it has ended
-        return False
-    return "gloo" in name and not rest.lstrip().startswith("S")
+def _workers() -> set[tuple[str, ...]]:
+    """The threads that run gloo's operations: number, state, and how often each has slept and been interrupted."""
+    found: set[tuple[str, ...]] = set()
+    for thread in _THREADS.iterdir() if _THREADS.exists() else ():
+        try:
+            text = (thread / "status").read_text()
+        except OSError:  # it has ended
+            continue
+        fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+        if "gloo_runloop" in fields["Name"]:
+            switches = fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]
+            found.add((thread.name, fields["State"], *switches))
+    return found
