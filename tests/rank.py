@@ -10,9 +10,11 @@ import ast
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import random
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.outcomes import Skipped
+from lightning.fabric.utilities import registry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, stack_path
 
@@ -50,6 +53,10 @@ def serve(rank: int, world_size: int, folder: str, connection: Connection) -> No
     _die_with_parent()
     stack_file = stack_path(folder, rank).open("w")
     rank_zero_only.rank = rank
+    # A process of a server inherits "forkserver": the workers of a data loader would load torch anew in every test.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    # Every Trainer would read the metadata of all installed packages, which takes longer than a small fit's step.
+    registry.entry_points = functools.cache(registry.entry_points)
     gc.freeze()  # what the server loaded never becomes garbage; the collection after each task need not look at it
     connection.send("ready")
     while True:
@@ -184,6 +191,8 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
     # Sub-groups hang on reference cycles of meshes; without this their threads and sockets pile up.
     gc.collect()
+    # What is left are modules and caches, which stay: collections in and after the next task need not look at them.
+    gc.freeze()
 
 
 def _die_with_parent() -> None:

@@ -35,7 +35,8 @@ from world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, s
 DEFAULT_TIMEOUT = 60.0
 START_TIMEOUT = 180.0
 # After the first failure: how long the other ranks may take to report theirs, before they count as still running.
-GRACE = 5.0  # seconds that an interrupted rank has to say where it was
+# Also how long an interrupted rank may take to say where it was.
+GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
 
 PRELOADED = [
@@ -61,7 +62,14 @@ class Worlds:
         self._by_size: dict[int, _World] = {}
 
     def run(
-        self, n: int, function: Callable[..., Any], /, *args: Any, timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self,
+        n: int,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float = DEFAULT_TIMEOUT,
+        grace: float = GRACE,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call a function on every rank of a world.
 
@@ -70,6 +78,7 @@ class Worlds:
             function: a function at the top of a module.
             args: its arguments; they and the results must be picklable.
             timeout: seconds until the ranks are stopped.
+            grace: seconds that the other ranks have to report failures of theirs after the first one.
             kwargs: its keyword arguments.
 
         Returns:
@@ -89,7 +98,9 @@ class Worlds:
             ) from error
         world = self._by_size.get(n) or self._by_size.setdefault(n, _World(n))
         try:
-            reports = world.run(module.__name__, module.__file__, call, timeout=timeout, capture=self._capture)
+            reports = world.run(
+                module.__name__, module.__file__, call, timeout=timeout, grace=grace, capture=self._capture
+            )
         except BaseException:
             self._by_size.pop(n).kill()
             raise
@@ -135,7 +146,9 @@ class _World:
                 self.kill()
                 raise RankError(f"rank {index} of {size} did not start; its output is above")
 
-    def run(self, module_name: str, module_path: str, call: bytes, *, timeout: float, capture: bool) -> list[Report]:
+    def run(
+        self, module_name: str, module_path: str, call: bytes, *, timeout: float, grace: float, capture: bool
+    ) -> list[Report]:
         """Run one task on all ranks and return their reports; raises `RankError` and is of no use afterwards."""
         task = Task(self._num_tasks, module_name, module_path, call, _free_port(), capture)
         self._num_tasks += 1
@@ -152,7 +165,7 @@ class _World:
                 index = running[connection]
                 reports[index] = self._receive(index)
                 if reports[index].outcome == "failed":
-                    end = min(end, time.monotonic() + GRACE) if not bad else end
+                    end = min(end, time.monotonic() + grace) if not bad else end
                     bad.append(index)
         if bad or len(reports) < self.size:
             raise RankError(self._describe(reports, bad, timeout))
@@ -268,6 +281,19 @@ _WORLDS = pytest.StashKey[Worlds]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_WORLDS] = Worlds(capture=config.getoption("capture") != "no")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes run tests: one for each core, up to four, since ranks need cores as well.
+
+    A single file, which is run to look at it, is not worth a second start, and slow tests want the machine to
+    themselves.
+    """
+    whole = any(Path(argument).is_dir() for argument in config.args)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    alone = not whole or "not slow" not in config.option.markexpr or config.getoption("capture") == "no" or cores == 1
+    return 0 if alone else min(cores, 4)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -111,11 +112,12 @@ class UserWorld:
         def get_in_user_world() -> Any:
             with self.shown():  # workers are started here, and keep it
                 iterator = get_iterator()
-            following = iterator._next_data
+            following, this = type(iterator)._next_data, weakref.ref(iterator)
 
+            # An iterator that holds itself would keep its workers until it is collected as garbage.
             def next_in_user_world() -> Any:
                 with self.shown():
-                    return following()
+                    return following(this())
 
             iterator._next_data = next_in_user_world
             return iterator

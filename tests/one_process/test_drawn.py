@@ -6,7 +6,7 @@ import pytest
 from drawn import Unavailable, candidates, make, shrunk
 from drawn_parity import compare
 
-SEED, FEW, MANY = 0, 8, 40
+SEED, FEW, SOME, MANY = 0, 3, 8, 40
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def test_a_few(trials):
 
 @pytest.mark.slow
 def test_many(trials):
+    assert not missed(trials(SOME))
     many = trials(MANY)
     wrong = {name: text for name, text in missed(many).items() if text.startswith("wrong")}
     assert not wrong

@@ -401,7 +401,12 @@ def test_cli_names_the_strategy_by_its_registered_name(worlds, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "imports", ["import lightning_hybrid, lightning.pytorch as pl", "import lightning.pytorch as pl, lightning_hybrid"]
+    "imports",
+    [
+        # Also in one_process/test_namespaces.py, where the other namespace is missing.
+        pytest.param("import lightning_hybrid, lightning.pytorch as pl", marks=pytest.mark.slow),
+        "import lightning.pytorch as pl, lightning_hybrid",
+    ],
 )
 def test_the_strategy_is_known_whichever_is_imported_first(imports):
     code = f"{imports}; print(type(pl.Trainer(accelerator='cpu', devices=1, strategy='hybrid3d').strategy).__name__)"

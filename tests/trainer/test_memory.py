@@ -1,7 +1,8 @@
-"""A step leaves nothing behind: no tensor waits for Python's garbage collector."""
+"""Neither a step nor a run leaves anything to Python's garbage collector."""
 
 import ctypes
 import gc
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -29,6 +30,19 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def trainer_over_stages(devices, num_microbatches, **options):
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=Hybrid3DStrategy(pipeline_parallel_size=devices, num_microbatches=num_microbatches),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 class Count(pl.Callback):
     def __init__(self):
         self.tensors = []
@@ -39,17 +53,7 @@ class Count(pl.Callback):
 
 def count_tensors(devices):
     count = Count()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=Hybrid3DStrategy(pipeline_parallel_size=devices, num_microbatches=4),
-        max_epochs=1,
-        callbacks=[count],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_over_stages(devices, 4, max_epochs=1, callbacks=[count])
     gc.disable()
     try:
         trainer.fit(Small(), DataLoader(TensorDataset(torch.randn(96, 8)), batch_size=8))
@@ -63,6 +67,21 @@ def test_steps_leave_no_tensors_to_the_garbage_collector(worlds):
         assert len(tensors) == 12
         # One tensor per microbatch left behind would be 40 here; messages under way come and go.
         assert tensors[-1] - tensors[1] < 10, f"live tensors after each step: {tensors}"
+
+
+def count_workers_after_fit(devices):
+    trainer = trainer_over_stages(devices, 2, max_steps=1)
+    gc.disable()
+    try:
+        trainer.fit(Small(), DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4, num_workers=1))
+        return len(multiprocessing.active_children())
+    finally:
+        gc.enable()
+
+
+def test_the_workers_of_a_loader_end_with_the_run(worlds):
+    # The garbage collector would wait 5 s for each: it closes their queues before it says that they shall end.
+    assert worlds.run(2, count_workers_after_fit, 2) == [0, 0]
 
 
 class Wide(pl.LightningModule):
@@ -93,17 +112,7 @@ class Resident(pl.Callback):
 def measure_resident(devices):
     before, after = Resident(), Resident()
     before.on_train_batch_end()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=Hybrid3DStrategy(pipeline_parallel_size=devices, num_microbatches=2),
-        max_steps=2,
-        callbacks=[after],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_over_stages(devices, 2, max_steps=2, callbacks=[after])
     trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(8, 2500)), batch_size=4))
     return after.megabytes - before.megabytes
 
