@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.places import note, place_of
+from lightning_hybrid.pipeline.stage_states import StageStates
 from lightning_hybrid.pipeline.transport import Incoming, Transport
 from lightning_hybrid.schedule import (
     Action,
@@ -34,8 +35,8 @@ from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import Recording
 from lightning_hybrid.step.replay import StageReplay, StageRun
-from lightning_hybrid.step.transaction import ModuleState
 from lightning_hybrid.step.watch import Current
 
 
@@ -50,6 +51,11 @@ class Variant:
 
     assignment: Assignment
     replays: Mapping[int, StageReplay]
+
+    @property
+    def recording(self) -> Recording:
+        """Of the step."""
+        return next(iter(self.replays.values())).recording
 
     @cached_property
     def gradient_portals(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
@@ -83,6 +89,7 @@ class Job:
         seeds: What the backward of each microbatch's loss starts from.
         parameters: FQN by id of the module's parameters and tracked buffers.
         before_last_backward: Called with a stage before its last backward.
+        repeated_buffers: Where a rank has several stages, the buffers that each of them writes: dict and name.
         reduce: Called with a stage after its last backward.
         after_forwards: Called with this rank's runs by microbatch once its forwards are done and it has time.
     """
@@ -93,6 +100,7 @@ class Job:
     around: Callable[[int, Callable[[], StageRun]], StageRun]
     seeds: Sequence[float] = ()
     parameters: Mapping[int, str] = field(default_factory=dict)
+    repeated_buffers: Sequence[tuple[dict[str, Any], str]] = ()
     before_last_backward: Callable[[int], None] = lambda stage: None
     reduce: Callable[[int], None] = lambda stage: None
     after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
@@ -155,12 +163,11 @@ class _Run:
         self._gradients: dict[Message, list[Tensor]] = {}
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
         self._forwards_left = len(job.steps) * len(self._backwards_left)
+        self._states = StageStates(root, self._backwards_left, self._forwards_left, job.repeated_buffers)
         self._has_backward = job.program.schedule.has_backward
         # The last rank goes straight on to its last backward, and waits for the others only after that.
         is_last = rank == job.program.schedule.num_ranks - 1
         self._idle_after = Kind.B if is_last and self._has_backward else Kind.F
-        self._start = ModuleState(root, buffers=False) if len(self._backwards_left) > 1 else None
-        self._states: dict[int, ModuleState] = {}
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
 
@@ -214,34 +221,17 @@ class _Run:
                 received[value.index] = tensor.requires_grad_(value.requires_grad and self._has_backward)
         self._received[stage, microbatch] = received
         replay = self._job.variants[microbatch].replays[stage]
-        self._enter(stage)
+        self._states.enter(stage)
         given = _for_user(received, replay)
         job = self._job
         step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
         run = job.around(microbatch, step)
-        self._leave(stage)
+        self._states.leave(stage)
         self._made[stage, microbatch] = run.made
         self._forwards_left -= 1
         earlier = self.results.get(microbatch)
         held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
         self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
-
-    def _enter(self, stage: int) -> None:
-        """Show the step what this stage's last run left on the modules.
-
-        The user's bookkeeping counts once per microbatch, also where this rank runs several stages of it; and what one
-        microbatch leaves for the next (a hidden state) is there on the stage that made it.
-        """
-        if len(self._backwards_left) > 1:
-            assert self._start is not None
-            self._states.get(stage, self._start).restore()
-
-    def _leave(self, stage: int) -> None:
-        if len(self._backwards_left) > 1:
-            self._states[stage] = ModuleState(self._root, buffers=False)
-            last = max(self._backwards_left)
-            if not self._forwards_left - 1 and stage != last:
-                self._states[last].restore()
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
@@ -261,7 +251,7 @@ class _Run:
             loss = made[variant.assignment.graph.loss]
             roots.append(loss)
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
-        pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+        pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         received = self._received.pop((stage, microbatch))
@@ -271,6 +261,11 @@ class _Run:
                 leaves = [received[index] for index in indices]
                 grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
                 self._gradients[Message("backward", stage, source, microbatch)] = grads
+
+
+def _takes_gradient(value: Tensor) -> bool:
+    # A view that was taken without grad says that it requires one, though nothing leads back from it.
+    return value.requires_grad and not (value.grad_fn is None and value._is_view())
 
 
 def _for_user(received: Mapping[int, Tensor], replay: StageReplay) -> dict[int, Tensor]:

@@ -1,7 +1,8 @@
 """Values of a step that stay reachable from the user's module, joined over the microbatches.
 
-``self.outputs.append(prediction)`` runs once per microbatch; the user expects one entry per step. Lists that grew are
-joined entry by entry. An attribute that is bound anew keeps the value of the last microbatch.
+``self.outputs.append(prediction)`` runs once per microbatch; the user expects one entry per step. Where a step cannot
+run on the whole batch (``whole_batch``), lists that grew are joined entry by entry, and an attribute that is bound anew
+keeps the value of the last microbatch.
 """
 
 from __future__ import annotations

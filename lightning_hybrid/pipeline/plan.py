@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import drop, fill, is_absent
+from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.numbers_read import BranchCheck
 from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -151,13 +152,13 @@ class StagePlan:
         if self.homes:
             self._adopt(recording)
             return recording, self._assign(recording)
-        best: tuple[float, Recording, dict[str, int]] | None = None
+        best: tuple[float, Recording, dict[str, int], set[str]] | None = None
         for _ in range(_MOST_RECORDINGS):
             try:
                 homes = find_homes(recording.graph, self.num_stages, self._cuts)
                 costs = assign(recording.graph, homes, self.num_stages).costs()
                 if best is None or self._cuts is not None or max(costs) < 0.97 * best[0]:
-                    best = max(costs), recording, homes
+                    best = max(costs), recording, homes, set(self._tracked)
                 unbalanced = max(costs) > _UNBALANCED * sum(costs) / self.num_stages
                 # A cut inside a unit opens it, whatever the balance.
                 wanted = sum(costs) / self.num_stages / 4 if unbalanced or self._cuts is not None else None
@@ -173,9 +174,9 @@ class StagePlan:
         if best is None:
             find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
             raise AssertionError
-        _, recording, homes = best
+        _, recording, homes, tracked = best
         opened = {name for name in self._opened if name not in recording.units}
-        self._opened, self._tracked, self.homes = self._agree((opened, self._tracked, homes))
+        self._opened, self._tracked, self.homes = self._agree((opened, tracked, homes))
         if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
             recording = self._record(name, step, context, train=train)
         self._adopt(recording)
@@ -207,17 +208,7 @@ class StagePlan:
         branches = BranchCheck(self._root, step)
 
         def record_once() -> Recording:
-            grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
-            with grad, context(), replaced_log(self._root, lambda *_, **__: None):
-                return record(
-                    self._root,
-                    branches.step,
-                    units,
-                    name=name,
-                    randomness=self._randomness,
-                    loss_required=train,
-                    tracked_buffers=self._tracked,
-                )
+            return self.record_once(name, branches.step, units, context, train=train)
 
         while True:
             units = choose_units(self._root, self.num_stages, self._opened)
@@ -230,14 +221,45 @@ class StagePlan:
             self._opened |= missed
             self._tracked |= found
 
+    def record_once(
+        self,
+        name: str,
+        step: Callable[[], Any],
+        units: Mapping[str, nn.Module],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        train: bool,
+    ) -> Recording:
+        """Record a step with these units, as ``variant`` does; nothing is kept of it.
+
+        Raises:
+            StepError: The step cannot be recorded.
+        """
+        grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
+        with grad, context(), replaced_log(self._root, lambda *_, **__: None):
+            return record(
+                self._root,
+                step,
+                units,
+                name=name,
+                randomness=self._randomness,
+                loss_required=train,
+                tracked_buffers=self._tracked,
+            )
+
     def _adopt(self, recording: Recording) -> None:
-        """Give parameters that no recorded step has read yet the home of their neighbours."""
+        """Give parameters that no recorded step has read yet the home of their neighbours, and buffers their unit's."""
         previous = 0
-        for name, _ in [*self._root.named_parameters(), *self._root.named_buffers()]:
-            if name in self.homes:
-                previous = self.homes[name]
-            elif name in recording.graph.parameter_bytes or name in dict(self._root.named_parameters()):
-                self.homes[name] = previous
+        parameters = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        buffers = {id(buffer): name for name, buffer in self._root.named_buffers()}
+        inside = {id(buffer): stage for buffer, stage in self._unit_buffers()}
+        for module in self._root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    previous = self.homes.setdefault(parameters[id(parameter)], previous)
+            for buffer in module._buffers.values():
+                if buffer is not None and (name := buffers[id(buffer)]) in recording.graph.parameter_bytes:
+                    self.homes.setdefault(name, inside.get(id(buffer), previous))
 
     def _assign(self, recording: Recording) -> Assignment:
         assignment = assign(recording.graph, self.homes, self.num_stages)
@@ -285,6 +307,7 @@ class StagePlan:
                 fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
         for buffer, home in self._buffer_homes(copy):
             _broadcast_buffer(buffer, home, self._group, device)
+        compute_weights(self._root if copy is None else copy)
 
     def gather_object(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Union of the ranks' dicts on pipeline rank 0, empty elsewhere; collective over the pipeline."""
@@ -300,25 +323,40 @@ class StagePlan:
             homes_by_id = self.buffer_ranks()
             pairs = zip(self._root.buffers(), copy.buffers(), strict=True)
             return [(copied, homes_by_id[id(own)]) for own, copied in pairs if id(own) in homes_by_id]
-        assert self.first is not None
-        assignment = self.first.assignment
-        unit_stage: dict[str, int] = {}
-        for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
-            if node.unit is not None:
-                unit_stage.setdefault(node.unit, stage)
-        units = self.first.replays[self.root_stage].recording.units
-        homes: dict[int, tuple[Tensor, int]] = {}
-        for unit, stage in unit_stage.items():
-            for buffer in units[unit].buffers():
-                homes.setdefault(id(buffer), (buffer, stage % self.num_ranks))
+        homes = {id(buffer): (buffer, stage % self.num_ranks) for buffer, stage in self._unit_buffers()}
         for name, buffer in self._root.named_buffers():
             if name in self._tracked:
                 homes[id(buffer)] = buffer, self.ranks_of(name)[0]
         return list(homes.values())
 
+    def _unit_buffers(self) -> list[tuple[Tensor, int]]:
+        """The buffers inside units, and the stage on which the first step runs these."""
+        if self.first is None:
+            return []
+        assignment = self.first.assignment
+        units = self.first.replays[self.root_stage].recording.units
+        found: dict[int, tuple[Tensor, int]] = {}
+        for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+            if node.unit is not None:
+                for buffer in units[node.unit].buffers():
+                    found.setdefault(id(buffer), (buffer, stage))
+        return list(found.values())
+
     def buffer_ranks(self, copy: nn.Module | None = None) -> dict[int, int]:
         """Pipeline rank on which a buffer (of a copy) is right, by id of the buffer; others are right everywhere."""
         return {id(buffer): home for buffer, home in self._buffer_homes(copy)} if self.first is not None else {}
+
+    def repeated_buffers(self) -> list[tuple[dict[str, Any], str]]:
+        """The buffers that every stage writes for itself, as nothing of the model goes there: their dicts and names."""
+        if self.stages_per_rank == 1 or self.first is None:
+            return []
+        inside = {id(buffer) for unit in self.first.recording.units.values() for buffer in unit.buffers()}
+        return [
+            (module._buffers, member)
+            for fqn, module in self._root.named_modules()
+            for member, buffer in module._buffers.items()
+            if id(buffer) not in inside and (f"{fqn}.{member}" if fqn else member) not in self._tracked
+        ]
 
     def share_buffers(self, variant: Variant) -> None:
         """After a step, give other readers of a tracked buffer its content; collective over the pipeline."""

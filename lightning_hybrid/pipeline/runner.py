@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.sharing import StepSharing
 from lightning_hybrid.pipeline.transport import Transport
+from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, join, split
@@ -92,6 +94,7 @@ class StepRunner:
         self._replica = replica
         self._metrics = metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
+        self._whole = WholeBatch(root, plan, randomness)
         self._channel = transport.channel
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
@@ -106,8 +109,11 @@ class StepRunner:
         """Record a step on an example batch before the run; the first one decides the cut."""
         batch, *rest = args
         count = self.count(name, batch)
-        microbatch = split(batch, count, self.splitter)[0][0]
-        self.plan.variant(name, _bind(step, microbatch, rest), microbatch, context, train=name == "training_step")
+        microbatches = split(batch, count, self.splitter)[0]
+        train = name == "training_step"
+        variants = [self.plan.variant(name, _bind(step, m, rest), m, context, train=train) for m in microbatches]
+        whole = partial(_call, step, rest)
+        self._whole.begin(name, variants, whole, batch, microbatches[0], context, train=train)
 
     def run(
         self,
@@ -140,6 +146,8 @@ class StepRunner:
         logs = LogCapture(count)
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
+            if bookkeeping is not None:
+                bookkeeping.before_microbatch()
             keyed = self._randomness.microbatch(step_number, self._replica * count + index)
             with context(), keyed, logs.microbatch(self._root, index):
                 return run()
@@ -165,6 +173,7 @@ class StepRunner:
             steps=steps,
             around=around,
             parameters=self.plan.names(),
+            repeated_buffers=self.plan.repeated_buffers(),
         )
         if self._channel == "tags":  # otherwise a collective must not stand between transfers
             job = dataclasses.replace(job, after_forwards=sharing.begin)
@@ -176,13 +185,19 @@ class StepRunner:
                 reduce=train.reduce,
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
+        whole = partial(_call, step, rest)
+        bookkeeping = self._whole.begin(
+            name, variants, whole, batch, microbatches[0], context, train=train is not None, modes=modes
+        )
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
         self._metrics.note_homes(variants[0].assignment.sinks, self.plan.num_ranks)
         counts = [batch_size_of(microbatch) for microbatch in microbatches]
-        result = self._result(variants, outcome, sharing, weights, counts, train is not None)
-        kept.join(weights, counts)
+        result = self._result(variants, outcome, sharing, weights, counts, train is not None, bookkeeping)
+        if bookkeeping is None:
+            self._whole.check(variants, outcome.runs.values())
+            kept.join(weights, counts)
         self.plan.share_buffers(variants[0])
         return result
 
@@ -233,6 +248,7 @@ class StepRunner:
         weights: Sequence[float],
         counts: Sequence[int | None],
         train: bool,
+        bookkeeping: Bookkeeping | None,
     ) -> StepResult:
         """Share what the ranks know, fill what is absent, and join the microbatches."""
         runs = [outcome.runs[index] for index in range(len(variants))]
@@ -247,7 +263,11 @@ class StepRunner:
             parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
-        return StepResult(join(outputs, weights, counts) if outputs else loss, loss, logged, outcome.spans)
+        output = join(outputs, weights, counts) if outputs else loss
+        if bookkeeping is not None:
+            with torch.set_grad_enabled(train or torch.is_grad_enabled()):
+                output = bookkeeping.finish(content, weights, output)
+        return StepResult(output, loss, logged, outcome.spans)
 
 
 # Posting a receive early pays where the sender is told of it by a message, as in gloo; buffers are the price.
@@ -277,6 +297,10 @@ def _detached(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return None if is_absent(leaf) else leaf.detach()
     return leaf
+
+
+def _call(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:
+    return step(batch, *rest)
 
 
 def _bind(step: Callable[..., Any], microbatch: Any, rest: Sequence[Any]) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ right; an absent number is a NaN that refuses to be compared.
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -150,7 +151,7 @@ def values_behind(number: Any) -> frozenset[int] | None:
     """The values of the step graph that a number was computed from; None if it is no absent one."""
     if isinstance(number, AbsentFloat):
         return number.values
-    if type(number) is not float or number == number:
+    if not isinstance(number, float) or not math.isnan(number):
         return None
     bits = struct.unpack("<Q", struct.pack("<d", number))[0] & 0x7FFFFFFFFFFFFFFF
     return frozenset({bits & 0xFFFFFFFF}) - {0xFFFFFFFF} if bits >> 32 == _NAN_BITS else None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import AbsentFloat, ControlFlowError, branch_message, values_behind
+from lightning_hybrid.step.absent_content import AbsentArray
+from lightning_hybrid.step.held import computed_weights
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.transaction import Place, reachable
+from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import StepWatch, user_line
 
 
@@ -51,11 +56,14 @@ class BranchCheck:
         self._root = root
         self._step = step
         self._plain: dict[Place, Any] = {}
+        self._floats: dict[Place, float] = {}
 
     def step(self) -> Any:
         """The user's step, and what it leaves behind in plain attributes."""
         result = self._step()
-        self._plain = {place: leaf for place, leaf in reachable(self._root) if type(leaf) in (bool, int, str)}
+        leaves = dict(reachable(self._root))
+        self._plain = {place: leaf for place, leaf in leaves.items() if type(leaf) in (bool, int, str)}
+        self._floats = {place: leaf for place, leaf in leaves.items() if type(leaf) is float and not math.isnan(leaf)}
         return result
 
     def check(self, recording: Recording, record_again: Callable[[], Recording]) -> None:
@@ -70,43 +78,82 @@ class BranchCheck:
         """
         if not recording.numbers_read:
             return
-        plain = self._plain
+        plain, floats = self._plain, self._floats
         for probe in _PROBES:
-            StepWatch.reads_as = probe
-            try:
-                other = record_again()
-            except (StepError, ArithmeticError, ValueError):
-                continue  # the number cannot be this one: math.log(loss.item())
-            finally:
-                StepWatch.reads_as = None
-            same = _operations(other) == _operations(recording)
-            if not same or self._plain != plain:
+            other = self._recorded(record_again, probe)
+            if other is None:
+                continue
+            same = operations(other) == operations(recording)
+            if not same or self._plain != plain or (self._moved(floats) and self._moved_again(record_again, probe)):
                 raise ControlFlowError(branch_message(recording.numbers_read))
 
+    def _recorded(self, record_again: Callable[[], Recording], probe: float) -> Recording | None:
+        StepWatch.reads_as = probe
+        try:
+            return record_again()
+        except (StepError, ArithmeticError, ValueError):
+            return None  # the number cannot be this one: math.log(loss.item())
+        finally:
+            StepWatch.reads_as = None
 
-def _operations(recording: Recording) -> list[tuple[str, tuple[int, ...]]]:
+    def _moved(self, floats: dict[Place, float]) -> bool:
+        """Whether a float is another one that was none of the numbers read: `max(self.best, float(loss))`."""
+        return any(place not in self._floats or self._floats[place] != leaf for place, leaf in floats.items())
+
+    def _moved_again(self, record_again: Callable[[], Recording], probe: float) -> bool:
+        """Whether it is so because of the numbers; a time that is kept is another one each time."""
+        floats = self._floats
+        return self._recorded(record_again, probe) is not None and not self._moved(floats)
+
+
+def operations(recording: Recording) -> list[tuple[str, tuple[int, ...]]]:
+    """What the step does: each operation and the values that it is given."""
     return [(node.name, node.inputs) for node in recording.graph.nodes]
 
 
-def find_kept(root: nn.Module, mark_of: Callable[[Tensor], int | None], read_at: str) -> list[tuple[Place, int]]:
-    """Where values of the step stay reachable from the modules.
+class Kept(NamedTuple):
+    """What a step leaves behind of the model.
+
+    Attributes:
+        places: Where values stay reachable from the modules.
+        values: These, and those that numbers were read from if any of the numbers stays.
+        numbers: Where the first such number stays and its line (empty if none does), and the values read.
+    """
+
+    places: tuple[tuple[Place, int], ...]
+    values: tuple[int, ...]
+    numbers: tuple[str, tuple[int, ...]]
+
+
+def find_kept(root: nn.Module, result: Any, watch: StepWatch) -> Kept:
+    """Where values of the step, and numbers read from them, stay after it.
 
     Args:
         root: The user's module, as the step left it.
-        mark_of: The value that a tensor is.
-        read_at: Where a number was read last.
-
-    Raises:
-        StepError: A number is kept, which other stages do not have.
+        result: What the step returned.
+        watch: Of the recording.
     """
-    kept = []
-    for place, leaf in reachable(root):
-        if values_behind(leaf) is not None:
-            line = leaf.line if isinstance(leaf, AbsentFloat) else read_at
-            raise StepError(
-                f"{line}: {place} keeps a number read from the model, which other pipeline stages do not"
-                " have; keep the tensor instead (loss.detach()): it is filled in on every rank after the step"
-            )
-        if isinstance(leaf, FakeTensor) and (value := mark_of(leaf)) is not None:
-            kept.append((place, value))
-    return kept
+    places, numbers = [], ""
+    computed = computed_weights(root)
+    for place, leaf in [*reachable(root), *(("what the step returns", leaf) for leaf in flatten(result)[0])]:
+        if isinstance(leaf, FakeTensor):
+            value = watch.mark_of(leaf)
+            if isinstance(place, Place) and place not in computed and value is not None:
+                places.append((place, value))
+        elif watch.numbers_read and not numbers and _is_absent_number(leaf):
+            line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
+            numbers = f"{line}: {place} keeps a number read from the model"
+    read = tuple(watch.values_read)
+    values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
+    return Kept(tuple(places), tuple(values), (numbers, read))
+
+
+def _is_absent_number(leaf: Any) -> bool:
+    """Whether a leaf was read from an absent tensor, or computed from what was: then it is, or holds, a NaN."""
+    if isinstance(leaf, float | numpy.floating):
+        return math.isnan(leaf)
+    if isinstance(leaf, numpy.ndarray):
+        return leaf.dtype.kind == "f" and bool(numpy.isnan(leaf).any())
+    if isinstance(leaf, Tensor):
+        return leaf.is_floating_point() and leaf.layout is torch.strided and bool(leaf.isnan().any())
+    return isinstance(leaf, AbsentArray)

@@ -243,15 +243,30 @@ def check_shared(assignment: Assignment) -> None:
 
 def _elements(graph: StepGraph, updates: Collection[int]) -> tuple[list[int], dict[str, int]]:
     """The nodes at which a stage may begin (first users of some parameter), and each parameter's first user."""
-    starts, first_use = [], {}
+    starts: list[int] = []
+    first_use: dict[str, int] = {}
     # A derivative is taken on one stage, with all it goes through: none begins in between.
     inside = {i for node in graph.nodes if node.together for i in range(min(node.together) + 1, node.index + 1)}
     for node in _uses_first(graph, updates):
         new = [name for name in node.parameters if name not in first_use and not name.startswith(SINK)]
+        inside.update(_since_prepared(graph, node, first_use) if new else ())
         first_use.update(dict.fromkeys(new, node.index))
-        if new and node.index not in inside:
+        if new:
             starts.append(node.index)
-    return sorted(starts), first_use
+    return sorted(set(starts) - inside), first_use
+
+
+def _since_prepared(graph: StepGraph, node: Node, first_use: Mapping[str, int]) -> range:
+    """The nodes after the first of those that compute a unit's weights from its parameters, up to the unit itself."""
+    start = min((first_use[name] for name in node.parameters if name in first_use), default=node.index)
+    before = graph.nodes[start : node.index]
+    made = {value for earlier in before for value in earlier.outputs}
+    for earlier in before:
+        if earlier.unit is not None or not made.issuperset(earlier.inputs):
+            return range(0)
+        if not set(node.parameters).issuperset(earlier.parameters):
+            return range(0)
+    return range(start + 1, node.index + 1)
 
 
 def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:

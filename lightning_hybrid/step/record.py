@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.absent import MARK, absent_members, exchange, make_absent
+from lightning_hybrid.step.absent import absent_members, make_absent
 from lightning_hybrid.step.alike import LikeUnits
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
 from lightning_hybrid.step.graph import Node, StepGraph, Value
+from lightning_hybrid.step.held import held_tensors
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
+from lightning_hybrid.step.opened import OpenedForWriting
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
@@ -29,16 +31,14 @@ from lightning_hybrid.step.stand_in import (
     index_by_numbers,
     quiet_fakes,
     run_on_stand_ins,
+    slow_attention,
 )
-from lightning_hybrid.step.transaction import ArgumentState, ModuleState
+from lightning_hybrid.step.transaction import ArgumentState, ModuleState, Place
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.units import buffer_names, owned_members
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.user_functions import COLLECTIVE, watched_functions, written_by
+from lightning_hybrid.step.user_functions import watched_functions
 from lightning_hybrid.step.watch import Current, StepWatch, user_line, watched_sinks, watched_units
-
-_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
-_WRITES = frozenset(f"__{name}__" for name in _IN_PLACE)
 
 
 def record(
@@ -95,6 +95,7 @@ def record(
                 stack.enter_context(watched_functions(current))
                 stack.enter_context(adopted_checkpoints(current, randomness))
                 stack.enter_context(quiet_fakes())
+                stack.enter_context(slow_attention())
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()
@@ -103,7 +104,7 @@ def record(
         assert not whole_graph
     finally:
         if watch is not None:
-            watch.undo_writes()
+            watch.opened.undo()
         state.restore()
     return record(
         root,
@@ -139,7 +140,7 @@ class RecordWatch(StepWatch):
         self.units = units
         self._alike = None if whole_graph else LikeUnits(costs)
         self._found_buffers: set[str] = set()
-        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self.opened = OpenedForWriting(buffers, self.mark_of)
         self._costs = costs
         self._nodes: list[Node] = []
         self._templates: list[Template] = []
@@ -174,6 +175,9 @@ class RecordWatch(StepWatch):
     ) -> Any:
         """Run one operation on stand-ins; a node, unless it touches the batch alone."""
         leaves, spec = flatten((args, kwargs))
+        given = len(leaves)
+        held = self._held(name)
+        leaves += [tensor for _, tensor in held]  # a unit reads what lies on its modules as it does its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         marks = [self.mark_of(tensor) for tensor in tensors]
         inputs = tuple(mark for mark in marks if mark is not None)
@@ -183,7 +187,7 @@ class RecordWatch(StepWatch):
         if not inputs and not direct and not owned:
             self._refuse_untracked(name, tensors)
             return run(*args, **kwargs)
-        self._open_for_writing(name, args, kwargs)
+        self.opened.open(name, args, kwargs)
         parameters = tuple(dict.fromkeys((*direct, *owned)))
         for parameter in parameters:
             self._bytes.setdefault(parameter, 0)
@@ -205,8 +209,8 @@ class RecordWatch(StepWatch):
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
         if name.startswith("@") and self._alike is not None:
-            unit = self.units[name[1:]]
-            out, dynamic = self._alike.run(name[1:], unit, leaves, spec, lambda: self._run(name, run, args, kwargs))
+            unit, arguments = self.units[name[1:]], leaves[:given]
+            out, dynamic = self._alike.run(name[1:], unit, arguments, spec, lambda: self._run(name, run, args, kwargs))
         else:
             out, dynamic = self._run(name, run, args, kwargs)
         dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
@@ -234,7 +238,7 @@ class RecordWatch(StepWatch):
         out_leaves, out_spec = flatten(out)
         described = tuple(self._describe(leaf, leaves, dynamic) for leaf in out_leaves)
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
-        self._templates.append(Template(described, out_spec, tuple(written)))
+        self._templates.append(Template(described, out_spec, tuple(written), tuple(place for place, _ in held)))
         self._nodes.append(
             Node(
                 index=len(self._nodes),
@@ -254,41 +258,18 @@ class RecordWatch(StepWatch):
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
+    def _held(self, name: str) -> list[tuple[Place, Tensor]]:
+        """The values that a unit finds on its own modules."""
+        if not name.startswith("@"):
+            return []
+        return [(p, t) for p, t in held_tensors(self.units[name[1:]]) if self.mark_of(t) is not None]
+
     def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
         """A buffer that a unit may write, read around it, is right at the unit's home only."""
         for tensor in tensors:
             name, inside = self._buffers.get(id(tensor), ("", False))
             if inside:
                 self._found_buffers.add(name)
-
-    def _open_for_writing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A batch-only tensor that a model value is written into becomes absent itself."""
-        target = kwargs.get("out")
-        if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
-            target = args[0]
-        for tensor in written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]:
-            self._open(name, tensor)
-
-    def _open(self, name: str, target: Any) -> None:
-        if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self.mark_of(target) is not None:
-            return
-        if target._is_view():
-            raise StepError(
-                f"{user_line()}: {name} writes a value of the model into a view of a tensor made from the batch;"
-                " write into the tensor itself (x[index] = value)"
-            )
-        if id(target) in self._buffers:
-            self._found_buffers.add(self._buffers[id(target)][0])
-        absent = make_absent(target)
-        exchange(target, absent)
-        self._swapped.append((target, absent))
-
-    def undo_writes(self) -> None:
-        """Give the tensors opened for writing their content back."""
-        for target, content in reversed(self._swapped):
-            target.__dict__.pop(MARK, None)
-            target.__class__ = content.__class__
-            torch._C._swap_tensor_impl(target, content)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
         """The result on stand-ins, and whether its shape depends on data."""
@@ -365,7 +346,7 @@ class RecordWatch(StepWatch):
                 f"{name} returned {_shape_of(result)} and no loss that depends on a trainable parameter;"
                 " return the loss tensor, or a dict with the key 'loss'"
             )
-        kept = find_kept(root, self.mark_of, self.numbers_read)
+        kept = find_kept(root, result, self)
         called = {node.unit for node in self._nodes if node.unit is not None}
         read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
         unopened = frozenset(
@@ -378,13 +359,14 @@ class RecordWatch(StepWatch):
             parameter_bytes=dict(self._bytes),
             returned=tuple(dict.fromkeys(value for value in returned if value is not None)),
             loss=loss_value,
-            kept=tuple(dict.fromkeys(value for _, value in kept)),
+            kept=kept.values,
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),
             buffers=frozenset(name for name, _ in root.named_buffers()),
         )
-        parts = tuple(self._templates), dict(units), dict(owned), tuple(kept), unopened
-        return Recording(graph, *parts, frozenset(self._found_buffers), self.numbers_read)
+        parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
+        found = frozenset(self._found_buffers | self.opened.buffers)
+        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers)
 
 
 def _shape_of(result: Any) -> str:

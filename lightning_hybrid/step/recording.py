@@ -34,11 +34,13 @@ class Template:
         leaves: What each leaf of its result is.
         spec: The container around them.
         written: Inputs written in place, as (place among the input leaves, the value they are afterwards).
+        held: Where a unit finds further inputs on its own modules; they follow the leaves of its arguments.
     """
 
     leaves: tuple[Leaf, ...]
     spec: Spec | None
     written: tuple[tuple[int, int], ...]
+    held: tuple[Place, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Recording:
         found_buffers: Buffers that turned out to have a home (the glue writes model values into them, or reads them
             from inside a unit); the recording is to be repeated with them tracked.
         numbers_read: Where a number was read from the model last; empty if none was.
+        numbers_kept: Where a number read from the model stays after the step, and the line; empty if none does.
+        values_read: The values that numbers were read from.
     """
 
     graph: StepGraph
@@ -65,6 +69,8 @@ class Recording:
     unopened: frozenset[str]
     found_buffers: frozenset[str] = frozenset()
     numbers_read: str = ""
+    numbers_kept: str = ""
+    values_read: tuple[int, ...] = ()
 
 
 def find_loss(result: Any) -> Any:

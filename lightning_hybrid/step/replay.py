@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
 from lightning_hybrid.step.graph import Node
+from lightning_hybrid.step.held import look_up, put
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
@@ -37,11 +38,13 @@ class StageRun:
         result: What the step returned; tensors of other stages in it are absent.
         made: The values that other stages, the backward or the user's attributes need, by index.
         placeholders: Absent tensors that the user may still hold, with their value index.
+        numbers_read: Where a number was last read from a tensor that is absent here; empty if none was.
     """
 
     result: Any
     made: dict[int, Tensor]
     placeholders: list[tuple[int, FakeTensor]]
+    numbers_read: str = ""
 
 
 class StageReplay:
@@ -54,7 +57,7 @@ class StageReplay:
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
-        self._randomness = randomness
+        self.randomness = randomness
         graph = recording.graph
         wanted = {v for (source, _), sent in assignment.portals.items() if source == stage for v in sent}
         wanted.update(v for v in (*graph.returned, *graph.kept) if assignment.value_stage[v] == stage)
@@ -85,17 +88,21 @@ class StageReplay:
         Raises:
             StepChanged: The step did something else than when it was recorded.
         """
-        watch = ReplayWatch(self, received, parameters, self._randomness)
+        watch = self.watch(received, parameters)
         current.watch = watch
-        before, self._randomness.watched = self._randomness.watched, True
+        before, self.randomness.watched = self.randomness.watched, True
         try:
             with watch:
                 result = step()
         finally:
             current.watch = None
-            self._randomness.watched = before
+            self.randomness.watched = before
         watch.check_complete()
-        return StageRun(result, watch.made, watch.placeholders)
+        return StageRun(result, watch.made, watch.placeholders, watch.numbers_read)
+
+    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
+        """What sees one run."""
+        return ReplayWatch(self, received, parameters, self.randomness)
 
 
 class ReplayWatch(StepWatch):
@@ -108,7 +115,7 @@ class ReplayWatch(StepWatch):
         parameters: Mapping[int, str],
         randomness: KeyedRandomness,
     ) -> None:
-        """Args: as ``StageReplay.run``."""
+        """Args: replay: of which stage. randomness: keys what glue draws. The others: as ``StageReplay.run``."""
         super().__init__(parameters, randomness)
         self.units = replay.recording.units
         self._stage = replay.stage
@@ -145,6 +152,10 @@ class ReplayWatch(StepWatch):
     ) -> Any:
         """Execute or skip one operation."""
         leaves, plain = flatten_call(args, kwargs)
+        given = len(leaves)
+        held = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
+        if held:
+            leaves = [*leaves, *look_up(self.units[name[1:]], held)]
         inputs: list[int] = []
         tracked = bool(owned)
         replace = stale = False
@@ -172,8 +183,12 @@ class ReplayWatch(StepWatch):
             )
         if replace:
             leaves = [self._present(leaf) for leaf in leaves]
-            args, kwargs = rebuild_call(leaves, args, kwargs, plain)
-        out = recomputed(run, args, kwargs) if self.recompute_depth and node.unit is not None else run(*args, **kwargs)
+            args, kwargs = rebuild_call(leaves[:given], args, kwargs, plain)
+            if held:
+                put(self.units[name[1:]], held, leaves[given:])
+        # A second run would find on its modules what the next microbatch left there.
+        recomputes = self.recompute_depth and node.unit is not None and not held
+        out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
         if len(out_leaves) != len(template.leaves):
             raise StepChanged(

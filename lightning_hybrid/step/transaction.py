@@ -8,7 +8,7 @@ read off in between.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_hybrid.step.absent import is_absent
 # What belongs to the machinery around a module and not to its own state.
 _NOT_STATE = frozenset({"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "forward", "log"})
 _CONTAINERS = (list, dict, set, collections.deque)
+_PLAIN = frozenset({float, int, bool, str, type(None)})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
 _DEEPEST = 4
 
@@ -53,7 +54,7 @@ class ArgumentState:
         self._contents.append((container, container.copy()))
         items = container.items() if isinstance(container, dict) else ((None, item) for item in container)
         for name, item in items:
-            if top and name in _NOT_STATE:
+            if type(item) in _PLAIN or (top and name in _NOT_STATE):
                 continue
             inner = _inside(item)
             if inner is not None:
@@ -78,12 +79,20 @@ class ArgumentState:
 class ModuleState(ArgumentState):
     """The state of all modules under a root at one moment."""
 
-    def __init__(self, root: nn.Module, *, buffers: bool = True) -> None:
-        """Args: root: the user's LightningModule. buffers: whether buffers belong to the state to put back."""
+    def __init__(self, root: nn.Module, *, buffers: bool = True, without: Collection[nn.Module] = ()) -> None:
+        """What modules hold now.
+
+        Args:
+            root: The user's LightningModule.
+            buffers: Whether buffers belong to the state to put back.
+            without: Modules whose state does not.
+        """
         super().__init__(())
         self._buffers: list[tuple[Tensor, Tensor, int]] = []
         seen: set[int] = set()
         for module in root.modules():
+            if module in without:
+                continue
             if not buffers:
                 seen.add(id(module._buffers))
             for buffer in module._buffers.values():
@@ -100,12 +109,17 @@ class ModuleState(ArgumentState):
                 buffer.detach().copy_(content)
 
 
-def reachable(root: nn.Module) -> Iterator[tuple[Place, Any]]:
-    """Every leaf (tensor, number, object) that modules hold in attributes and containers, and where."""
+def reachable(root: nn.Module, without: Collection[nn.Module] = ()) -> Iterator[tuple[Place, Any]]:
+    """Every leaf (tensor, number, object) that modules hold in attributes and containers, and where.
+
+    Args:
+        root: The user's module.
+        without: Modules to pass over.
+    """
     seen: set[int] = set()
 
     def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
-        inner = _inside(value)
+        inner = value if isinstance(value, tuple) else _inside(value)
         if inner is None or depth > _DEEPEST:
             yield place, value
             return
@@ -116,6 +130,8 @@ def reachable(root: nn.Module) -> Iterator[tuple[Place, Any]]:
             yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
 
     for name, module in root.named_modules():
+        if module in without:
+            continue
         for attribute, value in list(module.__dict__.items()):
             if attribute not in _NOT_STATE and attribute not in ("_parameters", "_modules", "_buffers"):
                 yield from walk(Place(name, attribute, ()), value, 0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 
 from lightning_hybrid.step.absent import is_absent
@@ -59,6 +60,8 @@ def watched_functions(current: Current) -> Iterator[None]:
             original = getattr(dist, name, None)
             if original is not None:
                 stack.enter_context(_replaced(dist, name, _collected(current, name, original)))
+        # Stand-ins have one of their own, which takes itself apart before a watch sees it.
+        stack.enter_context(_replaced(FakeTensor, "tolist", Tensor.tolist))
         yield
 
 

@@ -20,6 +20,7 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
+from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
@@ -92,6 +93,7 @@ class StepWatch(TorchFunctionMode, ABC):
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
         recompute_depth: How many checkpointed functions of the user's glue are running.
         numbers_read: Where a number was last read from a tensor that is absent.
+        values_read: The values that numbers were read from.
         reads_as: What absent numbers are, of all watches, while branches on them are looked for.
         units: The modules whose calls are one event each, by FQN.
     """
@@ -109,6 +111,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self.inside_unit = False
         self.recompute_depth = 0
         self.numbers_read = ""
+        self.values_read: dict[int, None] = {}
         self.units: Mapping[str, nn.Module] = {}
 
     reads_as: ClassVar[float | None] = None
@@ -188,11 +191,13 @@ class StepWatch(TorchFunctionMode, ABC):
         if name == "__bool__" and str(sys._getframe(2).f_globals.get("__name__")).startswith(_CHECKING):
             return True  # an argument is checked, and is on the stage that has it
         line = user_line()
+        values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
         if name in _NUMBER_READS:
             self.numbers_read = line
+            self.values_read.update(dict.fromkeys(values))
             if self.reads_as is not None:
                 return self.reads_as
-            number = AbsentFloat(line, frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None))
+            number = AbsentFloat(line, values)
             # Python asks for a plain float there, and would warn.
             return float(number) if name == "__float__" else number
         if name == "__format__":
@@ -200,10 +205,11 @@ class StepWatch(TorchFunctionMode, ABC):
         if name in _TEXT_READS:
             return f"absent{tuple(absent[0].shape)}"
         if name in _CONTENT_READS:
-            raise ControlFlowError(
-                f"{line}: .{name}() reads values of the model that live on another pipeline stage;"
-                " keep the tensor itself (it is filled in after the step) or set pipeline_parallel_size=1"
-            )
+            if name not in ("tolist", "numpy") or any(self.is_dynamic(value) for value in values):
+                raise ControlFlowError(content_message(line, name))
+            self.numbers_read = line
+            self.values_read.update(dict.fromkeys(values))
+            return stand_in_for_content(name, line, absent[0], values, self.reads_as)
         raise ControlFlowError(branch_message(line))
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.places import note, notes
+from lightning_hybrid.strategies.rendezvous import Rendezvous
 from lightning_hybrid.strategies.requeue import Requeue
 
 # So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
@@ -38,6 +39,7 @@ class Failures(pl.Callback):
 
     Attributes:
         cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.
+        rendezvous: Where ranks meet before something is gathered from all.
     """
 
     def __init__(self, trainer: Any, mesh: Mesh) -> None:
@@ -55,6 +57,7 @@ class Failures(pl.Callback):
         # Lightning's own handler waits in a collective that the other ranks may never join.
         trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
         self._requeue = Requeue(trainer, mesh, self._store, self._prefix)
+        self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
         # It also asks rank 0 before every batch, and so makes all ranks wait for each other.
         self._loop = trainer.fit_loop.epoch_loop
         self._loop._broadcast_sigterm_tensor = self._stop_if_told
@@ -101,6 +104,12 @@ class Failures(pl.Callback):
             self._store.add(self._prefix + "failed", 1)
             return first
         return mine
+
+    def any_reported(self) -> bool:
+        """Whether a rank has failed."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.add(self._prefix + "failed", 0) > 0
+        return True
 
     def _all_reported(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -157,6 +166,7 @@ class Failures(pl.Callback):
         self._batches += 1
         if self._mesh.layout.world_size == 1:
             return
+        self.rendezvous.passes()
         with contextlib.suppress(RuntimeError):
             key = self._prefix + "stop"
             if self._store.check([key]) and self._batches >= int(self._store.get(key)):

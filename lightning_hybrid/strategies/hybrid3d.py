@@ -237,7 +237,12 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._reads = reads
         self._stop_reads.callback(
             read_globally(
-                trainer, module, reads, in_parts=lambda: not self._is_whole, complete=lambda: self._grads_complete
+                trainer,
+                module,
+                reads,
+                in_parts=lambda: not self._is_whole,
+                complete=lambda: self._grads_complete,
+                passes=self._passes,
             )
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
+from torch.distributed import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -72,6 +73,17 @@ class StagedStrategy(MeshStrategy):
         if not self._cut_off:
             super().barrier(name)
 
+    def _passes(self) -> None:
+        """Say that this rank goes on to something that others take part in."""
+        if self._failures is not None:
+            self._failures.rendezvous.passes()
+
+    def _meet(self, what: str) -> None:
+        """Make sure that all ranks are about to do this."""
+        if self._failures is not None:
+            timeout = self._timeout or default_pg_timeout
+            self._failures.rendezvous.meet(what, timeout, self._failures.any_reported)
+
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Tensors are built on the right device in the right dtype; with ``empty_init`` parameters hold no storage."""
@@ -113,6 +125,7 @@ class StagedStrategy(MeshStrategy):
         """Give every rank the whole module again; collective."""
         if self._is_whole or self._plan is None or self._failed:
             return
+        self._passes()
         self._plan.make_whole()
         if self._averages is not None:
             self._averages.make_whole()
@@ -128,6 +141,7 @@ class StagedStrategy(MeshStrategy):
             return self.lightning_module.state_dict()
         if self._cut_off:
             return {}
+        self._meet("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         with self._unguarded():
             return gather_module_state(self.lightning_module, self._plan) if self.data_rank == 0 else {}
 

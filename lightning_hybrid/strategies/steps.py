@@ -105,6 +105,7 @@ class SteppingStrategy(StagedStrategy):
         module, runner = self.lightning_module, self._runner
         assert module is not None and runner is not None
         self._evaluated += train is None
+        self._passes()
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
         share = name == "predict_step" or output_is_read(self._trainer, name)

@@ -38,6 +38,7 @@ def read_globally(
     *,
     in_parts: Callable[[], bool],
     complete: Callable[[], bool],
+    passes: Callable[[], None],
 ) -> Callable[[], None]:
     """Put ``reads`` around every hook that the user wrote, on these instances alone.
 
@@ -47,6 +48,7 @@ def read_globally(
         reads: Of this run.
         in_parts: Whether the module is not whole now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
+        passes: Called when this rank has done with a hook, before it waits for the others.
 
     Returns:
         Undoes it.
@@ -60,7 +62,7 @@ def read_globally(
             if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(
-                _replaced(user, name, _watched(user, name, original, trainer, reads, in_parts, complete))
+                _replaced(user, name, _watched(user, name, original, trainer, reads, in_parts, complete, passes))
             )
     return undo.close
 
@@ -73,6 +75,7 @@ def _watched(
     reads: GlobalReads,
     in_parts: Callable[[], bool],
     complete: Callable[[], bool],
+    passes: Callable[[], None],
 ) -> Callable[..., Any]:
     where = f"{type(user).__name__}.{name}"
 
@@ -83,7 +86,9 @@ def _watched(
         # What is cleared next are the gradients of the optimizer step before, which are complete.
         is_complete = name == "on_before_zero_grad" or complete()
         with reads.hook(where, is_complete=is_complete), _lightning_of_its_own(trainer, reads):
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            passes()
+            return result
 
     return hook
 

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, split
 from lightning_hybrid.step.randomness import KeyedRandomness, _DrawWatch
+from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import Current
 from lightning_hybrid.verify.dealt import DealtLoader, deal
@@ -273,7 +274,11 @@ class PartsReference:
         original = self._modules[0]
         while len(self._modules) <= replica:
             shared = [*original.parameters(), *(m for m in original.modules() if isinstance(m, Metric)), self._trainer]
-            self._modules.append(copy.deepcopy(original, {id(value): value for value in shared}))
+            memo = {id(value): value for value in shared}
+            # torch copies no tensor of a graph, such as the weight that its old weight_norm leaves on a layer.
+            computed = (leaf for _, leaf in reachable(original) if isinstance(leaf, Tensor) and not leaf.is_leaf)
+            memo.update((id(leaf), leaf.detach().clone()) for leaf in computed)
+            self._modules.append(copy.deepcopy(original, memo))
             self._modules[-1].trainer = self._trainer  # copies of a LightningModule forget it
         module = self._modules[replica]
         if module is not original:

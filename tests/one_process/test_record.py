@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 
 import numpy
 import pytest
@@ -209,17 +210,51 @@ def test_control_flow_on_the_model_is_refused_with_its_line(use):
         record(module)
 
 
-def test_a_decision_kept_for_later_is_control_flow_too():
+def keep_a_comparison(module, loss):
+    module.kept = float(loss) > 1
+
+
+def keep_the_larger(module, loss):
+    module.kept = max(0.5, float(loss))
+
+
+def keep_a_text(module, loss):
+    module.kept = f"{loss.item():.2f}"
+
+
+def keep_a_whole_number(module, loss):
+    module.kept = int(loss)
+
+
+def keep_what_numpy_makes_of_it(module, loss):
+    module.kept = loss.detach().numpy() * 2
+
+
+_DECISIONS = [keep_a_comparison, keep_the_larger, keep_a_text, keep_a_whole_number, keep_what_numpy_makes_of_it]
+
+
+@pytest.mark.parametrize("keep", _DECISIONS, ids=lambda keep: keep.__name__)
+def test_a_decision_kept_for_later_is_control_flow_too(keep):
     class Deciding(Layers):
-        is_large = None
+        kept = None
 
         def loss(self, batch):
             loss = super().loss(batch)
-            self.is_large = float(loss) > 1
+            keep(self, loss)
             return loss
 
-    with pytest.raises(ControlFlowError, match=r"test_record.py:\d+: the step branches"):
+    with pytest.raises(ControlFlowError, match=r"test_record.py:\d+: (the step branches|.numpy\(\) reads)"):
         record(make(Deciding))
+
+
+def test_a_time_that_is_kept_is_no_decision():
+    class Timed(Layers):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            self.started, self.last = time.perf_counter(), float(loss)
+            return loss
+
+    assert record(make(Timed)).loss is not None
 
 
 def test_reads_for_bookkeeping_are_allowed():
@@ -242,15 +277,28 @@ def test_a_step_without_a_loss_is_refused(result):
         record(module)
 
 
-def test_a_number_kept_on_the_module_is_refused_by_name():
+def test_numbers_kept_on_the_module_are_found_with_the_values_behind_them():
     class Keeps(Layers):
         def loss(self, batch):
             loss = super().loss(batch)
-            self.history = [loss.item()]
+            self.history = [(0, loss.item() / 2)]
             return loss
 
-    with pytest.raises(StepError, match=r"self\.history\[0\] keeps a number"):
-        record(make(Keeps))
+    class Reads(Layers):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            return loss * (1 + loss.item())
+
+    found = []
+    for kind in (Keeps, Reads):
+        module = make(kind)
+        batch = batch_of(module.kind, range(4))
+        recording = cut(module, lambda module=module, batch=batch: module.loss(batch), 2).recording
+        found.append((recording.numbers_kept, recording.graph.kept, recording.values_read))
+    kept, reads = found
+    assert "test_record.py" in kept[0] and "self.history[0][1] keeps a number" in kept[0]
+    assert kept[1] == kept[2] and len(kept[1]) == 1
+    assert reads[:2] == ("", ()) and len(reads[2]) == 1
 
 
 def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():

@@ -49,6 +49,21 @@ def chain(count):
     return graph_of(*rows, ("mean", [count - 1], []))
 
 
+def test_no_stage_begins_between_a_unit_and_what_computes_its_weight():
+    """A hook reads two parameters of each unit in two steps; the unit itself reads a third."""
+    rows = []
+    for i in range(2):
+        before, name = len(rows) - 1, f"blocks.{i}"
+        rows += [("norm", [], [f"{name}.v"]), ("mul", [len(rows)], [f"{name}.g"])]
+        inputs = [before, len(rows) - 1] if i else [len(rows) - 1]
+        rows.append((f"@{name}", inputs, [f"{name}.bias", f"{name}.g", f"{name}.v"]))
+    graph = graph_of(*rows, ("mean", [len(rows) - 1], []))
+    homes = find_homes(graph, 2)
+    assert homes == {f"blocks.{i}.{member}": i for i in range(2) for member in ("v", "g", "bias")}
+    with pytest.raises(PartitionError, match="only 2 units"):
+        find_homes(graph, 3)
+
+
 def test_a_chain_is_cut_evenly_and_hands_on_one_value():
     graph = chain(8)
     homes = find_homes(graph, 4)

@@ -94,17 +94,6 @@ class Last(Keeps):
         self.log("last_loss", self.last_loss.detach())
 
 
-class Numbers(Keeps):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(float(loss))
-        return loss
-
-
 @one_replica
 @pytest.mark.parametrize("module", [Lists, Anneals], ids=lambda module: module.__name__)
 def test_same_numbers(worlds, module, layout):
@@ -117,9 +106,3 @@ def test_attributes_bound_anew_hold_the_whole_batch(worlds, layout):
     # The reference runs the batch whole: its attribute is what one process would have.
     report = check(worlds, Last, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)
-
-
-@one_replica
-def test_numbers_kept_are_refused(worlds, layout):
-    report = check(worlds, Numbers, layout)
-    assert report.outcome == "refused" and "keep the tensor instead" in report.message, str(report)

@@ -250,30 +250,8 @@ MODULES = [
 ]
 
 
-PLACED_ANEW = "validation wants a unit that writes buffers in training on another stage than training put it"
-COPIED = "the reference copies modules, and torch refuses to copy what its old weight_norm left on one"
-BACKWARD = "the weight that a hook sets before forward is no value of the step"
-NOT_YET = {
-    (WholeTransformer, "pp2 x 2 stages"): "a unit returns None where its recording had a tensor",
-    (Normed, "pp2"): PLACED_ANEW,
-    (Normed, "dp2 x pp2"): PLACED_ANEW,
-    (Normed, "pp2 x 2 stages"): PLACED_ANEW,
-    (WritesBuffers, "pp2 x 2 stages"): PLACED_ANEW,
-    (NormedOfOld, "pp2"): BACKWARD,
-    (NormedOfOld, "pp2 x 2 stages"): BACKWARD,
-    (NormedOfOld, "dp2"): COPIED,
-    (NormedOfOld, "dp2 x pp2"): COPIED,
-}
-CASES = [
-    pytest.param(module, layout, id=f"{module.__name__}-{layout.name}", marks=marks)
-    for module in MODULES
-    for layout in LAYOUTS
-    for reason in [NOT_YET.get((module, layout.name))]
-    for marks in [[pytest.mark.xfail(strict=True, reason=reason)] if reason else []]
-]
-
-
-@pytest.mark.parametrize(("module", "layout"), CASES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

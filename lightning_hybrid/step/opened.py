@@ -1,0 +1,66 @@
+"""Tensors made from the batch alone that the step writes values of the model into: they become absent themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.step.absent import MARK, exchange, make_absent
+from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.user_functions import COLLECTIVE, written_by
+from lightning_hybrid.step.watch import user_line
+
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
+_WRITES = frozenset(f"__{name}__" for name in _IN_PLACE)
+
+
+class OpenedForWriting:
+    """The tensors that became absent in one recording.
+
+    Attributes:
+        buffers: FQNs of those that are buffers.
+    """
+
+    def __init__(self, names: Mapping[int, tuple[str, bool]], mark_of: Callable[[Tensor], int | None]) -> None:
+        """Args: names: see ``buffer_names``. mark_of: the value that a tensor is."""
+        self.buffers: set[str] = set()
+        self._names = names
+        self._mark_of = mark_of
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+
+    def open(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make absent what an operation on values of the model is about to write.
+
+        Raises:
+            StepError: It writes into a view, whose base would not see it.
+        """
+        target = kwargs.get("out")
+        if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
+            target = args[0]
+        for tensor in written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]:
+            self._open(name, tensor)
+
+    def _open(self, name: str, target: Any) -> None:
+        if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self._mark_of(target) is not None:
+            return
+        if target._is_view():
+            raise StepError(
+                f"{user_line()}: {name} writes a value of the model into a view of a tensor made from the batch;"
+                " write into the tensor itself (x[index] = value)"
+            )
+        if id(target) in self._names:
+            self.buffers.add(self._names[id(target)][0])
+        absent = make_absent(target)
+        exchange(target, absent)
+        self._swapped.append((target, absent))
+
+    def undo(self) -> None:
+        """Give the tensors their content back."""
+        for target, content in reversed(self._swapped):
+            target.__dict__.pop(MARK, None)
+            target.__class__ = content.__class__
+            torch._C._swap_tensor_impl(target, content)

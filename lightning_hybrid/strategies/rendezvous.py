@@ -1,0 +1,96 @@
+"""Meet the other ranks before something is gathered from all of them, or find that they have gone on.
+
+``if trainer.is_global_zero: trainer.save_checkpoint(...)`` asks one rank for what only all of them have. The others do
+not come: their messages of the next step would meet those of the checkpoint. So a rank first says, through the store,
+that it is there, and waits. A rank that is seen to go past that moment will not come any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_hybrid.mesh import Mesh
+
+# So long the others usually take to come; then it is asked where they are.
+_SECONDS_TO_ASK = 0.1
+_LONGEST_PAUSE_SECONDS = 0.05
+
+
+class NotOnAllRanks(RuntimeError):
+    """Some ranks call what all must call."""
+
+
+class Rendezvous:
+    """Where this rank is in a run, and where the others are."""
+
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
+        """Args: trainer, mesh: of this run. store: by which the ranks met. prefix: of this run's keys in it."""
+        self._trainer = trainer
+        self._mesh = mesh
+        self._store = store
+        self._prefix = prefix
+        self._met = self._passed = self._trained = 0
+        self._is_needed = mesh.size("pp") > 1
+
+    def passes(self) -> None:
+        """Say that this rank goes on to what other ranks take part in; a message that nobody waits for."""
+        if self._is_needed:
+            self._passed += 1
+            self._trained += self._trainer.training  # replicas have different numbers of batches in validation
+            with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+                self._store.set(self._key("at", self._mesh.rank), f"{self._passed} {self._trained}")
+
+    def meet(self, what: str, timeout: timedelta, is_over: Callable[[], bool]) -> None:
+        """Wait until all ranks are here.
+
+        Args:
+            what: What they are about to do, for the message.
+            timeout: For those of whom nothing is known.
+            is_over: Whether a rank has failed; then nobody is waited for.
+
+        Raises:
+            NotOnAllRanks: Another rank has gone on.
+        """
+        if not self._is_needed:
+            return
+        self._met += 1
+        ranks = range(self._mesh.layout.world_size)
+        start, pause = time.monotonic(), 0.001
+        with contextlib.suppress(dist.DistNetworkError):
+            self._store.set(self._key("met", self._mesh.rank), str(self._met))
+            arrived = self._store.add(self._key("arrived", self._met), 1)
+            while arrived < len(ranks) and not is_over():
+                waited = time.monotonic() - start
+                late = waited > timeout.total_seconds()
+                gone = [rank for rank in ranks if self._is_gone(rank, late)] if waited > _SECONDS_TO_ASK else []
+                if gone:
+                    raise NotOnAllRanks(
+                        f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
+                        f" stages' part, but ranks {gone} "
+                        + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
+                        + "; call it on all ranks: only the first writes the file"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                arrived = self._store.add(self._key("arrived", self._met), 0)
+
+    def _is_gone(self, rank: int, late: bool) -> bool:
+        """Whether another rank has passed this moment; where it is must be read before whether it is here."""
+        layout, here = self._mesh.layout, self._mesh.rank
+        at = self._store.get(self._key("at", rank)).split() if self._store.check([self._key("at", rank)]) else (0, 0)
+        passed, trained = map(int, at)
+        same_replica = layout.data_rank(rank) == layout.data_rank(here)
+        ahead = passed > self._passed if same_replica else trained > self._trained
+        if not ahead and not late:
+            return False
+        known = self._store.check([self._key("met", rank)])
+        return not known or int(self._store.get(self._key("met", rank))) < self._met
+
+    def _key(self, name: str, number: int) -> str:
+        return f"{self._prefix}{name}-{number}"
