@@ -7,6 +7,7 @@ writes from it is an ordinary ``.ckpt``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +17,25 @@ from torch.optim import Optimizer
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import flatten, map_leaves
+from lightning_hybrid.tensor.shards import ModelShards
 
 
-def gather_module_state(root: nn.Module, plan: StagePlan, *, is_copy: bool = False) -> dict[str, Any]:
-    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the pipeline.
+def gather_module_state(
+    root: nn.Module, plan: StagePlan, shards: ModelShards | None = None, *, is_copy: bool = False
+) -> dict[str, Any]:
+    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over pipeline and tensor ranks.
 
     Args:
         root: The user's module, or a copy of it that is in parts as the module is.
         plan: Of the module.
+        shards: What the tensor ranks hold of it.
         is_copy: Whether it is a copy.
     """
     local = nn.Module.state_dict(root)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     buffers = plan.buffer_ranks(root if is_copy else None)
     tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
+    key_names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     mine = {}
     for key, value in local.items():
         tensor = tensors.get(key)
@@ -40,13 +46,23 @@ def gather_module_state(root: nn.Module, plan: StagePlan, *, is_copy: bool = Fal
         else:
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
+            if shards is not None and tensor is not None:
+                value = shards.whole_of(key_names.get(id(tensor), key), value)
             mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     whole = plan.gather_object(mine)
     return {key: whole[key] for key in local} if plan.rank == 0 else {}
 
 
-def load_module_state(root: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+def load_module_state(
+    root: nn.Module, state: Mapping[str, Any], shards: ModelShards | None = None, *, strict: bool
+) -> None:
     """Load a full state dict into what this rank holds of a module.
+
+    Args:
+        root: The module.
+        state: The full state dict.
+        shards: What the tensor ranks hold of the module.
+        strict: Whether names must be the same.
 
     Raises:
         RuntimeError: Names or shapes do not fit, as ``nn.Module.load_state_dict`` says it.
@@ -62,22 +78,25 @@ def load_module_state(root: nn.Module, state: Mapping[str, Any], *, strict: bool
         for key, value in own.items():
             if key not in state or not isinstance(value, Tensor):
                 continue
-            if tuple(value.shape) != tuple(state[key].shape):
+            shape = tuple(value.shape) if shards is None else tuple(shards.whole_shape(key, value))
+            if shape != tuple(state[key].shape):
                 raise RuntimeError(
                     f"the checkpoint does not fit {type(root).__name__}: {key} has shape {tuple(state[key].shape)}"
-                    f" in the file and {tuple(value.shape)} in the model"
+                    f" in the file and {shape} in the model"
                 )
             if not is_absent(value):
-                value.copy_(state[key])
+                value.copy_(state[key] if shards is None else shards.part_of(key, value, state[key]))
 
 
-def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan) -> dict[str, Any]:
-    """The full state dict of an optimizer on pipeline rank 0; collective over the pipeline."""
+def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan, shards: ModelShards | None = None) -> dict[str, Any]:
+    """The full state dict of an optimizer on pipeline rank 0; collective over pipeline and tensor ranks."""
     state = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     mine = {}
     for key, entry in state["state"].items():
         if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # followed, for a parameter of another rank
-            mine[key] = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, entry)
+            parameter = parameters[key] if shards is not None and isinstance(key, int) else None
+            mine[key] = map_leaves(partial(_whole_leaf, parameter, shards), entry)
     merged = plan.gather_object(mine)
     if plan.rank != 0:
         return {}
@@ -86,9 +105,25 @@ def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan) -> dict[str, A
     return {**state, "state": {key: merged[key] for key in order}}
 
 
-def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a full optimizer state whose parameters are on this rank."""
+def _whole_leaf(parameter: Tensor | None, shards: ModelShards | None, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    return leaf if shards is None or parameter is None else shards.whole_like(parameter, leaf)
+
+
+def own_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], shards: ModelShards | None = None
+) -> dict[str, Any]:
+    """The part of a full optimizer state whose parameters, or parts of them, are on this rank."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
-    return {**state, "state": {number: entry for number, entry in state["state"].items() if number not in absent}}
+    own = {number: entry for number, entry in state["state"].items() if number not in absent}
+    if shards is not None:
+        by_number = dict(zip(numbers, parameters, strict=False))
+        own = {
+            number: map_leaves(partial(shards.part_like, by_number[number]), entry) if number in by_number else entry
+            for number, entry in own.items()
+        }
+    return {**state, "state": own}

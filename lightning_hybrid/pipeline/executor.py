@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -120,7 +121,11 @@ class Outcome:
 
 
 class Executor:
-    """Runs jobs on one rank of a pipeline."""
+    """Runs jobs on one rank of a pipeline.
+
+    Attributes:
+        around_units: Entered around each job; replaces the forwards of units by sharded ones.
+    """
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
         """Args: root: the user's LightningModule. rank: pipeline coordinate of this rank."""
@@ -128,11 +133,12 @@ class Executor:
         self._rank = rank
         self._transport = transport
         self._randomness = randomness
+        self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
-        with installed(replays, self._randomness) as current:
+        with self.around_units(), installed(replays, self._randomness) as current:
             run = _Run(self._root, self._rank, self._transport, job, current)
             instruction: Instruction | None = None
             try:

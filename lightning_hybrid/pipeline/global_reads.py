@@ -149,6 +149,10 @@ class GlobalReads(TorchFunctionMode):
             contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
             return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
 
+    def note_whole(self, whole: Tensor, fqn: str) -> None:
+        """A tensor, joined of the parts that tensor ranks hold of a parameter or its gradient, is where those are."""
+        self._contents.note(whole, self._holders[fqn], [self._parameters[fqn]])
+
     def adopt_state(self, state: Mapping[Any, Any]) -> None:
         """An optimizer's state of a parameter is where the parameter is; numbers in it are everywhere.
 

@@ -67,7 +67,13 @@ class TrainContext:
 
 
 class StepRunner:
-    """Runs any step of one module on this rank's stages."""
+    """Runs any step of one module on this rank's stages.
+
+    Attributes:
+        plan: Who holds what.
+        splitter: Of the user, for batches.
+        watching_units: Entered with the first step's recorded form while that step is recorded once more.
+    """
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class StepRunner:
         self._channel = transport.channel
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
+        self.watching_units: Callable[[Variant], AbstractContextManager[Any]] | None = None
 
     def record(
         self,
@@ -114,6 +121,14 @@ class StepRunner:
         variants = [self.plan.variant(name, _bind(step, m, rest), m, context, train=train) for m in microbatches]
         whole = partial(_call, step, rest)
         self._whole.begin(name, variants, whole, batch, microbatches[0], context, train=train)
+        if self.watching_units is not None:
+            with self.watching_units(variants[0]):
+                step_once = _bind(step, microbatches[0], rest)
+                self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
+
+    def shard_units(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a context around each job, which replaces the forwards of units."""
+        self._executor.around_units = around
 
     def run(
         self,

@@ -92,7 +92,11 @@ class HybridPrecision(MixedPrecision):
         )
 
     def connect_mesh(
-        self, mesh: Mesh, owned_parameters: Callable[[], Set[int]], axes: Sequence[str] = ("pp", "tp")
+        self,
+        mesh: Mesh,
+        owned_parameters: Callable[[], Set[int]],
+        axes: Sequence[str] = ("pp", "tp"),
+        parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None,
     ) -> None:
         """Let loss scale and gradient norm cover all ranks; `unscale_`, `step` and clipping are collective from now.
 
@@ -100,9 +104,10 @@ class HybridPrecision(MixedPrecision):
             mesh: the ranks.
             owned_parameters: answers the ids of the parameters that this rank counts in a norm.
             axes: over which parameters are spread.
+            parts: answers what of a parameter's gradient this rank counts, as in `MeshNorm`.
         """
         self.mesh = mesh
-        self._norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes)
+        self._norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
         if self.scaler is not None:
             self.scaler.mesh = mesh
 

@@ -22,11 +22,13 @@ class MeshNorm:
         owned_parameters: answers the ids of the parameters that this rank counts. One that several ranks hold (shared
             by stages, replicated over "tp") is owned by one of them.
         axes: where other ranks hold other parameters, or other parts of them.
+        parts: answers, for a parameter and its gradient, what of the gradient this rank counts; all of it if None.
     """
 
     mesh: Mesh
     owned_parameters: Callable[[], Set[int]]
     axes: Sequence[str] = ("pp", "tp")
+    parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None
 
     @property
     def is_local(self) -> bool:
@@ -44,7 +46,8 @@ class MeshNorm:
             A scalar of the gradients' dtype, at least float32, equal on all ranks that hold the same dtypes.
         """
         owned = self.owned_parameters()
-        gradients = [_local(p.grad) for p in parameters if p.grad is not None and id(p) in owned]
+        pairs = [(p, _local(p.grad)) for p in parameters if p.grad is not None and id(p) in owned]
+        gradients = [part for p, grad in pairs for part in ([grad] if self.parts is None else self.parts(p, grad))]
         dtype = torch.float32
         # The message has one dtype on all ranks; a rank whose stage is frozen cannot know theirs.
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_mesh.device_type)

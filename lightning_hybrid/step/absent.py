@@ -22,6 +22,7 @@ from lightning_hybrid.step.graph import Value
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
 
 _STOCK = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes that users did not give it
+WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank holds a part: the shape of the whole
 MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
@@ -57,7 +58,13 @@ def _absent(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTens
 
 def make_absent_parameter(parameter: Tensor, device: torch.device | None = None) -> FakeTensor:
     """A stand-in for a parameter or buffer; ``isinstance(x, nn.Parameter)`` holds where it held before."""
-    absent = make_absent(parameter, device=device)
+    whole = parameter.__dict__.get(WHOLE_SHAPE)
+    like = parameter
+    if whole is not None:
+        device = parameter.device if device is None else device
+        with torch._C._DisableTorchDispatch():
+            like = torch.empty(whole, dtype=parameter.dtype, device="meta")
+    absent = make_absent(like, requires_grad=parameter.requires_grad, device=device)
     if isinstance(parameter, nn.Parameter):
         absent._is_param = True
     return absent

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 
 
 def agree_on_start(
@@ -59,10 +59,11 @@ def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metada
     """A state dict hook that refuses to give out parameters that are not there."""
     del prefix, metadata
     absent = [name for name, value in state.items() if is_absent(value)]
+    absent += [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
     if absent:
         raise RuntimeError(
             f"{type(module).__name__}.state_dict() was called while {len(absent)} of its parameters (such as"
-            f" {absent[0]!r}) are on other pipeline ranks; use trainer.save_checkpoint(...) or"
+            f" {absent[0]!r}), or parts of them, are on other ranks; use trainer.save_checkpoint(...) or"
             " trainer.strategy.lightning_module_state_dict() on all ranks, or wait for the end of fit"
         )
 

@@ -35,8 +35,9 @@ from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
+from lightning_hybrid.strategies.tensor_parallel import HookReads, KeyedDraws, TensorPlanner, describe_tensor_plans
 from lightning_hybrid.strategies.user_hooks import read_globally
-from lightning_hybrid.strategies.user_optimizers import looks_at_all, watch_step
+from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 
@@ -49,7 +50,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
 
     Args:
         data_parallel_size: Replicas that see different batches; "auto" takes all ranks that are left.
-        tensor_parallel_size: Ranks that share each layer; only 1 so far.
+        tensor_parallel_size: Ranks that share each layer; how layers are cut is found, and proved, at the start.
         pipeline_parallel_size: Ranks that share the layers.
         num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
             four times the number of stages with them.
@@ -131,6 +132,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._splitter = batch_splitter
         self._example_batch = example_batch
         self._whole_again: pl.Callback | None = None
+        self._hook_reads: HookReads | None = None
         self._stop_reads = contextlib.ExitStack()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -153,13 +155,21 @@ class Hybrid3DStrategy(VerifyingStrategy):
             empty.hide(module)
         # Weights and generators must agree before anything is drawn or recorded.
         self._averages = Averages(trainer)
+        if self._averages.copies and self.layout.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.layout.tensor_parallel_size} and a callback that averages the weights"
+                " (StochasticWeightAveraging, WeightAveraging) do not go together yet; set tensor_parallel_size=1"
+            )
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
-        self._plan = self._runner = None
+        self._plan = self._runner = self._shards = None
         if self._needs_runner():
             self._record(trainer, module, KeyedRandomness(self._seed, self.root_device))
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
+        shards = self.shards
+        if shards is not None:
+            shards.cut(KeyedDraws(shards.rank, self.root_device))
         self._averages.follow(module, None if self._is_whole else self._plan, lambda: self.data_rank == 0)
         self._announce()
         if is_fitting:
@@ -172,7 +182,14 @@ class Hybrid3DStrategy(VerifyingStrategy):
 
     def _needs_runner(self) -> bool:
         num_stages = self.layout.pipeline_parallel_size * self._stages_per_rank
-        return num_stages > 1 or (self._num_microbatches or 1) > 1 or self._weight is not None
+        return (
+            self._in_parts_by_layout or num_stages > 1 or (self._num_microbatches or 1) > 1 or self._weight is not None
+        )
+
+    @property
+    def _in_parts_by_layout(self) -> bool:
+        """Whether a rank holds a part of the module only."""
+        return self.layout.pipeline_parallel_size > 1 or self.layout.tensor_parallel_size > 1
 
     def _check(self, module: pl.LightningModule, is_fitting: bool) -> None:
         if is_fitting and self._layer_sync is not None:
@@ -183,9 +200,10 @@ class Hybrid3DStrategy(VerifyingStrategy):
             )
         if is_fitting and self._needs_runner() and not module.automatic_optimization:
             raise ValueError(
-                f"{type(module).__name__} uses manual optimization, which cannot be split into stages or microbatches"
-                f" (pipeline_parallel_size={self.layout.pipeline_parallel_size}, num_microbatches="
-                f"{self._num_microbatches or 'auto'}); set pipeline_parallel_size=1 and num_microbatches=1"
+                f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"
+                f" parts of layers (pipeline_parallel_size={self.layout.pipeline_parallel_size}, tensor_parallel_size="
+                f"{self.layout.tensor_parallel_size}, num_microbatches={self._num_microbatches or 'auto'}); set"
+                " pipeline_parallel_size=1, tensor_parallel_size=1 and num_microbatches=1"
             )
 
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
@@ -212,6 +230,9 @@ class Hybrid3DStrategy(VerifyingStrategy):
             replica=self.data_rank,
             metrics=self._metrics,
         )
+        planner = TensorPlanner(module, self.mesh) if self.layout.tensor_parallel_size > 1 else None
+        if planner is not None:
+            self._runner.watching_units = planner.watching
         recorded = record_first_step(
             trainer,
             module,
@@ -221,7 +242,10 @@ class Hybrid3DStrategy(VerifyingStrategy):
             splitter=self._splitter,
             context=self._context,
         )
-        if recorded and self._plan.num_ranks > 1:
+        if recorded and self._in_parts_by_layout:
+            if planner is not None:
+                self._shards = planner.plan()
+                self._runner.shard_units(self._shards.running)
             self._plan.drop_foreign()
             self._in_parts(module)
             self._read_globally(trainer, module, self._plan)
@@ -233,8 +257,10 @@ class Hybrid3DStrategy(VerifyingStrategy):
         """Let hooks of the user read gradients and parameters of all stages."""
         parameters = dict(module.named_parameters())
         holders = {name: plan.ranks_of(name) for name in parameters}
-        reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
-        self._reads = reads
+        stages = None
+        if plan.num_ranks > 1:
+            stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
+        self._hook_reads = reads = HookReads(stages, self._shards, parameters)
         self._stop_reads.callback(
             read_globally(
                 trainer,
@@ -248,7 +274,10 @@ class Hybrid3DStrategy(VerifyingStrategy):
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
-        rank_zero_info(describe(self.layout, first, self._schedule, self.layout.pipeline_parallel_size))
+        text = describe(self.layout, first, self._schedule, self.layout.pipeline_parallel_size)
+        if self._shards is not None:
+            text = f"{text}\n{describe_tensor_plans(self._shards.plans)}"
+        rank_zero_info(text)
 
     def _connect_gradients(self, module: pl.LightningModule) -> None:
         for reducer in self._reducers.values():
@@ -259,14 +288,26 @@ class Hybrid3DStrategy(VerifyingStrategy):
                 " set pipeline_parallel_size=1"
             )
         self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
-        self.precision_plugin.connect_mesh(self.mesh, lambda: counted)
-        if self._reads is not None:
-            self._watched = [optimizer for optimizer in self.optimizers if looks_at_all(optimizer)]
-            for optimizer in self._watched:
-                self._stop_reads.callback(watch_step(optimizer, self._reads, lambda: not self._is_whole))
+        shards = self._shards
+        parts = None if shards is None else shards.first_held
+        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, parts=parts)
+        if shards is not None:
+            counted = {id(p) for p in module.parameters() if id(p) in counted and shards.holds_first(p)}
+        if self._hook_reads is not None:
+            for optimizer in self.optimizers:
+                reads = self._hook_reads.for_optimizer(optimizer)
+                if reads is not None:
+                    self._watched.append(optimizer)
+                    self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):
+                if shards is not None and shards.has_repeated:
+                    raise ValueError(
+                        f"AdaScale cannot count gradients of which several of the {self.layout.tensor_parallel_size}"
+                        " tensor ranks hold the same part (key heads fewer than ranks); set a smaller"
+                        " tensor_parallel_size"
+                    )
                 callback.connect_mesh(self.mesh, lambda: counted)
                 for reducer in self._reducers.values():
                     reducer.observer = callback
@@ -284,7 +325,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         if self._averages is not None:
             self._averages.leave()
         self._stop_reads.close()
-        self._reads, self._watched = None, []
+        self._reads = self._hook_reads = None
+        self._watched = []
         if self._whole_again is not None:
             self._trainer.callbacks.remove(self._whole_again)  # type: ignore[attr-defined]
             self._whole_again = None

@@ -40,8 +40,6 @@ def check_options(
         if not is_auto and not _is_count(size):
             also = "'auto' or " if name == "data_parallel_size" else ""
             raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
-    if sizes["tensor_parallel_size"] != 1:
-        raise LayoutError(f"tensor_parallel_size={sizes['tensor_parallel_size']} is not there yet; set it to 1")
     if schedule not in SCHEDULE_NAMES:
         raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
     if num_microbatches != "auto" and not _is_count(num_microbatches):

@@ -27,6 +27,7 @@ from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.failures import Failures, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
+from lightning_hybrid.tensor.shards import ModelShards
 
 
 class StagedStrategy(MeshStrategy):
@@ -36,6 +37,7 @@ class StagedStrategy(MeshStrategy):
         """Args: options: as ``MeshStrategy``."""
         super().__init__(**options)
         self._plan: StagePlan | None = None
+        self._shards: ModelShards | None = None
         self._is_whole = True
         self._failed = False
         self._failures: Failures | None = None
@@ -50,6 +52,11 @@ class StagedStrategy(MeshStrategy):
     def plan(self) -> StagePlan | None:
         """Which stage holds what; None while no step was recorded."""
         return self._plan
+
+    @property
+    def shards(self) -> ModelShards | None:
+        """What the tensor ranks hold of each layer; None where they hold all."""
+        return self._shards
 
     def setup_environment(self) -> None:
         """Join the world, and watch over its ranks from then on."""
@@ -126,6 +133,8 @@ class StagedStrategy(MeshStrategy):
         if self._is_whole or self._plan is None or self._failed:
             return
         self._passes()
+        if self._shards is not None:
+            self._shards.make_whole()
         self._plan.make_whole()
         if self._averages is not None:
             self._averages.make_whole()
@@ -143,7 +152,7 @@ class StagedStrategy(MeshStrategy):
             return {}
         self._meet("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         with self._unguarded():
-            return gather_module_state(self.lightning_module, self._plan) if self.data_rank == 0 else {}
+            return gather_module_state(self.lightning_module, self._plan, self._shards) if self.data_rank == 0 else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict into what this rank holds."""
@@ -153,26 +162,27 @@ class StagedStrategy(MeshStrategy):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
             with self._unguarded():
-                load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+                load_module_state(self.lightning_module, checkpoint["state_dict"], self._shards, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all pipeline ranks, on the first; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._plan is None or self._plan.num_ranks == 1:
+        if self._plan is None or (self._plan.num_ranks == 1 and self._shards is None):
             return optimizer.state_dict()
         if self._cut_off:
             return {}
-        return gather_optimizer_state(optimizer, self._plan) if self.data_rank == 0 else {}
+        return gather_optimizer_state(optimizer, self._plan, self._shards) if self.data_rank == 0 else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if self._reads is not None and any(watched is optimizer for watched in self._watched):
+            if any(watched is optimizer for watched in self._watched):
                 optimizer.load_state_dict(state)
-                self._reads.adopt_state(optimizer.state)
+                if self._reads is not None:
+                    self._reads.adopt_state(optimizer.state)
             else:
-                optimizer.load_state_dict(own_optimizer_state(optimizer, state))
+                optimizer.load_state_dict(own_optimizer_state(optimizer, state, self._shards))
             _optimizer_to_device(optimizer, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
-from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 # Hooks that run while the module may be in parts, on every rank, and in which no step runs.
@@ -34,7 +34,7 @@ _HOOKS = (
 def read_globally(
     trainer: pl.Trainer,
     module: pl.LightningModule,
-    reads: GlobalReads,
+    reads: Reads,
     *,
     in_parts: Callable[[], bool],
     complete: Callable[[], bool],
@@ -72,7 +72,7 @@ def _watched(
     name: str,
     original: Callable[..., Any],
     trainer: pl.Trainer,
-    reads: GlobalReads,
+    reads: Reads,
     in_parts: Callable[[], bool],
     complete: Callable[[], bool],
     passes: Callable[[], None],
@@ -94,7 +94,7 @@ def _watched(
 
 
 @contextlib.contextmanager
-def _lightning_of_its_own(trainer: pl.Trainer, reads: GlobalReads) -> Iterator[None]:
+def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
     """What a hook asks of Lightning: logs get contents, and what is global already is not watched."""
     module, strategy = trainer.lightning_module, trainer.strategy
     with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.strategies.reading import Reads
 
 # Their steps look at one parameter at a time; following them would only cost time.
 _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
@@ -28,7 +28,7 @@ def looks_at_all(optimizer: Optimizer) -> bool:
     return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
 
 
-def watch_step(optimizer: Optimizer, reads: GlobalReads, in_parts: Callable[[], bool]) -> Callable[[], None]:
+def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool]) -> Callable[[], None]:
     """Put ``reads`` around the steps of one optimizer; not around the closure, in which the training step runs.
 
     Args:

@@ -95,7 +95,11 @@ class VerifyingStrategy(SteppingStrategy):
         given = self._gather(module, batch)
         failure, gave_loss = "", True
         pipeline = self.mesh.group("pp")
-        with whole_on_first(module, self._plan, pipeline) if self.data_rank == 0 else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self.data_rank == 0:
+                if self._shards is not None:
+                    stack.enter_context(self._shards.whole_inside())
+                stack.enter_context(whole_on_first(module, self._plan, pipeline))
             if self.global_rank == 0:
                 try:
                     gave_loss = self._run_alone(module, given, rest)
@@ -189,6 +193,7 @@ class VerifyingStrategy(SteppingStrategy):
             mesh=self.mesh,
             device=self.root_device,
             precision=self._precision(module),
+            shards=self._shards,
         )
         self._losses = self._alone = None
         if verdict.first is not None:

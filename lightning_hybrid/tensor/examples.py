@@ -76,7 +76,7 @@ def make_example(
         None if the unit does not run on its own inputs.
     """
     leaves, spec = flatten((args, kwargs))
-    real = [_real(leaf, generator, dtype) if isinstance(leaf, Tensor) else _plain(leaf, dtype) for leaf in leaves]
+    real = [_without_fakes(leaf, generator, dtype) for leaf in leaves]
     needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
     if not needs:
         first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
@@ -130,8 +130,13 @@ def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     return tensor.requires_grad_(needs)
 
 
-def _plain(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf if isinstance(leaf, _PLAIN) else copied(leaf, dtype)
+def _without_fakes(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, Tensor):
+        return _real(leaf, generator, dtype)
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    # Stand-ins in it too: threads cannot share their kernels.
+    return copied(leaf, lambda tensor: _real(tensor, generator, dtype).detach())
 
 
 def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -151,19 +156,16 @@ def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Ten
     return torch.zeros(tensor.shape, dtype=dtype)
 
 
-def copied(value: Any, dtype: torch.dtype | None = None) -> Any:
+def copied(value: Any, new: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone()) -> Any:
     """A deep copy of anything, with new tensors for its tensors, results of others among them.
 
     A cache that a unit fills must be copied before each call of it.
 
     Args:
         value: The object.
-        dtype: Of the floating tensors in the copy.
+        new: Makes the tensors in the copy.
     """
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_below(value, {}):
-        new = tensor.detach().clone()
-        memo[id(tensor)] = new.to(dtype) if dtype is not None and new.is_floating_point() else new
+    memo: dict[int, Any] = {id(tensor): new(tensor) for tensor in _tensors_below(value, {})}
     try:
         return copy.deepcopy(value, memo)
     except Exception:

@@ -57,7 +57,13 @@ class Part:
 
 
 def plan_unit(
-    unit: nn.Module, example_args: tuple[Any, ...], example_kwargs: dict[str, Any] | None, size: int, *, seed: int = 0
+    unit: nn.Module,
+    example_args: tuple[Any, ...],
+    example_kwargs: dict[str, Any] | None,
+    size: int,
+    *,
+    whole: Mapping[str, str] | None = None,
+    seed: int = 0,
 ) -> UnitPlan:
     """Find how a unit can be sharded over tensor ranks, and prove it.
 
@@ -70,6 +76,7 @@ def plan_unit(
             without content will do.
         example_kwargs: Its keyword arguments.
         size: Number of tensor ranks.
+        whole: Parameters that must stay whole, each with the reason, by FQN inside the unit.
         seed: Of the random weights.
 
     Returns:
@@ -79,15 +86,15 @@ def plan_unit(
     if size < 1:
         raise ValueError(f"tensor_parallel_size={size}; it must be at least 1")
     with torch.random.fork_rng(devices=[]):
-        plan = _Search(unit, size, seed).run(example_args, example_kwargs or {})
+        plan = _Search(unit, size, seed, whole or {}).run(example_args, example_kwargs or {})
     return replace(plan, seconds=time.perf_counter() - began)
 
 
 class _Search:
-    def __init__(self, unit: nn.Module, size: int, seed: int) -> None:
-        self._user_unit, self._size = unit, size
+    def __init__(self, unit: nn.Module, size: int, seed: int, kept: Mapping[str, str]) -> None:
+        self._user_unit, self._size, self._kept = unit, size, kept
         self._generator = torch.Generator().manual_seed(seed)
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, str] = dict(kept)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitPlan:
         if self._size == 1:
@@ -199,6 +206,8 @@ class _Search:
         """The part with what a trial of it alone showed, or None and why it is wrong."""
         if any(not _fits(self._unit, fqn, placement) for fqn, placement in part.placements.items()):
             return None, "its sizes cannot be divided"
+        if kept := self._kept.keys() & part.placements.keys():
+            return None, f"pairs with {min(kept)}, {self._kept[min(kept)]}"
         rules: dict[Site, Rule] = {}
         failure = self._proof.difference(self._plan([part], rules=rules), self._proof.first, learning=True)
         if failure is not None and self._proof.cut_outputs:
@@ -211,7 +220,9 @@ class _Search:
             failure = self._proof.difference(self._plan([part], rules=rules), self._proof.settings[-2], learning=True)
         if failure is not None or watch is None:
             return None, failure or "nothing ran sharded"
-        sliced = {fqn: dim for fqn, dim in watch.sliced.items() if fqn not in watch.inside | watch.outside}
+        sliced = {
+            fqn: dim for fqn, dim in watch.sliced.items() if fqn not in watch.inside | watch.outside | self._kept.keys()
+        }
         for fqn, dim in sliced.items():
             shape = self._named(fqn).shape
             part.placements[fqn] = Shard.evenly(dim % len(shape), shape[dim], self._size)
@@ -291,11 +302,7 @@ class _Search:
         return "added to the sum over ranks" if is_bias else "no weight of a linear"
 
     def _whole(self, reason: str) -> UnitPlan:
-        names = [fqn for fqn, _ in (*self._user_unit.named_parameters(), *self._user_unit.named_buffers())]
-        parameters = [fqn for fqn, _ in self._user_unit.named_parameters()]
-        return UnitPlan(
-            size=self._size, placements=dict.fromkeys(names, Replicated()), kept=dict.fromkeys(parameters, reason)
-        )
+        return UnitPlan.whole(self._user_unit, self._size, reason)
 
 
 def _part(columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant) -> Part:

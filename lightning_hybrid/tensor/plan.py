@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_hybrid.tensor.placement import Placement, Shard
+from torch import nn
+
+from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
 
 Role = Literal["column", "row", "gathered", "attention"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
@@ -103,6 +105,20 @@ class UnitPlan:
     kept: Mapping[str, str] = field(default_factory=dict)
     num_trials: int = 0
     seconds: float = 0.0
+
+    @classmethod
+    def whole(cls, unit: nn.Module, size: int, reason: str) -> UnitPlan:
+        """A plan that cuts nothing.
+
+        Args:
+            unit: The unit.
+            size: Number of tensor ranks.
+            reason: Why, in words.
+        """
+        parameters = [fqn for fqn, _ in unit.named_parameters()]
+        buffers = [fqn for fqn, _ in unit.named_buffers()]
+        placements = dict.fromkeys((*parameters, *buffers), Replicated())
+        return cls(size=size, placements=placements, kept=dict.fromkeys(parameters, reason))
 
     @property
     def num_sharded(self) -> int:

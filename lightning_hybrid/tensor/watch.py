@@ -34,6 +34,7 @@ Kwargs = dict[str, Any]
 
 _SITE_DEPTH = 3
 _HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 _QUERIES = frozenset(
@@ -327,7 +328,7 @@ class RegionWatch(TorchFunctionMode):
             if path.startswith(_HERE):
                 if frame.f_code.co_name == "run_sharded":
                     break
-            elif not path.startswith(_TORCH):
+            elif not path.startswith((_TORCH, _PACKAGE)):  # what this package puts between says nothing
                 places.append((path, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
         return tuple(places)

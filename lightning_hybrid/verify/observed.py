@@ -92,20 +92,22 @@ class Notes:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the start, perturb it, and watch the optimizers."""
-        self.observed.start = held(pl_module.named_parameters())
+        self.observed.start = held(pl_module.named_parameters(), trainer)
         self.observed.trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
         self.observed.replica = getattr(trainer.strategy, "data_rank", trainer.global_rank)
         if self._perturbation:
             perturb(pl_module, self._perturbation)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(self._after_step(pl_module))
+            optimizer.register_step_post_hook(self._after_step(trainer, pl_module))
 
-    def _after_step(self, module: nn.Module) -> Any:
+    def _after_step(self, trainer: Any, module: nn.Module) -> Any:
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             names = {id(p): name for name, p in module.named_parameters()}
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
                     gradient = parameter.grad.detach()
+                    if (shards := _shards_of(trainer)) is not None:
+                        gradient = shards.whole_like(parameter, gradient)
                     gradient = gradient.to_dense() if gradient.is_sparse else gradient
                     norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
                     self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
@@ -122,7 +124,7 @@ class Notes:
                 metrics=self._numbers(trainer.callback_metrics),
                 learning_rates=rates,
                 grad_norms=self._grad_norms,
-                weights=held(pl_module.named_parameters()),
+                weights=held(pl_module.named_parameters(), trainer),
             )
         )
         self._grad_norms = {}
@@ -134,8 +136,8 @@ class Notes:
     def finish(self, trainer: Any, module: nn.Module) -> Observed:
         """Note what is there after the run."""
         self.observed.metrics = self._numbers(trainer.callback_metrics)
-        self.observed.weights = held(module.named_parameters())
-        self.observed.buffers = held(module.named_buffers())
+        self.observed.weights = held(module.named_parameters(), trainer)
+        self.observed.buffers = held(module.named_buffers(), trainer)
         return self.observed
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -143,13 +145,23 @@ class Notes:
         return {name: float(value) for name, value in metrics.items()}
 
 
-def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of those tensors whose content is on this rank."""
+def held(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str, Tensor]:
+    """Copies of those tensors whose content is on this rank.
+
+    Args:
+        tensors: Parameters or buffers, by FQN.
+        trainer: Whose strategy may have cut them over tensor ranks; then they are joined, which is collective.
+    """
+    shards = _shards_of(trainer)
     return {
-        name: tensor.detach().to("cpu", copy=True)
+        name: (tensor if shards is None else shards.whole_of(name, tensor)).detach().to("cpu", copy=True)
         for name, tensor in tensors
         if not is_absent(tensor) and not tensor.is_meta
     }
+
+
+def _shards_of(trainer: Any) -> Any:
+    return getattr(getattr(trainer, "strategy", None), "shards", None)
 
 
 def perturb(module: nn.Module, size: float) -> None:

@@ -27,6 +27,8 @@ class Fitted:
         grads: What each optimizer step worked with, by FQN; of the parameters that this rank holds.
         state: The module's state dict after the run.
         stages: For each parameter and tracked buffer its stages; empty without a pipeline.
+        units: By stage, the FQNs of its units.
+        plans: How each tensor unit is cut, by FQN.
         extra: What a test's own callback noted.
     """
 
@@ -35,6 +37,7 @@ class Fitted:
     state: dict[str, Tensor] = field(default_factory=dict)
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     units: list[list[str]] = field(default_factory=list)
+    plans: dict[str, Any] = field(default_factory=dict)
     num_microbatches: int = 0
     scale: float = 1.0
     logged: dict[str, float] = field(default_factory=dict)
@@ -53,10 +56,14 @@ class Notes(Callback):
         def after_step(optimizer, args, kwargs):
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             assert not any(is_absent(p) or is_absent(p.grad) for p in held)
-            self.fitted.grads.append({names[id(p)]: p.grad.detach().clone() for p in held})
+            shards = getattr(trainer.strategy, "shards", None)
+            whole = {id(p): p.grad if shards is None else shards.whole_like(p, p.grad) for p in held}
+            self.fitted.grads.append({names[id(p)]: whole[id(p)].detach().clone() for p in held})
 
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(after_step)
+        if getattr(trainer.strategy, "shards", None) is not None:
+            self.fitted.plans = trainer.strategy.shards.plans
         plan = getattr(trainer.strategy, "plan", None)
         if plan is not None and plan.first is not None:
             assignment = plan.first.assignment
@@ -87,7 +94,7 @@ class Run:
 
     Attributes:
         case: Name of the module.
-        pp, dp: Sizes.
+        pp, dp, tp: Sizes.
         batch_size: Of one replica.
         num_batches: That each replica sees.
         microbatches: Of each replica's batch.
@@ -101,6 +108,7 @@ class Run:
     case: str
     pp: int = 1
     dp: int = 1
+    tp: int = 1
     batch_size: int = 4
     num_batches: int = 3
     microbatches: int = 2
@@ -116,7 +124,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
     def num_samples(self) -> int:
@@ -126,7 +134,8 @@ class Run:
 
 def fit(run: Run) -> Fitted:
     """On a rank: fit under the strategy."""
-    strategy = Hybrid3DStrategy(pipeline_parallel_size=run.pp, num_microbatches=run.microbatches, **run.strategy)
+    sizes = {"pipeline_parallel_size": run.pp, "tensor_parallel_size": run.tp}
+    strategy = Hybrid3DStrategy(**sizes, num_microbatches=run.microbatches, **run.strategy)
     return _fit(run, run.world_size, strategy, batch_size=run.batch_size)
 
 
@@ -186,7 +195,8 @@ def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
 
 def assert_parity(ranks: list[Fitted], expected: Fitted, run: Run, *, tolerance: float = 1e-10) -> None:
     """Losses, every gradient and every value of the state equal the reference's; every rank ends with all of it."""
-    pairs = [ranks[d :: run.dp] for d in range(run.dp)]  # the ranks of each replica: pipeline is outermost
+    # The ranks of each replica: pipeline is outermost, tensor innermost.
+    pairs = [[rank for i, rank in enumerate(ranks) if i // run.tp % run.dp == d] for d in range(run.dp)]
     assert len(expected.losses) > 0 and len(expected.grads) > 0
     for replica in pairs:
         for rank in replica:
@@ -222,7 +232,7 @@ def assert_cut(ranks: list[Fitted], run: Run) -> None:
         if num_stages == 1:
             continue
         assert len(rank.units) == num_stages and all(rank.units), rank.units
-        pipeline_rank = index // run.dp
+        pipeline_rank = index // (run.dp * run.tp)
         mine = {n for n, stages in rank.stages.items() if any(s % run.pp == pipeline_rank for s in stages)}
         assert mine
         for grads in rank.grads:

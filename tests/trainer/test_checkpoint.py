@@ -40,19 +40,22 @@ class Layout:
 
     pp: int | None = None
     dp: int = 1
+    tp: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world_size(self):
-        return (self.pp or 1) * self.dp
+        return (self.pp or 1) * self.dp * self.tp
 
     def strategy(self):
         if self.pp is None:
             return None
-        return Hybrid3DStrategy(pipeline_parallel_size=self.pp, num_microbatches=MICROBATCHES, **dict(self.options))
+        sizes = {"pipeline_parallel_size": self.pp, "tensor_parallel_size": self.tp}
+        return Hybrid3DStrategy(**sizes, num_microbatches=MICROBATCHES, **dict(self.options))
 
 
 PLAIN, PP1, PP2, PP4, DP2PP2 = Layout(), Layout(1), Layout(2), Layout(4), Layout(2, 2)
+TP2, PP2TP2 = Layout(1, tp=2), Layout(2, tp=2)
 INTERLEAVED = Layout(2, options=(("schedule", "interleaved_1f1b"), ("stages_per_rank", 2)))
 
 
@@ -108,14 +111,14 @@ def load(path):
 
 
 @pytest.mark.parametrize("case", ["GPT2", "OwnOptimizer"])
-@pytest.mark.parametrize("layout", [PP2, INTERLEAVED], ids=["pp2", "interleaved"])
+@pytest.mark.parametrize("layout", [PP2, INTERLEAVED, TP2, PP2TP2], ids=["pp2", "interleaved", "tp2", "pp2 x tp2"])
 def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case, layout):
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
     [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
-    for state, still, message in worlds.run(2, train_and_save, case, layout, ours):
+    for state, still, message in worlds.run(layout.world_size, train_and_save, case, layout, ours):
         assert_same_state(state, expected)
         assert not still, f"trained parameters that did not move: {still}"
-        assert "are on other pipeline ranks" in message and "save_checkpoint" in message
+        assert "are on other ranks" in message and "save_checkpoint" in message
     a, b = load(plain), load(ours)
     assert a["global_step"] == b["global_step"] == 2
     assert_same_state(b["state_dict"], a["state_dict"])
@@ -134,7 +137,7 @@ def test_resumed_under_every_layout(worlds, tmp_path, case):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(2, train_and_save, case, PP2, path)
-    for layout in (PLAIN, PP1, PP2, PP4, DP2PP2):
+    for layout in (PLAIN, PP1, PP2, PP4, DP2PP2, TP2, PP2TP2):
         for state, reached in worlds.run(layout.world_size, train, case, layout, 2, path):
             assert reached == steps == 4, layout
             assert_same_state(state, expected)

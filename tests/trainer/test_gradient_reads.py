@@ -13,7 +13,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, pa
 from lightning_hybrid.pipeline import known
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 
-LAYOUTS = pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+LAYOUTS = pytest.mark.parametrize(
+    ("size", "pp", "tp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2)], ids=["pp2", "dp2xpp2", "pp2xtp2"]
+)
 MAX_NORM = 0.05
 
 
@@ -190,24 +192,24 @@ CASES = {
 }
 
 
-def run_fit(size, pp, case, options):
+def run_fit(size, pp, tp, case, options):
     ignore_warnings()
     model = CASES.get(case, Noting)()
     callbacks = [Reads()] if case == "callback" else []
-    strategy = {"num_microbatches": 2} if size > 1 else {}
+    strategy = {"num_microbatches": 2, "tensor_parallel_size": tp} if size > 1 else {}
     trainer = trainer_of(size, pp, strategy_options=strategy, callbacks=callbacks, max_epochs=2, **options)
-    each = 8 * pp // size
+    each = 8 * pp * tp // size
     val = [loader(each, 8)] if case == "LogsWeights" else None
-    trainer.fit(model, loader(each, replicas=1 if size == pp else None), val)
+    trainer.fit(model, loader(each, replicas=1 if size == pp * tp else None), val)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("loss", "val")}
     assert not any(name.startswith(("on_", "log", "configure_")) for name in model.__dict__)
     return weights_of(model), logged, model.noted
 
 
-def assert_parity(worlds, size, pp, case, **options):
-    [(weights, logged, noted)] = worlds.run(1, run_fit, 1, 1, case, options)
+def assert_parity(worlds, size, pp, tp, case, **options):
+    [(weights, logged, noted)] = worlds.run(1, run_fit, 1, 1, 1, case, options)
     assert noted or logged
-    for ours in worlds.run(size, run_fit, size, pp, case, options):
+    for ours in worlds.run(size, run_fit, size, pp, tp, case, options):
         assert_same(ours[1], logged)
         assert len(ours[2]) == len(noted)
         for mine, expected in zip(ours[2], noted, strict=True):
@@ -217,13 +219,18 @@ def assert_parity(worlds, size, pp, case, **options):
 
 @LAYOUTS
 @pytest.mark.parametrize("case", [*CASES, "callback"])
-def test_hooks_read_and_edit_the_whole_model(worlds, size, pp, case):
-    assert_parity(worlds, size, pp, case)
+def test_hooks_read_and_edit_the_whole_model(worlds, size, pp, tp, case):
+    assert_parity(worlds, size, pp, tp, case)
+
+
+@pytest.mark.parametrize("case", [*CASES, "callback"])
+def test_tensor_ranks_read_and_edit_the_whole_model(worlds, case):
+    assert_parity(worlds, 2, 1, 2, case)
 
 
 @pytest.mark.parametrize("case", ["ClipsBeforeStep", "TiedWeights", "callback"])
 def test_gradients_are_read_where_an_accumulation_ends(worlds, case):
-    assert_parity(worlds, 2, 2, case, accumulate_grad_batches=2)
+    assert_parity(worlds, 2, 2, 1, case, accumulate_grad_batches=2)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -69,11 +69,12 @@ class Hooked(Tiny):
 CASES = {case.__name__: case for case in (Sharp, Lbfgs, Trust, Stated, StatedInInit, Hooked)}
 
 
-def run_fit(size, pp, case, path=None, resumed=False):
+def run_fit(size, pp, tp, case, path=None, resumed=False):
     ignore_warnings()
     model = CASES[case]()
-    strategy = {"num_microbatches": 2 if pp > 1 else 1} if size > 1 else {}
-    each = loader(8 * pp // size, replicas=1 if size == pp else None)
+    strategy = {"num_microbatches": 2 if pp > 1 else 1, "tensor_parallel_size": tp} if size > 1 else {}
+    one_replica = {"replicas": 1 if size == pp * tp else None}
+    each = loader(8 * pp * tp // size, **one_replica)
     if resumed:
         first = trainer_of(size, pp, strategy_options=strategy, max_epochs=1)
         first.fit(model, each)
@@ -81,7 +82,7 @@ def run_fit(size, pp, case, path=None, resumed=False):
         first.strategy.barrier() if size > 1 else None
         saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
         assert {0, 1, 2, 3} <= saved.keys()
-        model, each = CASES[case](), loader(8 * pp // size, replicas=1 if size == pp else None)
+        model, each = CASES[case](), loader(8 * pp * tp // size, **one_replica)
     optimizer_step = type(model.own).step if case == "StatedInInit" else None
     trainer = trainer_of(size, pp, strategy_options=strategy, max_epochs=2)
     trainer.fit(model, each, ckpt_path=path if resumed else None)
@@ -89,22 +90,25 @@ def run_fit(size, pp, case, path=None, resumed=False):
     return weights_of(model)
 
 
-def assert_parity(worlds, size, pp, case, *args):
-    [expected] = worlds.run(1, run_fit, 1, 1, case)
-    for result in worlds.run(size, run_fit, size, pp, case, *args):
+def assert_parity(worlds, size, pp, tp, case, *args):
+    [expected] = worlds.run(1, run_fit, 1, 1, 1, case)
+    for result in worlds.run(size, run_fit, size, pp, tp, case, *args):
         assert_same(result, expected)
 
 
-@pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+@pytest.mark.parametrize(
+    ("size", "pp", "tp"), [(2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 2, 2)], ids=["pp2", "dp2xpp2", "tp2", "pp2xtp2"]
+)
 @pytest.mark.parametrize("case", [name for name in CASES if name != "Lbfgs"])
-def test_an_optimizer_of_the_user_sees_the_whole_model(worlds, size, pp, case):
-    assert_parity(worlds, size, pp, case)
+def test_an_optimizer_of_the_user_sees_the_whole_model(worlds, size, pp, tp, case):
+    assert_parity(worlds, size, pp, tp, case)
 
 
 def test_lbfgs_runs_its_closure_often(worlds):
-    assert_parity(worlds, 2, 1, "Lbfgs")
+    assert_parity(worlds, 2, 1, 1, "Lbfgs")
 
 
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)], ids=["pp2", "tp2"])
 @pytest.mark.parametrize("case", ["Trust", "Stated"])
-def test_its_state_is_saved_and_loaded(worlds, tmp_path, case):
-    assert_parity(worlds, 2, 2, case, str(tmp_path / "model.ckpt"), True)
+def test_its_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
+    assert_parity(worlds, 2, pp, tp, case, str(tmp_path / "model.ckpt"), True)

@@ -114,6 +114,8 @@ PP2 = 2, 2, {"num_microbatches": 2}
 DP2 = 2, 1, {}
 DP2_IN_PARTS = 2, 1, {"num_microbatches": 2}
 DP2_PP2 = 4, 2, {"num_microbatches": 2}
+TP2 = 2, 1, {"num_microbatches": 2, "tensor_parallel_size": 2}
+PP2_TP2 = 4, 2, {"num_microbatches": 2, "tensor_parallel_size": 2}
 TWO_STAGES = 2, 2, {"num_microbatches": 2, "stages_per_rank": 2}
 
 
@@ -132,8 +134,13 @@ def line_of(lines):
         (Dropping, DP2_PP2),
         (Keeps, PP2),
         (Tiny, TWO_STAGES),
+        (Tiny, TP2),
+        (Tied, PP2_TP2),
     ],
-    ids=["tied-pp2", "drop-dp2", "drop-dp2-in-parts", "edits-dp2", "drop-dp2xpp2", "keeps-pp2", "two-stages"],
+    ids=[
+        *("tied-pp2", "drop-dp2", "drop-dp2-in-parts", "edits-dp2", "drop-dp2xpp2", "keeps-pp2", "two-stages"),
+        *("tp2", "tied-pp2xtp2"),
+    ],
 )
 def test_a_right_step_is_verified_and_changes_nothing(worlds, module, layout):
     size, pp, options = layout

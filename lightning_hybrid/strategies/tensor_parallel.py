@@ -1,0 +1,202 @@
+"""Tensor parallelism in a strategy: plan the units while the first step is recorded, cut them, say what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.strategies.user_optimizers import looks_at_all
+from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.reads import CutReads
+from lightning_hybrid.tensor.search import plan_units
+from lightning_hybrid.tensor.shards import ModelShards
+from lightning_hybrid.tensor.units import Calls, seen_calls, tensor_units
+
+
+class TensorPlanner:
+    """Plans the units of one module while its first step is recorded."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        """Args: module: the user's, whole. mesh: the ranks."""
+        self._module, self._mesh = module, mesh
+        self._calls = Calls()
+        self._units: dict[str, nn.Module] = {}
+        self._read_by_step: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def watching(self, variant: Variant) -> Iterator[None]:
+        """See the units while the step is recorded inside."""
+        units = variant.recording.units
+        self._units = tensor_units(units)
+        for node in variant.recording.graph.nodes:
+            if node.unit is None:
+                self._read_by_step.update(dict.fromkeys(node.parameters, node.line))
+        with seen_calls(self._units, units) as self._calls:
+            yield
+
+    def plan(self) -> ModelShards:
+        """Find the plans on the first rank, and have them on all; collective over the world.
+
+        Raises:
+            LayoutError: Nothing of the module can be cut; on every rank.
+            RuntimeError: The search failed; on every rank.
+        """
+        box: list[Any] = [None]
+        if self._mesh.rank == 0:
+            try:
+                size = self._mesh.size("tp")
+                box[0] = plan_units(self._module, self._units, self._calls, self._read_by_step, size)
+            except Exception as error:
+                box[0] = f"{type(error).__name__}: {error}"
+                if self._mesh.layout.world_size == 1:
+                    raise
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], str):
+            raise RuntimeError(f"no plan for tensor_parallel_size={self._mesh.size('tp')} was found: {box[0]}")
+        self._calls = Calls()
+        _check_cut(box[0], self._mesh.size("tp"))
+        return ModelShards(self._module, box[0], self._mesh.group("tp"))
+
+
+def _check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
+    if any(plan.num_sharded for plan in plans.values()):
+        return
+    reasons: dict[str, list[str]] = {}
+    for fqn, plan in plans.items():
+        for name, reason in plan.kept.items():
+            if reason not in ("no weight of a linear", "added to the sum over ranks"):
+                reasons.setdefault(reason, []).append(f"{fqn}.{name}")
+    listed = "; ".join(f"{names[0]} and {len(names) - 1} more: {reason}" for reason, names in reasons.items())
+    uneven = any("multiple" in reason or "divided" in reason for reason in reasons)
+    advice = "a size that divides the number of heads and the widths of the layers, or " if uneven else ""
+    raise LayoutError(
+        f"tensor_parallel_size={size} cuts no layer of the module, so {size} ranks would do the same"
+        f" ({listed or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
+    )
+
+
+class KeyedDraws:
+    """Draws inside of sharded regions differ between tensor ranks, and depend on their key alone."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        """Args: rank: the tensor rank. device: where units draw; their generator is seeded for each draw."""
+        self._device, self._rank = device, rank
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A context around one draw."""
+        generator = torch.default_generator
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index or 0]
+        before, key = generator.get_state(), generator.initial_seed()
+        generator.manual_seed(hash((key, self._rank + 1)) & 0x7FFFFFFFFFFFFFFF)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+class HookReads:
+    """What hooks of the user read: of all stages, and whole where tensor ranks hold parts."""
+
+    def __init__(
+        self, stages: GlobalReads | None, shards: ModelShards | None, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Args: stages: if there are several. shards: if layers are cut. parameters: of the module, by FQN."""
+        note = None if stages is None else stages.note_whole
+        self._stages = stages
+        self._cuts = None if shards is None else CutReads(shards, parameters, note)
+        self._depth = 0
+
+    def for_optimizer(self, optimizer: Optimizer) -> HookReads | None:
+        """What the step of an optimizer must run in; None if it does the same to parts as to the whole."""
+        if looks_at_all(optimizer):
+            return self
+        if self._cuts is None or steps_on_parts(optimizer):
+            return None
+        alone = HookReads(None, None, {})  # torch's own look at one parameter at a time
+        alone._cuts = self._cuts
+        return alone
+
+    @contextlib.contextmanager
+    def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
+        """As ``GlobalReads.hook``."""
+        outer = self._depth == 0
+        self._depth += 1
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._stages is not None:
+                    stack.enter_context(self._stages.hook(name, is_complete=is_complete))
+                if self._cuts is not None and outer:
+                    stack.enter_context(self._cuts)
+                yield
+        finally:
+            self._depth -= 1
+
+    def known(self, value: Any) -> Any:
+        """As ``GlobalReads.known``."""
+        return value if self._stages is None else self._stages.known(value)
+
+    def adopt_state(self, state: Mapping[Any, Any]) -> None:
+        """As ``GlobalReads.adopt_state``."""
+        if self._cuts is not None:
+            self._cuts.make_state_whole(state)
+        if self._stages is not None:
+            self._stages.adopt_state(state)
+
+
+def describe_tensor_plans(plans: Mapping[str, UnitPlan]) -> str:
+    """The plans in words; units with one plan share its lines."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for fqn, plan in plans.items():
+        alike.setdefault(tuple(plan.lines()), []).append(fqn)
+    lines = []
+    for text, fqns in alike.items():
+        lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
+        lines += [f"    {line}" for line in text]
+    return "\n".join(lines)
+
+
+def steps_on_parts(optimizer: Optimizer) -> bool:
+    """Whether an optimizer does to the parts of a parameter what it does to the whole; tried on a small one."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
+    gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
+    try:
+        expected = _stepped(optimizer, [whole], [[gradient] for gradient in gradients])[0]
+        for dim in (0, 1):
+            parts = [part.contiguous() for part in whole.chunk(2, dim)]
+            given = [[part.contiguous() for part in gradient.chunk(2, dim)] for gradient in gradients]
+            if not torch.allclose(torch.cat(_stepped(optimizer, parts, given), dim), expected, rtol=1e-9, atol=1e-12):
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _stepped(
+    optimizer: Optimizer, starts: list[torch.Tensor], gradients: list[list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(start.clone()) for start in starts]
+    twin = copy.copy(optimizer)
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    for when in ("pre", "post"):
+        twin.__dict__[f"_optimizer_step_{when}_hooks"] = OrderedDict()
+    for given in gradients:
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient.clone()
+        type(optimizer).step(twin)
+    return [parameter.detach() for parameter in parameters]

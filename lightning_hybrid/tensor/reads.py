@@ -1,0 +1,139 @@
+"""In hooks of the user, a parameter that is cut over the tensor ranks, and its gradient, are the whole ones.
+
+    p.shape, p.numel()      those of the whole
+    p.norm(), p.grad.max()  of the whole, which the tensor ranks send each other
+    p.grad.mul_(x)          done to the whole, of which each rank keeps its part
+
+What is not read is not sent. All tensor ranks must read the same; they run the same hooks on the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.tree import flatten_call, rebuild_call
+from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.shards import ModelShards
+
+_IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
+_OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "_backward_hooks", "layout"})
+
+
+class CutReads(TorchFunctionMode):
+    """Shows whole parameters and gradients while it is entered."""
+
+    def __init__(
+        self, shards: ModelShards, parameters: Mapping[str, Tensor], note: Callable[[Tensor, str], None] | None = None
+    ) -> None:
+        """Begin a run.
+
+        Args:
+            shards: What is cut.
+            parameters: All of the module's, by FQN.
+            note: Called with each whole tensor and the FQN of its parameter when it is made.
+        """
+        super().__init__()
+        self._shards, self._note = shards, note
+        self._cut = {
+            id(parameter): (name, shards.placements[name])
+            for name, parameter in parameters.items()
+            if name in shards.placements
+        }
+        self._wholes: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id of the local tensor: it, version, the whole
+        self._origins: dict[int, tuple[Tensor, int, Tensor, Shard]] = {}  # by id of the whole: it, version, local one
+
+    def make_state_whole(self, state: Mapping[Any, Any]) -> None:
+        """Let an optimizer whose steps see wholes keep wholes; collective.
+
+        Args:
+            state: By parameter, as optimizers hold it.
+        """
+        for parameter, entries in state.items():
+            if self._is_cut(parameter) and isinstance(entries, dict):
+                for name, value in entries.items():
+                    if isinstance(value, Tensor):
+                        entries[name] = self._shards.whole_like(parameter, value)
+
+    def __enter__(self) -> Any:
+        """See wholes from now on; what was seen before may have changed."""
+        self._wholes, self._origins = {}, {}
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Forget the wholes."""
+        super().__exit__(*exception)
+        self._wholes, self._origins = {}, {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on wholes; what it writes to one is written to this rank's part."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__") and id(args[0]) in self._cut and not is_absent(args[0]):
+            member = func.__self__.__name__
+            if member == "grad":
+                return self._gradient(name, func, args)
+            if member == "data" and name == "__get__":
+                return self._whole(args[0], *self._cut[id(args[0])])
+            if member in _OWN_PROPERTIES:
+                return func(*args, **kwargs)
+        elif name == "__get__" and func.__self__.__name__ == "data" and id(args[0]) in self._origins:
+            return args[0]  # `.data` would hide from the version that it is written
+        elif name in _IDENTITY:
+            return func(*args, **kwargs)
+        leaves, plain = flatten_call(args, kwargs)
+        places = [place for place, leaf in enumerate(leaves) if self._is_cut(leaf)]
+        for place in places:
+            leaves[place] = self._whole(leaves[place], *self._cut[id(leaves[place])])
+        if places:
+            args, kwargs = rebuild_call(leaves, args, kwargs, plain)
+        out = func(*args, **kwargs)
+        if name == "__set__" and id(leaves[0]) in self._origins:  # p.data = whole
+            self._write_back(leaves[0])
+        elif name.endswith("_") or "out" in kwargs:
+            for whole, version, *_ in list(self._origins.values()):
+                if whole._version != version:  # also through views
+                    self._write_back(whole)
+        return out
+
+    def _is_cut(self, leaf: Any) -> bool:
+        return id(leaf) in self._cut and not is_absent(leaf)
+
+    def _whole(self, local: Tensor, name: str, placement: Shard) -> Tensor:
+        known = self._wholes.get(id(local))
+        if known is not None and known[0] is local and known[1] == local._version:
+            return known[2]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            whole = self._shards.joined(local.detach(), placement)
+        self._wholes[id(local)] = local, local._version, whole
+        self._origins[id(whole)] = whole, whole._version, local, placement
+        if self._note is not None:
+            self._note(whole, name)
+        return whole
+
+    def _write_back(self, whole: Tensor) -> None:
+        _, _, local, placement = self._origins[id(whole)]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            local.detach().copy_(self._shards.part(whole.detach(), placement))
+        self._wholes[id(local)] = local, local._version, whole
+        self._origins[id(whole)] = whole, whole._version, local, placement
+
+    def _gradient(self, how: str, func: Any, args: Any) -> Any:
+        parameter = args[0]
+        name, placement = self._cut[id(parameter)]
+        if how == "__get__":
+            local = func(parameter)
+            return None if local is None else self._whole(local, name, placement)
+        if how == "__set__" and args[1] is not None:
+            value = args[1]
+            with torch._C.DisableTorchFunction():
+                if id(value) in self._origins and self._origins[id(value)][2] is parameter.grad:
+                    return None  # the same, given back
+                parameter.grad = self._shards.part(value.detach(), placement).contiguous()
+            return None
+        return func(*args)

@@ -1,0 +1,149 @@
+"""Which modules are planned one by one, and with what arguments the step calls them.
+
+A tensor unit is the smallest module that holds whole pairs of linears, a transformer block or a residual block. Where
+the pipeline's units are larger (with one stage, the whole network is one), what lies in their lists of layers is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
+from lightning_hybrid.tensor.examples import copied
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def tensor_units(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules to plan, by FQN in the root.
+
+    Args:
+        units: Of the pipeline, by FQN; what is found lies inside one of them each.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def descend(fqn: str, module: nn.Module) -> None:
+        if _num_weights(module) == 0:
+            return
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module):
+            for name, child in module.named_children():
+                descend(f"{fqn}.{name}", child)
+        elif not any(module is other for other in found.values()):
+            found[fqn] = module
+
+    for fqn, unit in units.items():
+        descend(fqn, unit)
+    return found
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Whether there is a list of layers inside: two of one class that hold more than one weight each."""
+    for inner in module.modules():
+        if isinstance(inner, _LISTS):
+            classes = [type(child) for child in inner.children() if _num_weights(child) > 1]
+            if len(classes) > len(set(classes)):
+                return True
+    return False
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.dim() > 1 for parameter in module.parameters())
+
+
+@dataclass
+class Calls:
+    """What a recording shows of the tensor units.
+
+    Attributes:
+        arguments: Positional and keyword arguments of one call of each unit that is called.
+        read_outside: For each unit, FQNs inside it of parameters that code outside of it reads.
+    """
+
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    read_outside: dict[str, set[str]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[Calls]:
+    """Note how the units are called while a step is recorded inside.
+
+    Args:
+        units: The tensor units.
+        pipeline_units: What the recording runs as one operation; it does not look inside, so that is done here.
+    """
+    calls = Calls()
+    running: list[str] = []
+
+    def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            calls.arguments[fqn] = _own(args, kwargs)
+            running.append(fqn)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return seen
+
+    def wrap_pipeline_unit(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            owners = {
+                id(parameter): (inner, name)
+                for inner, unit in units.items()
+                if inner == fqn or inner.startswith(fqn + ".")
+                for name, parameter in unit.named_parameters()
+            }
+            with _ReadWatch(owners, running, calls):
+                return forward(*args, **kwargs)
+
+        return seen
+
+    with _unlike(units), replaced_forwards(units, wrap), replaced_forwards(pipeline_units, wrap_pipeline_unit):
+        yield calls
+
+
+class _ReadWatch(TorchFunctionMode):
+    """Notes parameters that are read while their unit does not run."""
+
+    def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: Calls) -> None:
+        super().__init__()
+        self._owners, self._running, self._calls = owners, running, calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in flatten_call(args, kwargs)[0]:
+            if id(leaf) in self._owners:
+                unit, name = self._owners[id(leaf)]
+                if unit not in self._running and getattr(func, "__name__", "") != "__get__":
+                    self._calls.read_outside.setdefault(unit, set()).add(name)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _unlike(units: Mapping[str, nn.Module]) -> Iterator[None]:
+    """No unit is like another inside, so that a recording runs each of them."""
+    for fqn, unit in units.items():
+        unit.__dict__[_ALONE] = fqn
+    try:
+        yield
+    finally:
+        for unit in units.values():
+            unit.__dict__.pop(_ALONE, None)
+
+
+_ALONE = "_hybrid_recorded_alone"
+
+
+def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as they are now: a unit may change the objects that it is given."""
+    leaves, spec = flatten((args, kwargs))
+    kept = [leaf if isinstance(leaf, (Tensor, *_PLAIN)) else copied(leaf) for leaf in leaves]
+    return unflatten(kept, spec)

@@ -1,0 +1,97 @@
+"""Tensor parallelism, with stages and replicas too, is parity with one process; nothing but a size is given."""
+
+import pytest
+import torch
+from trainer.fitting import Run, assert_parity, fit, fit_reference
+from worlds_plugin import RankError
+
+
+def check(worlds, run, *, tolerance=1e-10):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, fit, run, timeout=120)
+    assert_parity(ranks, expected, run, tolerance=tolerance)
+    return ranks, expected
+
+
+def name_of(run):
+    return f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-m{run.microbatches}"
+
+
+GRID = [
+    Run("GPT2", tp=2, microbatches=1),
+    Run("GPT2", pp=2, tp=2),
+    Run("GPT2", pp=2, dp=2, tp=2),
+    Run("Llama", tp=2, pp=2),
+    Run("T5", tp=2),
+    Run("T5", pp=2, dp=2, tp=2),
+    Run("Bert", tp=2),
+    Run("ViT", dp=2, tp=2),
+    Run("Attention", tp=2),
+    Run("Encoder", pp=2, tp=2),
+    Run("UNet", tp=2),
+    Run("Tied", pp=2, tp=2),
+    Run("Recurrent", tp=2),
+    Run("InPlace", tp=2),
+    Run("GlueParameters", tp=2),
+    Run("EncoderDecoder", tp=2),
+    Run("Containers", tp=2),
+    Run("SeveralForwards", tp=2),
+]
+
+
+@pytest.mark.parametrize("run", GRID, ids=name_of)
+def test_parity(worlds, run):
+    ranks, _ = check(worlds, run)
+    for fqn, plan in ranks[0].plans.items():
+        if fqn.rpartition(".")[2].isdecimal():  # a layer of a list
+            assert not any(group.role == "gathered" for group in plan.groups), plan.lines()
+
+
+def test_running_statistics_of_channels(worlds):
+    """A bias before a norm has a gradient of zero, but for rounding."""
+    check(worlds, Run("BatchNorms", tp=2, microbatches=1), tolerance=1e-8)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=["tp2", "pp2 x tp2"])
+def test_clipping_counts_each_element_once(worlds, layout):
+    """Llama has fewer key heads than tensor ranks: they hold the same one."""
+    for case in ("GPT2", "Llama"):
+        _, expected = check(worlds, Run(case, **layout, trainer={"gradient_clip_val": 0.05}))
+        norm = torch.stack([grad.norm() for grad in expected.grads[0].values()]).norm()
+        torch.testing.assert_close(norm, torch.tensor(0.05, dtype=norm.dtype), rtol=1e-4, atol=0)  # it did clip
+
+
+def muon(module):
+    weights = [p for name, p in module.named_parameters() if p.dim() == 2 and ".h." in name]
+    module.configure_optimizers = lambda: torch.optim.Muon(weights, lr=1e-2)
+
+
+def adafactor(module):
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("change", [muon, adafactor])
+def test_optimizers_that_look_at_a_whole_matrix(worlds, change):
+    check(worlds, Run("GPT2", tp=2, change=change), tolerance=1e-6)
+
+
+def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
+    run = Run("GPT2Dropout", tp=2)
+    first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
+    [without] = worlds.run(1, fit_reference, Run("GPT2"))
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, first[0].losses, strict=True))
+    assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
+
+
+def test_a_size_that_divides_nothing_is_refused(worlds):
+    with pytest.raises(
+        RankError, match=r"tensor_parallel_size=5 cuts no layer .*not a multiple of 5 ranks.* set a size"
+    ):
+        worlds.run(5, fit, Run("GPT2", tp=5))
+
+
+def test_weights_that_the_step_reads_by_itself_are_named(worlds):
+    with pytest.raises(RankError, match=r"tensor_parallel_size=2 cuts no layer .*read by the step at .*models.py"):
+        worlds.run(2, fit, Run("AuxiliaryLosses", tp=2))
