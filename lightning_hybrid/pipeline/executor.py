@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.arrivals import Arrivals
 from lightning_hybrid.pipeline.places import note, place_of
 from lightning_hybrid.pipeline.stage_states import StageStates
 from lightning_hybrid.pipeline.transport import Incoming, Transport
@@ -164,7 +165,7 @@ class _Run:
     def __init__(self, root: nn.Module, rank: int, transport: Transport, job: Job, current: Current) -> None:
         self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
         self._incoming: dict[Message, Incoming] = {}
-        self._received: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._received: dict[tuple[int, int], Arrivals] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._gradients: dict[Message, list[Tensor]] = {}
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
@@ -196,13 +197,15 @@ class _Run:
     def compute(self, action: Action) -> None:
         """Wait for what the action needs, and carry it out."""
         stage, microbatch = action.stage, action.microbatch
-        arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
-        start = time.perf_counter()
         if action.kind is Kind.F:
-            self._forward(stage, microbatch, arrived)
+            start = time.perf_counter()
+            start += self._forward(stage, microbatch, self._job.program.needs[action])
         elif action.kind is Kind.B:
+            arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
+            start = time.perf_counter()
             self._backward(stage, microbatch, arrived)
         else:
+            start = time.perf_counter()
             assert action.kind is Kind.REDUCE
             self._job.reduce(stage)
         self.spans.append(Span(self._rank, action, start, time.perf_counter()))
@@ -220,15 +223,16 @@ class _Run:
         made = self._made[message.source, message.microbatch]
         return [made[value.index].detach() for value in values]
 
-    def _forward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
-        received: dict[int, Tensor] = {}
-        for message, tensors in arrived.items():
-            for value, tensor in zip(self.values_of(message), tensors, strict=True):
-                received[value.index] = tensor.requires_grad_(value.requires_grad and self._has_backward)
-        self._received[stage, microbatch] = received
+    def _forward(self, stage: int, microbatch: int, needs: Sequence[Message]) -> float:
+        """Run a forward; the seconds of it that were spent waiting."""
         replay = self._job.variants[microbatch].replays[stage]
+        given = self._received[stage, microbatch] = Arrivals(
+            {message: self.values_of(message) for message in needs},
+            self._arrived,
+            cloned=replay.recording.graph.cloned,
+            has_backward=self._has_backward,
+        )
         self._states.enter(stage)
-        given = _for_user(received, replay)
         job = self._job
         step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
         run = job.around(microbatch, step)
@@ -238,6 +242,8 @@ class _Run:
         earlier = self.results.get(microbatch)
         held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
         self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
+        given.leaves()  # also what the step has not read
+        return given.waited
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
@@ -260,7 +266,7 @@ class _Run:
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-        received = self._received.pop((stage, microbatch))
+        received = self._received.pop((stage, microbatch)).leaves()
         for source, target in self._job.program.portals.backward:
             if target == stage:
                 indices = variant.gradient_portals.get((source, target), ())
@@ -272,12 +278,6 @@ class _Run:
 def _takes_gradient(value: Tensor) -> bool:
     # A view that was taken without grad says that it requires one, though nothing leads back from it.
     return value.requires_grad and not (value.grad_fn is None and value._is_view())
-
-
-def _for_user(received: Mapping[int, Tensor], replay: StageReplay) -> dict[int, Tensor]:
-    """What the step may see of received leaves: those written in place must not be leaves."""
-    cloned = replay.recording.graph.cloned
-    return {index: tensor.clone() if index in cloned else tensor for index, tensor in received.items()}
 
 
 def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:

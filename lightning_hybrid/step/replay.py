@@ -133,8 +133,6 @@ class ReplayWatch(StepWatch):
         self._next = 0
         self.made: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
-        for value, tensor in received.items():
-            self.mark(tensor, value)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is, in this run, a value of another stage that was not received."""
@@ -216,17 +214,22 @@ class ReplayWatch(StepWatch):
         if isinstance(leaf, FakeTensor):
             mark = self.mark_of(leaf)
             assert mark is not None, "an executed node reads a value that was never sent"
-            return self._received[mark]
+            return self._arrived(mark)
         return leaf
+
+    def _arrived(self, value: int) -> Tensor:
+        """What another stage sent."""
+        tensor = self._received[value]
+        self.mark(tensor, value)
+        return tensor
 
     def _skip(self, node: Node, leaves: list[Any]) -> Any:
         template = self._templates[node.index]
         if template.spec is None and not template.written and len(template.leaves) == 1:
             (only,) = template.leaves
             if only.input is None and only.value is not None:  # most nodes make one new tensor
-                made = self._received.get(only.value)
-                if made is None:
-                    made = self._placeholder(only.value)
+                known = only.value in self._received
+                made = self._received[only.value] if known else self._placeholder(only.value)
                 self.mark(made, only.value)
                 return made
         result: list[Any] = []
@@ -236,7 +239,7 @@ class ReplayWatch(StepWatch):
             elif leaf.value is None:
                 result.append(leaf.constant)
             elif leaf.value in self._received:
-                result.append(self._received[leaf.value])
+                result.append(self._arrived(leaf.value))
             else:
                 result.append(self._placeholder(leaf.value))
         for leaf, described in zip(result, template.leaves, strict=True):
@@ -249,7 +252,7 @@ class ReplayWatch(StepWatch):
     def _rewrite(self, written: Tensor, value: int) -> None:
         """Let the tensor that a skipped operation writes in place, the user's own object, become what was written."""
         if value in self._received:
-            fill(written, self._received[value].clone())
+            fill(written, self._arrived(value).clone())
         elif not isinstance(written, FakeTensor):
             fill(written, make_placeholder(self._values[value], self._device))
         self.mark(written, value)

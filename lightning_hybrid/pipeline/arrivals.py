@@ -1,0 +1,86 @@
+"""What other stages send for one forward, waited for when the step first reads it.
+
+Until then the step does what comes before: its contexts are entered, and the operations of earlier stages skipped. So
+that is done while the rank would wait anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.schedule import Message
+from lightning_hybrid.step.graph import Value
+
+
+class Arrivals(Mapping[int, Tensor]):
+    """The values of some messages, by index in the step graph.
+
+    Attributes:
+        waited: Seconds spent waiting so far.
+    """
+
+    def __init__(
+        self,
+        messages: Mapping[Message, list[Value]],
+        wait: Callable[[Message], list[Tensor]],
+        *,
+        cloned: Collection[int],
+        has_backward: bool,
+    ) -> None:
+        """Say what will come.
+
+        Args:
+            messages: The values of each.
+            wait: Gives the tensors of one.
+            cloned: Values that the step writes in place, which leaves must not be.
+            has_backward: Whether gradients are sent back.
+        """
+        self._messages, self._wait = messages, wait
+        self._cloned, self._has_backward = cloned, has_backward
+        self._message_of = {value.index: message for message, values in messages.items() for value in values}
+        self._leaves: dict[int, Tensor] = {}
+        self._given: dict[int, Tensor] = {}
+        self._grad = torch.is_grad_enabled()
+        self.waited = 0.0
+
+    def __getitem__(self, index: int) -> Tensor:
+        """A value as the step may see it."""
+        if index not in self._given:
+            self._receive(self._message_of[index])
+        return self._given[index]
+
+    def get(self, index: int, default: Any = None) -> Any:
+        """As of a dict."""
+        return self[index] if index in self._message_of else default
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._message_of
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._message_of)
+
+    def __len__(self) -> int:
+        return len(self._message_of)
+
+    def leaves(self) -> dict[int, Tensor]:
+        """All values as they came, with their gradients after the backward."""
+        for index in self._message_of:
+            if index not in self._leaves:
+                self._receive(self._message_of[index])
+        return self._leaves
+
+    def _receive(self, message: Message) -> None:
+        begin = time.perf_counter()
+        # The step's own modes are active here: nothing of this is an operation of the user, nor in their grad mode.
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._grad):
+            tensors = self._wait(message)
+            self.waited += time.perf_counter() - begin
+            for value, tensor in zip(self._messages[message], tensors, strict=True):
+                leaf = tensor.requires_grad_(value.requires_grad and self._has_backward)
+                self._leaves[value.index] = leaf
+                self._given[value.index] = leaf.clone() if value.index in self._cloned else leaf
