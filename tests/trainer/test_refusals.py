@@ -148,7 +148,7 @@ def test_control_flow_that_differs_between_batches_stops_before_its_step_changes
         ({"num_microbatches": 2.0}, ValueError, ["num_microbatches=2.0"]),
         ({"num_microbatches": True}, ValueError, ["num_microbatches=True"]),
         ({"stages_per_rank": 0}, ValueError, ["stages_per_rank=0"]),
-        ({"tensor_parallel_size": 2}, ValueError, ["tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 0}, ValueError, ["tensor_parallel_size=0"]),
         ({"pipeline_parallel_size": 0}, ValueError, ["pipeline_parallel_size", "0"]),
         ({"pipeline_parallel_size": "2"}, ValueError, ["pipeline_parallel_size", "'2'"]),
         ({"data_parallel_size": "all"}, ValueError, ["data_parallel_size", "'all'"]),

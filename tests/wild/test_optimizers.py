@@ -91,7 +91,7 @@ def test_two_optimizers_by_hand_need_replicas_alone(worlds):
     assert report.outcome == "same", str(report)
     for layout in (STAGES, BOTH):
         report = check(worlds, TwoDicts, layout)
-        assert report.outcome == "refused" and "set pipeline_parallel_size=1 and num_microbatches=1" in report.message
+        assert report.outcome == "refused" and "set pipeline_parallel_size=1, tensor_parallel_size=1" in report.message
 
 
 # --- which parameters an optimizer has -------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,6 +21,5 @@ def tensors_still_held():
     return held
 
 
-@pytest.mark.world(2)
 def test_gloo_holds_no_tensor_after_the_wait(worlds):
     assert worlds.run(2, tensors_still_held) == [0, 0]
