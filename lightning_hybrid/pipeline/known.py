@@ -39,8 +39,9 @@ class Contents:
     tensors that no operation returns.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Args: group: the ranks of this pipeline. device: where it communicates."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, axis: str = "pipeline") -> None:
+        """Args: group: the ranks of this pipeline. device: where it communicates. axis: its name in messages."""
+        self._axis = axis
         self._group = group
         self._device = device
         self._rank = group.rank()
@@ -129,7 +130,7 @@ class Contents:
             if time.monotonic() - begin < 0.9 * _PATIENCE.total_seconds():
                 raise  # the other ranks are gone
             raise RanksDisagree(
-                f"{hook}: pipeline rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks did"
+                f"{hook}: {self._axis} rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks did"
                 f" not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a part of the model, so read gradients"
                 " and parameters on every rank, and put only what is done with the number under a condition on the rank"
             ) from error
@@ -139,7 +140,7 @@ class Contents:
         dist.all_gather_object(texts, f"{what}{why and f' for {why}'} ({line})", group=self._group)
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
-            f"only some pipeline ranks read gradients, parameters or what is computed from them in {hook}, or they read"
+            f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they read"
             f" different ones. {listed}. Each rank holds a part of the model, so read them on every rank, and put only"
             " what is done with the number under a condition on the rank"
         )

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +22,7 @@ from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
 from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.runner import StepRunner
@@ -35,7 +37,13 @@ from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
-from lightning_hybrid.strategies.tensor_parallel import HookReads, KeyedDraws, TensorPlanner, describe_tensor_plans
+from lightning_hybrid.strategies.tensor_parallel import (
+    HookReads,
+    KeyedDraws,
+    TensorPlanner,
+    describe_tensor_plans,
+    summarize_wholes,
+)
 from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
@@ -260,7 +268,12 @@ class Hybrid3DStrategy(VerifyingStrategy):
         stages = None
         if plan.num_ranks > 1:
             stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
-        self._hook_reads = reads = HookReads(stages, self._shards, parameters)
+        self._hook_reads = reads = HookReads(
+            stages, self._shards, parameters, Contents(self.mesh.group("tp"), self.root_device, "tensor")
+        )
+        for callback in trainer.callbacks if self._shards is not None else ():  # type: ignore[attr-defined]
+            if isinstance(callback, ModelSummary):
+                self._stop_reads.callback(summarize_wholes(callback, reads))
         self._stop_reads.callback(
             read_globally(
                 trainer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.reads import CutReads
@@ -112,13 +113,31 @@ class HookReads:
     """What hooks of the user read: of all stages, and whole where tensor ranks hold parts."""
 
     def __init__(
-        self, stages: GlobalReads | None, shards: ModelShards | None, parameters: Mapping[str, nn.Parameter]
+        self,
+        stages: GlobalReads | None,
+        shards: ModelShards | None,
+        parameters: Mapping[str, nn.Parameter],
+        contents: Contents,
     ) -> None:
-        """Args: stages: if there are several. shards: if layers are cut. parameters: of the module, by FQN."""
-        note = None if stages is None else stages.note_whole
+        """Say what is in parts.
+
+        Args:
+            stages: If there are several.
+            shards: If layers are cut.
+            parameters: Of the module, by FQN.
+            contents: By which tensor ranks find out that they do not read the same.
+        """
         self._stages = stages
-        self._cuts = None if shards is None else CutReads(shards, parameters, note)
+        self._contents = contents
+        self._cuts = None
+        if shards is not None:
+            note = None if stages is None else stages.note_whole
+            self._cuts = CutReads(shards, parameters, note, self._meet)
         self._depth = 0
+        self._hook = ""
+
+    def _meet(self, name: str) -> None:
+        self._contents.meet(self._hook, f"reads {name}")
 
     def for_optimizer(self, optimizer: Optimizer) -> HookReads | None:
         """What the step of an optimizer must run in; None if it does the same to parts as to the whole."""
@@ -126,8 +145,8 @@ class HookReads:
             return self
         if self._cuts is None or steps_on_parts(optimizer):
             return None
-        alone = HookReads(None, None, {})  # torch's own look at one parameter at a time
-        alone._cuts = self._cuts
+        alone = copy.copy(self)  # torch's own look at one parameter at a time, whatever its stage
+        alone._stages = None
         return alone
 
     @contextlib.contextmanager
@@ -135,6 +154,8 @@ class HookReads:
         """As ``GlobalReads.hook``."""
         outer = self._depth == 0
         self._depth += 1
+        if outer:
+            self._hook = name
         try:
             with contextlib.ExitStack() as stack:
                 if self._stages is not None:
@@ -155,6 +176,18 @@ class HookReads:
             self._cuts.make_state_whole(state)
         if self._stages is not None:
             self._stages.adopt_state(state)
+
+
+def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
+    """Let Lightning's model summary count whole parameters; returns what undoes it."""
+    original = callback.on_fit_start
+
+    def on_fit_start(*args: Any, **kwargs: Any) -> None:
+        with reads.hook("ModelSummary.on_fit_start"):
+            original(*args, **kwargs)
+
+    callback.on_fit_start = on_fit_start
+    return lambda: callback.__dict__.pop("on_fit_start", None)
 
 
 def describe_tensor_plans(plans: Mapping[str, UnitPlan]) -> str:

@@ -22,6 +22,8 @@ from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.shards import ModelShards
 
 _IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
+_SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
+_SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
 _OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "_backward_hooks", "layout"})
 
 
@@ -29,7 +31,11 @@ class CutReads(TorchFunctionMode):
     """Shows whole parameters and gradients while it is entered."""
 
     def __init__(
-        self, shards: ModelShards, parameters: Mapping[str, Tensor], note: Callable[[Tensor, str], None] | None = None
+        self,
+        shards: ModelShards,
+        parameters: Mapping[str, Tensor],
+        note: Callable[[Tensor, str], None] | None = None,
+        meet: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Begin a run.
 
@@ -37,9 +43,10 @@ class CutReads(TorchFunctionMode):
             shards: What is cut.
             parameters: All of the module's, by FQN.
             note: Called with each whole tensor and the FQN of its parameter when it is made.
+            meet: Called with the FQN of a parameter before its parts are sent; finds ranks that read something else.
         """
         super().__init__()
-        self._shards, self._note = shards, note
+        self._shards, self._note, self._meet = shards, note, meet
         self._cut = {
             id(parameter): (name, shards.placements[name])
             for name, parameter in parameters.items()
@@ -82,6 +89,10 @@ class CutReads(TorchFunctionMode):
                 return self._whole(args[0], *self._cut[id(args[0])])
             if member in _OWN_PROPERTIES:
                 return func(*args, **kwargs)
+            if name == "__get__" and member in _SHAPE_PROPERTIES:
+                return func(self._shape_of(args[0]))
+        elif name in _SHAPE_METHODS and self._is_cut(args[0]):
+            return func(self._shape_of(args[0]), *args[1:], **kwargs)
         elif name == "__get__" and func.__self__.__name__ == "data" and id(args[0]) in self._origins:
             return args[0]  # `.data` would hide from the version that it is written
         elif name in _IDENTITY:
@@ -101,6 +112,12 @@ class CutReads(TorchFunctionMode):
                     self._write_back(whole)
         return out
 
+    def _shape_of(self, local: Tensor) -> Tensor:
+        """The whole without content; its shape needs no message."""
+        with torch._C.DisableTorchFunction():
+            shape = self._shards.whole_shape(self._cut[id(local)][0], local)
+            return torch.empty(shape, dtype=local.dtype, device="meta")
+
     def _is_cut(self, leaf: Any) -> bool:
         return id(leaf) in self._cut and not is_absent(leaf)
 
@@ -109,6 +126,7 @@ class CutReads(TorchFunctionMode):
         if known is not None and known[0] is local and known[1] == local._version:
             return known[2]
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            self._meet(name)
             whole = self._shards.joined(local.detach(), placement)
         self._wholes[id(local)] = local, local._version, whole
         self._origins[id(whole)] = whole, whole._version, local, placement

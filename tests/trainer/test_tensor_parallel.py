@@ -1,9 +1,14 @@
 """Tensor parallelism, with stages and replicas too, is parity with one process; nothing but a size is given."""
 
+import dataclasses
+
 import pytest
 import torch
+from lightning.pytorch import Callback
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 from worlds_plugin import RankError
+
+from lightning_hybrid.tensor.ranks import GroupRanks
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -95,3 +100,63 @@ def test_a_size_that_divides_nothing_is_refused(worlds):
 def test_weights_that_the_step_reads_by_itself_are_named(worlds):
     with pytest.raises(RankError, match=r"tensor_parallel_size=2 cuts no layer .*read by the step at .*models.py"):
         worlds.run(2, fit, Run("AuxiliaryLosses", tp=2))
+
+
+class Tells(Callback):
+    """What hooks are told of sizes, and what a rank really holds."""
+
+    def __init__(self):
+        self.noted = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self.noted["shapes"] = {name: tuple(p.shape) for name, p in pl_module.named_parameters()}
+        self.noted["numel"] = sum(p.numel() for p in pl_module.parameters())
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        with torch._C.DisableTorchFunction():
+            [optimizer] = trainer.optimizers
+            self.noted["held"] = {
+                name: [p.numel(), p.grad.numel(), *(v.numel() for v in optimizer.state[p].values() if v.dim())]
+                for name, p in pl_module.named_parameters()
+                if p.grad is not None
+            }
+
+
+def test_hooks_are_told_of_wholes_and_ranks_hold_parts(worlds):
+    ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=Tells))
+    [expected] = worlds.run(1, fit_reference, Run("GPT2", callback=Tells))
+    for rank in ranks:
+        assert rank.extra["shapes"] == expected.extra["shapes"] and rank.extra["numel"] == expected.extra["numel"]
+        cut = [name for name in rank.extra["held"] if ".attn.c_" in name or ".mlp.c_" in name]
+        for name in cut:
+            share = 1 if name.endswith("c_proj.bias") else 2
+            assert [share * size for size in rank.extra["held"][name]] == expected.extra["held"][name], name
+        assert len(cut) == 4 * 8
+
+
+def count_sums(run):
+    """All-reduces over the tensor ranks in one step, and the fit."""
+    counts = []
+
+    class Counts(Callback):
+        noted = counts
+
+        def on_train_batch_start(self, trainer, *_):
+            self.before = len(sums)
+
+        def on_train_batch_end(self, trainer, *_):
+            counts.append(len(sums) - self.before)
+
+    sums = []
+    original = GroupRanks.all_reduce
+    GroupRanks.all_reduce = lambda self, tensor: (sums.append(tuple(tensor.shape)), original(self, tensor))[1]
+    try:
+        return fit(dataclasses.replace(run, callback=Counts)).extra
+    finally:
+        GroupRanks.all_reduce = original
+
+
+def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
+    """Four blocks with an attention and an MLP; one microbatch."""
+    for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
+        assert counts == [4 * 2 * 2] * 3
