@@ -130,8 +130,8 @@ class Contents:
             if time.monotonic() - begin < 0.9 * _PATIENCE.total_seconds():
                 raise  # the other ranks are gone
             raise RanksDisagree(
-                f"{hook}: {self._axis} rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks did"
-                f" not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a part of the model, so read gradients"
+                f"{hook}: {self._axis} rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks"
+                f" did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a part of the model, so read gradients"
                 " and parameters on every rank, and put only what is done with the number under a condition on the rank"
             ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
@@ -140,8 +140,8 @@ class Contents:
         dist.all_gather_object(texts, f"{what}{why and f' for {why}'} ({line})", group=self._group)
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
-            f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they read"
-            f" different ones. {listed}. Each rank holds a part of the model, so read them on every rank, and put only"
+            f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
+            f" read different ones. {listed}. Each rank holds a part of the model, so read them on every rank, and put only"
             " what is done with the number under a condition on the rank"
         )
 
