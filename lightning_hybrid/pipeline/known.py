@@ -132,8 +132,8 @@ class Contents:
             raise RanksDisagree(
                 f"{hook}: {self._axis} rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks"
                 f" did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a part of the model, so read"
-                " gradients and parameters on every rank, and put only what is done with the number under a condition on"
-                " the rank"
+                " gradients and parameters on every rank, and put only what is done with the number under a condition"
+                " on the rank"
             ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
