@@ -297,8 +297,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
             reducer.close()
         if self._plan is not None and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise ValueError(
-                "LBFGS needs all parameters in one vector, but each pipeline rank holds its own;"
-                " set pipeline_parallel_size=1"
+                "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
+                " set pipeline_parallel_size=1 and tensor_parallel_size=1"
             )
         self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
         shards = self._shards

@@ -48,13 +48,18 @@ class GroupRanks:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Ranks`."""
-        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(_real(tensor), group=self.group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `Ranks`."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        dist.all_gather([_real(part) for part in gathered], _real(tensor.contiguous()), group=self.group)
         return gathered
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: gloo knows no complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _Enter(torch.autograd.Function):

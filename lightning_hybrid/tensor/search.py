@@ -36,7 +36,7 @@ def plan_units(
         size: Number of tensor ranks.
         find: Plans one unit.
     """
-    shared = _shared(root, units)
+    shared, compiled = _shared(root, units), _compiled(root)
     plans: dict[str, UnitPlan] = {}
     known: dict[Hashable, UnitPlan] = {}
     for fqn, unit in units.items():
@@ -49,6 +49,9 @@ def plan_units(
                 whole[name] = f"read by the step at {read_by_step[full]}"
             elif name in calls.read_outside.get(fqn, ()):
                 whole[name] = "read outside of its unit"
+        if any(id(module) in compiled for module in unit.modules()):
+            plans[fqn] = UnitPlan.whole(unit, size, "torch.compile has made one function of it, which cannot be cut")
+            continue
         if fqn not in calls.arguments:
             plans[fqn] = UnitPlan.whole(unit, size, "the step does not call it")
             continue
@@ -57,8 +60,25 @@ def plan_units(
         if key in known:
             plans[fqn] = replace(known[key], num_trials=0, seconds=0.0)
         else:
-            plans[fqn] = known[key] = _without_cut_buffers(unit, find(unit, args, kwargs, size, whole=whole))
+            plans[fqn] = known[key] = _without_cut_buffers(unit, _found(find, unit, args, kwargs, size, whole))
     return plans
+
+
+def _found(
+    find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int, whole: Mapping[str, str]
+) -> UnitPlan:
+    """A unit that cannot be tried stays whole, which is always right."""
+    try:
+        return find(unit, args, kwargs, size, whole=whole)
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        return UnitPlan.whole(unit, size, f"it cannot be tried: {type(error).__name__}: {text[0][:200]}")
+
+
+def _compiled(root: nn.Module) -> set[int]:
+    """Ids of modules that run as part of a compiled one."""
+    tops = [m for m in root.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None]
+    return {id(module) for top in tops for module in top.modules()}
 
 
 def _shared(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:

@@ -12,6 +12,7 @@ from lightning_hybrid.tensor.apply import sharded
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.offsets import CannotShard
 from lightning_hybrid.tensor.placement import cut, join
+from lightning_hybrid.tensor.ranks import GroupRanks
 
 TOLERANCE = 1e-10
 
@@ -241,3 +242,14 @@ def test_a_plan_for_another_number_of_ranks_is_refused():
     message = "the plan is for 4 tensor ranks but the group has 2"
     with pytest.raises(ValueError, match=message), sharded(nn.Linear(4, 4), plan, dist.group.WORLD):
         pass
+
+
+@pytest.mark.world(2)
+def test_complex_values_are_exchanged():
+    """Gloo knows no complex numbers."""
+    ranks = GroupRanks(dist.group.WORLD)
+    mine = torch.tensor([1.0 + ranks.rank, 2j])
+    parts = ranks.all_gather(mine)
+    assert [part.tolist() for part in parts] == [[1, 2j], [2, 2j]]
+    ranks.all_reduce(mine)
+    assert mine.tolist() == [3, 4j]
