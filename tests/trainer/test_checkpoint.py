@@ -111,7 +111,15 @@ def load(path):
 
 
 @pytest.mark.parametrize("case", ["GPT2", "OwnOptimizer"])
-@pytest.mark.parametrize("layout", [PP2, INTERLEAVED, TP2, PP2TP2], ids=["pp2", "interleaved", "tp2", "pp2 x tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(PP2, id="pp2", marks=pytest.mark.slow),  # as interleaved, which has two such stages on each rank
+        pytest.param(INTERLEAVED, id="interleaved"),
+        pytest.param(TP2, id="tp2", marks=pytest.mark.slow),
+        pytest.param(PP2TP2, id="pp2 x tp2"),
+    ],
+)
 def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case, layout):
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
     [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
@@ -131,13 +139,20 @@ def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case,
             torch.testing.assert_close(y["state"][number][key], value, rtol=1e-8, atol=1e-14, msg=f"{number} {key}")
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param((PLAIN, DP2PP2, PP2TP2), id="combined"),
+        pytest.param((PP1, PP2, PP4, TP2), id="alone", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", ["GPT2", "OwnOptimizer"])
-def test_resumed_under_every_layout(worlds, tmp_path, case):
+def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
     """Saved by two stages; each layout goes on to where an uninterrupted run ends."""
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(2, train_and_save, case, PP2, path)
-    for layout in (PLAIN, PP1, PP2, PP4, DP2PP2, TP2, PP2TP2):
+    for layout in layouts:
         for state, reached in worlds.run(layout.world_size, train, case, layout, 2, path):
             assert reached == steps == 4, layout
             assert_same_state(state, expected)

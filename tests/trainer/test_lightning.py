@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from layouts import under_sizes
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     Callback,
@@ -21,7 +22,7 @@ from torch import nn
 
 import lightning_hybrid
 
-LAYOUTS = pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
 
 # -- loops ------------------------------------------------------------------------------------------------------------
 
@@ -405,7 +406,8 @@ def test_cli_names_the_strategy_by_its_registered_name(worlds, tmp_path):
     [
         # Also in one_process/test_namespaces.py, where the other namespace is missing.
         pytest.param("import lightning_hybrid, lightning.pytorch as pl", marks=pytest.mark.slow),
-        "import lightning.pytorch as pl, lightning_hybrid",
+        # The order of every rank of these tests: the server that they are forked from has Lightning loaded.
+        pytest.param("import lightning.pytorch as pl, lightning_hybrid", marks=pytest.mark.slow),
     ],
 )
 def test_the_strategy_is_known_whichever_is_imported_first(imports):

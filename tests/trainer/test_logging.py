@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from layouts import under_sizes
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_runs import Tiny, assert_same, loader, trainer_of
 
-LAYOUTS = pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
 
 
 class Logs(Tiny):
@@ -137,7 +138,7 @@ def run_monitors(size, pp, folder):
     )
 
 
-@pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+@under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
 def test_monitor_on_nonzero_rank(worlds, tmp_path, size, pp):
     results = worlds.run(size, run_monitors, size, pp, tmp_path / "hybrid")
     assert all(result == results[0] for result in results)

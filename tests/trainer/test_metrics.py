@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torchmetrics
+from layouts import under_sizes
 from lightning_runs import FEATURES, Tiny, assert_same, ignore_warnings, loader, trainer_of
 
-LAYOUTS = pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2xpp2"])
+LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
 
 
 class WithMetrics(Tiny):

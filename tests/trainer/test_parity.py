@@ -29,18 +29,23 @@ def name_of(run):
     return f"{run.case}-pp{run.pp}-dp{run.dp}-m{run.microbatches}-{schedule}-{str(run.dtype)[6:]}"
 
 
+def covered(run):
+    """What is in it, other runs have: the module with replicas, and the layout with another module."""
+    return pytest.param(run, marks=pytest.mark.slow)
+
+
 GRID = [
     Run("GPT2", pp=2, dp=2, strategy=ONE_F_ONE_B),
     Run("GPT2", pp=4, strategy=GPIPE, microbatches=4),
-    Run("GPT2", pp=2, strategy=INTERLEAVED),
+    covered(Run("GPT2", pp=2, strategy=INTERLEAVED)),
     Run("GPT2", pp=2, dtype=torch.float32),
-    Run("Llama", pp=4, microbatches=4),
+    covered(Run("Llama", pp=4, microbatches=4)),
     Run("Llama", pp=2, dp=2, strategy=INTERLEAVED),
     Run("T5", pp=2, dp=2, strategy=GPIPE),
-    Run("T5", pp=4, strategy=ONE_F_ONE_B),
+    covered(Run("T5", pp=4, strategy=ONE_F_ONE_B)),
     Run("Bert", pp=2, strategy=INTERLEAVED),
     Run("Bert", pp=2, dp=2),
-    Run("ViT", pp=4, strategy=GPIPE),
+    covered(Run("ViT", pp=4, strategy=GPIPE)),
     Run("ViT", pp=2, dp=2),
     Run("UNet", pp=4, microbatches=4),
     Run("UNet", pp=2, dp=2, strategy=INTERLEAVED),

@@ -24,11 +24,11 @@ def name_of(run):
 
 GRID = [
     Run("GPT2", tp=2, microbatches=1),
-    Run("GPT2", pp=2, tp=2),
+    pytest.param(Run("GPT2", pp=2, tp=2), marks=pytest.mark.slow),  # as the next one
     Run("GPT2", pp=2, dp=2, tp=2),
     Run("Llama", tp=2, pp=2),
     Run("T5", tp=2),
-    Run("T5", pp=2, dp=2, tp=2),
+    pytest.param(Run("T5", pp=2, dp=2, tp=2), marks=pytest.mark.slow),  # GPT2 is cut as often
     Run("Bert", tp=2),
     Run("ViT", dp=2, tp=2),
     Run("Attention", tp=2),
@@ -57,7 +57,10 @@ def test_running_statistics_of_channels(worlds):
     check(worlds, Run("BatchNorms", tp=2, microbatches=1), tolerance=1e-8)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=["tp2", "pp2 x tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({"tp": 2}, id="tp2", marks=pytest.mark.slow), pytest.param({"pp": 2, "tp": 2}, id="pp2 x tp2")],
+)
 def test_clipping_counts_each_element_once(worlds, layout):
     """Llama has fewer key heads than tensor ranks: they hold the same one."""
     for case in ("GPT2", "Llama"):
@@ -160,3 +163,13 @@ def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
     """Four blocks with an attention and an MLP; one microbatch."""
     for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
         assert counts == [4 * 2 * 2] * 3
+
+
+def compile_a_layer(module):
+    module.layers[0].compile(backend="eager")
+
+
+def test_a_compiled_layer_stays_whole(worlds):
+    ranks, _ = check(worlds, Run("Layers", tp=2, change=compile_a_layer))
+    assert not ranks[0].plans["layers.0"].num_sharded and ranks[0].plans["layers.1"].num_sharded
+    assert "torch.compile" in ranks[0].plans["layers.0"].lines()[0]

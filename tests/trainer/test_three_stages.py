@@ -47,7 +47,7 @@ def run(size, pp, widths, options):
 WIDTHS = {"4 layers": (8, 8, 8, 8), "7 layers": (6,) * 7, "large first": (64, 4, 4, 4), "large last": (4, 4, 4, 64)}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=list(WIDTHS))
 def test_uneven_layers_train_as_in_one_process(worlds, widths, schedule):
     [(expected, loss, _)] = worlds.run(1, run, 1, 1, widths, {})

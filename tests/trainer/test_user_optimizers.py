@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layouts import under_sizes
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from wild.hand_written import Lamb, ScaledByNorm, SharpnessAware
 
@@ -96,9 +97,7 @@ def assert_parity(worlds, size, pp, tp, case, *args):
         assert_same(result, expected)
 
 
-@pytest.mark.parametrize(
-    ("size", "pp", "tp"), [(2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 2, 2)], ids=["pp2", "dp2xpp2", "tp2", "pp2xtp2"]
-)
+@under_sizes({"pp2": (2, 2, 1), "dp2xpp2": (4, 2, 1), "tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)})
 @pytest.mark.parametrize("case", [name for name in CASES if name != "Lbfgs"])
 def test_an_optimizer_of_the_user_sees_the_whole_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from layouts import under_sizes
 from lightning.pytorch import Trainer
 from torch import nn
 from transformers import BertConfig, BertModel
@@ -101,7 +102,7 @@ def pretrained(size, pp, folder):
     return [float(p.detach().sum()) for p in module.parameters()]
 
 
-@pytest.mark.parametrize(("size", "pp"), [(2, 2), (4, 2)], ids=["pp2", "dp2 x pp2"])
+@under_sizes({"pp2": (2, 2), "dp2 x pp2": (4, 2)})
 @pytest.mark.parametrize("use", [saved, pretrained], ids=lambda use: use.__name__)
 def test_what_follows_fit(worlds, tmp_path, use, size, pp):
     results = worlds.run(size, use, size, pp, str(tmp_path))

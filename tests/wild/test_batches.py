@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import LightningModule
 from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 
 from lightning_hybrid.verify import Layout
 
-by_layout = pytest.mark.parametrize("layout", LAYOUTS[2:], ids=lambda layout: layout.name)
+by_layout = under([*LAYOUTS[2:], COMBINED])
 WHOLE = {"num_microbatches": None}  # the strategy chooses: one microbatch where a batch cannot be split
 
 

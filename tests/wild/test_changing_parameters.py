@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.nn import functional as F
 from wild.bases import BOTH, REPLICAS, Regression
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 
 
 class MadeInSetup(Regression):
@@ -221,7 +222,7 @@ class FreezesHead(Callback):
         pl_module.head.requires_grad_(batch_idx % 2 == 0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@under([*LAYOUTS, COMBINED])
 @pytest.mark.parametrize("module", [Finetuned, TogglesByHand, FreezesByCallback], ids=lambda module: module.__name__)
 def test_parameters_are_frozen_and_unfrozen(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)

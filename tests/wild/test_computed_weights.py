@@ -4,18 +4,19 @@ import warnings
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from wild.bases import BOTH, STAGES
-from wild.suite import FEATURES, LAYOUTS, check, regression_data
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 from wild.test_inside_forward import Regressor, mlp
 
 from lightning_hybrid import Hybrid3DStrategy
 
 INTERLEAVED = LAYOUTS[3]
-everywhere = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+everywhere = under([*LAYOUTS, COMBINED])
 
 
 def old_weight_norm(layer):
@@ -117,7 +118,7 @@ def test_hooks_of_torch_compute_the_weights(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("layout", [BOTH, INTERLEAVED], ids=lambda layout: layout.name)
+@under([BOTH, INTERLEAVED, COMBINED])
 @pytest.mark.parametrize("module", [NewVocoder, NewCritic], ids=lambda module: module.__name__)
 def test_parametrisations_compute_the_weights(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
@@ -184,7 +185,7 @@ class Rebinds(Regressor):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("layout", [STAGES, INTERLEAVED], ids=lambda layout: layout.name)
+@under([STAGES, INTERLEAVED])
 @pytest.mark.parametrize("module", [Diary, Generates, SeesNoGrad, Rebinds], ids=lambda module: module.__name__)
 def test_what_a_step_leaves_on_its_modules(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
@@ -79,7 +80,7 @@ class DroppingNormalised(Normalised):
 MODULES = [Plain, Normalised, Logging, Dropping, DroppingNormalised]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@under(LAYOUTS, also=[LAYOUTS[1]])
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch.nn import functional as F
@@ -318,7 +319,7 @@ class BackwardByHand(Manual):
         self.log("loss", loss)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@under(LAYOUTS, also=[LAYOUTS[1]])
 def test_manual_optimization(worlds, layout):
     replicas_alone = layout.num_stages == 1
     report = check(worlds, BackwardByHand, layout, num_microbatches=1 if replicas_alone else 2)

@@ -4,9 +4,10 @@ import os
 
 import pytest
 import torch
+from layouts import under
 from torch import nn
 from wild.bases import Regression
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 
 
 def salt():
@@ -51,7 +52,7 @@ class MadeLate(HashOrdered):
         self.head = nn.Linear(FEATURES, 1).double()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@under([*LAYOUTS, COMBINED])
 @pytest.mark.parametrize("module", [HashOrdered, DrawsMoreElsewhere], ids=lambda module: module.__name__)
 def test_the_weights_of_the_first_rank_count(worlds, module, layout):
     report = check(worlds, module, layout)

@@ -4,14 +4,15 @@ from functools import partial
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 
 PP2, DP2, BOTH, INTERLEAVED = LAYOUTS
-all_layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+all_layouts = under([*LAYOUTS, COMBINED])
 
 
 def mlp(layers=4, width=FEATURES):
@@ -316,7 +317,7 @@ def test_same_numbers(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("layout", [PP2, BOTH], ids=lambda layout: layout.name)
+@under([PP2, BOTH])
 def test_a_derivative_through_the_whole_model_is_refused_with_stages(worlds, layout):
     options = {"steps": 2, "trainer": {"inference_mode": False}}
     assert check(worlds, Forces, DP2, **options).outcome == "same"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layouts import under
 from torch import nn
 from torch.nn import functional as F
 from wild.suite import FEATURES, LAYOUTS, check
@@ -9,7 +10,7 @@ from wild.test_inside_forward import Regressor, mlp
 
 PP2, DP2, BOTH, INTERLEAVED = LAYOUTS
 # Hooks of a reference of several replicas run on the first one's module alone.
-one_replica = pytest.mark.parametrize("layout", [PP2, INTERLEAVED], ids=lambda layout: layout.name)
+one_replica = under([PP2, INTERLEAVED])
 
 
 class Keeps(Regressor):

@@ -242,7 +242,7 @@ _CUTS = {"pp2-m1": (PP2, 1), "pp2-m3": (PP2, 3), "pp2 x 2 stages-m2": (INTERLEAV
 _alone = {}  # what one process keeps, by module
 
 
-@pytest.mark.parametrize("cut", _CUTS)
+@pytest.mark.parametrize("cut", [pytest.param("pp2-m1", marks=pytest.mark.slow), *list(_CUTS)[1:]])
 @pytest.mark.parametrize("make", _KEEP, ids=lambda make: make.__name__)
 def test_every_rank_keeps_what_one_process_keeps(worlds, make, cut):
     if make not in _alone:

@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 import torch
+from layouts import under
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 from wild.test_inside_forward import Regressor, mlp
 
 
@@ -250,7 +251,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@under([*LAYOUTS, COMBINED])
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from layouts import under_names
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -29,7 +30,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.tuner import Tuner
 from wild.featured import LAYOUTS, Net, check
 
-EVERYWHERE = pytest.mark.parametrize("layout", LAYOUTS)
+EVERYWHERE = under_names(LAYOUTS)
 
 # -- Trainer options --------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from layouts import under_names
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -21,8 +22,8 @@ from lightning_runs import Samples
 from torch.utils.data import DataLoader, DistributedSampler
 from wild.featured import LAYOUTS, Net, Run, check, compare, on_rank, refusal
 
-EVERYWHERE = pytest.mark.parametrize("layout", LAYOUTS)
-STAGES = pytest.mark.parametrize("layout", ["pp2", "dp2 x pp2"])
+EVERYWHERE = under_names(LAYOUTS)
+STAGES = under_names({name: LAYOUTS[name] for name in ("pp2", "dp2 x pp2")})
 
 # -- averages in files ------------------------------------------------------------------------------------------------
 

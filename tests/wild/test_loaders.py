@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_runs import ignore_warnings, trainer_of
@@ -16,11 +17,11 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from wild.suite import FEATURES, LAYOUTS, check, regression_data
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 
 STAGES = [layout for layout in LAYOUTS if layout.replicas == 1]
-by_layout = pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.name)
-one_replica = pytest.mark.parametrize("layout", STAGES, ids=lambda layout: layout.name)
+by_layout = under([*LAYOUTS[1:], COMBINED])
+one_replica = under(STAGES)
 DP_PP = LAYOUTS[2]
 
 
@@ -157,7 +158,7 @@ KINDS = [batch_sampler_as_sampler, stream, without_batch_size, own_iterable, sho
 
 
 @pytest.mark.parametrize("make_data", KINDS)
-@pytest.mark.parametrize("layout", [STAGES[0], DP_PP], ids=lambda layout: layout.name)
+@under([STAGES[0], DP_PP])
 def test_kinds_of_loaders(worlds, make_data, layout):
     report = check(worlds, Regression, layout, make_data=make_data, steps=4)
     assert report.outcome == "same", str(report)

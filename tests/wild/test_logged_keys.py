@@ -1,6 +1,7 @@
 """Keys that some ranks log and others do not: alike within a replica, refused between replicas."""
 
 import pytest
+from layouts import under
 from wild.suite import LAYOUTS, check
 from wild.test_outputs import Regression, fit_until_error
 
@@ -20,7 +21,7 @@ class LogsOtherKeysOnOtherRanks(Regression):
         return loss
 
 
-ONE_REPLICA = pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.replicas == 1], ids=lambda layout: layout.name)
+ONE_REPLICA = under([x for x in LAYOUTS if x.replicas == 1])
 
 
 @ONE_REPLICA

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
+from layouts import under
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch import nn
 from torch.nn import functional as F
@@ -74,7 +75,7 @@ def test_checkpointing_by_hand(worlds, module):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("layout", [STAGES, LAYOUTS[3]], ids=lambda layout: layout.name)
+@under([STAGES, LAYOUTS[3]])
 @pytest.mark.parametrize("module", [ChecksPairs, ChecksReentrantly], ids=lambda module: module.__name__)
 def test_checkpointing_by_hand_over_stages(worlds, module, layout):
     report = check(worlds, module, layout)

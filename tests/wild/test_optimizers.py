@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from layouts import under
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from wild.bases import BOTH, REPLICAS, STAGES, Manual, Regression
 from wild.hand_written import Lamb, ScaledByNorm
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 
 # --- the forms of configure_optimizers -------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class WithScaledByNorm(Regression):
 NOT_ELEMENTWISE = [WithAdafactor, WithMuon, WithLamb, WithScaledByNorm]
 
 
-@pytest.mark.parametrize("layout", [STAGES, BOTH], ids=lambda layout: layout.name)
+@under([STAGES, BOTH])
 @pytest.mark.parametrize("module", NOT_ELEMENTWISE, ids=lambda module: module.__name__)
 def test_statistics_of_optimizers_are_global(worlds, module, layout):
     report = check(worlds, module, layout)
@@ -242,7 +243,7 @@ def test_accumulating(worlds):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@under([*LAYOUTS, COMBINED])
 def test_tied_weights_count_once_in_an_optimizer(worlds, layout):
     report = check(worlds, TiedLamb, layout)
     assert report.outcome == "same", str(report)

@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import Callback, LightningModule
 from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
-from wild.suite import FEATURES, LAYOUTS, check, regression_data
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 
-by_layout = pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.name)
+by_layout = under([*LAYOUTS[1:], COMBINED])
 DP, DP_PP = LAYOUTS[1], LAYOUTS[2]
 
 
@@ -160,7 +161,7 @@ def test_forms_of_the_loss(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.replicas == 1], ids=lambda layout: layout.name)
+@under([x for x in LAYOUTS if x.replicas == 1])
 def test_extras_reach_hooks(worlds, layout):
     report = check(worlds, WithExtras, layout)
     assert report.outcome == "same", str(report)
@@ -344,7 +345,7 @@ def test_a_step_that_some_replicas_skip_is_refused_on_all(worlds):
         assert "return a loss of zero that depends on the model" in message
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:], ids=lambda layout: layout.name)
+@under([LAYOUTS[0], *LAYOUTS[2:], COMBINED])
 def test_with_stages_a_skipped_step_is_refused(worlds, layout):
     report = check(worlds, SkipsFirst, layout)
     assert report.outcome == "refused" and "returned a NoneType and no loss" in report.message, str(report)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from layouts import under
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributions import Normal, kl_divergence
@@ -242,7 +243,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [PP2, BOTH], ids=lambda layout: layout.name)
+@under([PP2, BOTH])
 @pytest.mark.parametrize(("module", "data"), CASES, ids=lambda case: case.__name__)
 def test_same_numbers(worlds, module, data, layout):
     report = check(worlds, module, layout, make_data=data)
@@ -310,7 +311,7 @@ class GraphNetwork(Lit):
         return loss
 
 
-@pytest.mark.parametrize("layout", [PP2, BOTH], ids=lambda layout: layout.name)
+@under([PP2, BOTH])
 def test_graphs_of_any_size_in_one_microbatch(worlds, layout):
     report = check(worlds, GraphNetwork, layout, make_data=graph_data, num_microbatches=1)
     assert report.outcome == "same", str(report)
@@ -356,7 +357,7 @@ class Gan(LightningModule):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)]
 
 
-@pytest.mark.parametrize("layout", [DP2, PP2, BOTH], ids=lambda layout: layout.name)
+@under([DP2, PP2, BOTH], also=[DP2])
 def test_two_optimizers_by_hand(worlds, layout):
     report = check(worlds, Gan, layout, make_data=flat_data, num_microbatches=1)
     if layout is DP2:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from layouts import under
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 from wild.suite import LAYOUTS, check
@@ -138,7 +139,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("layout", [PP2, BOTH], ids=lambda layout: layout.name)
+@under([PP2, BOTH])
 @pytest.mark.parametrize(("module", "data", "precision"), CASES, ids=lambda case: getattr(case, "__name__", ""))
 def test_same_numbers(worlds, module, data, precision, layout):
     report = check(worlds, module, layout, make_data=data, precision=precision)

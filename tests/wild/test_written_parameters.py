@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from layouts import under
 from torch.nn import functional as F
 from wild.bases import BOTH, Regression
 from wild.suite import LAYOUTS, check
@@ -213,7 +214,7 @@ WRITING = [
 
 
 # Replicas write the same: not among the layouts, because the reference's replicas share their parameters.
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=lambda layout: layout.name)
+@under([LAYOUTS[0], LAYOUTS[3]])
 @pytest.mark.parametrize("module", WRITING, ids=lambda module: module.__name__)
 def test_parameters_written_in_the_step(worlds, module, layout):
     report = check(worlds, module, layout)
