@@ -32,22 +32,22 @@ def gather_module_state(
         is_copy: Whether it is a copy.
     """
     local = nn.Module.state_dict(root)
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    parameters = {id(parameter) for parameter in root.parameters()}
+    names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     buffers = plan.buffer_ranks(root if is_copy else None)
     tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
-    key_names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     mine = {}
     for key, value in local.items():
         tensor = tensors.get(key)
         if tensor is None:
             owner = 0
-        elif id(tensor) in names:
+        elif id(tensor) in parameters:
             owner = plan.ranks_of(names[id(tensor)])[0]
         else:
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
             if shards is not None and tensor is not None:
-                value = shards.whole_of(key_names.get(id(tensor), key), value)
+                value = shards.whole_of(names[id(tensor)], value)
             mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     whole = plan.gather_object(mine)
     return {key: whole[key] for key in local} if plan.rank == 0 else {}

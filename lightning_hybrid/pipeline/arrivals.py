@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,10 +52,6 @@ class Arrivals(Mapping[int, Tensor]):
         if index not in self._given:
             self._receive(self._message_of[index])
         return self._given[index]
-
-    def get(self, index: int, default: Any = None) -> Any:
-        """As of a dict."""
-        return self[index] if index in self._message_of else default
 
     def __contains__(self, index: object) -> bool:
         return index in self._message_of

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.pipeline.known import Contents, Ranks, covers
 from lightning_hybrid.step.absent import is_absent, make_absent
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
+from lightning_hybrid.step.user_functions import tolist_seen
 from lightning_hybrid.step.watch import _METADATA, _READS, _VIEW_PROPERTIES
 
 # Beside reads: operations whose result's shape is a matter of content, and those that take tensors apart as numbers.
@@ -126,7 +126,7 @@ class GlobalReads(TorchFunctionMode):
         before = self._contents.meetings
         self._calls[name] += 1
         try:
-            with self, _tolist_seen():
+            with self, tolist_seen():
                 yield
             if self._contents.meetings > before:
                 self._reading.add(name)
@@ -347,17 +347,6 @@ class GlobalReads(TorchFunctionMode):
                 " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
             )
         return self._contents.fetch(self._hook, why, tensors)
-
-
-@contextlib.contextmanager
-def _tolist_seen() -> Iterator[None]:
-    """``FakeTensor`` has a ``tolist`` of its own, which reads number by number; no mode sees it."""
-    own = FakeTensor.tolist
-    FakeTensor.tolist = Tensor.tolist  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FakeTensor.tolist = own  # type: ignore[method-assign]
 
 
 def _needs_content(name: str, leaves: Sequence[Any], args: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,8 +61,7 @@ def watched_functions(current: Current) -> Iterator[None]:
             original = getattr(dist, name, None)
             if original is not None:
                 stack.enter_context(_replaced(dist, name, _collected(current, name, original)))
-        # Stand-ins have one of their own, which takes itself apart before a watch sees it.
-        stack.enter_context(_replaced(FakeTensor, "tolist", Tensor.tolist))
+        stack.enter_context(tolist_seen())
         yield
 
 
@@ -111,6 +111,11 @@ def _rehearsal(name: str) -> Callable[..., Any]:
         return Done() if kwargs.get("async_op") else None
 
     return rehearse
+
+
+def tolist_seen() -> AbstractContextManager[None]:
+    """``FakeTensor`` has a ``tolist`` of its own, which reads number by number; no mode sees it."""
+    return _replaced(FakeTensor, "tolist", Tensor.tolist)
 
 
 @contextlib.contextmanager

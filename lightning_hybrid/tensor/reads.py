@@ -128,18 +128,20 @@ class CutReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._meet(name)
             whole = self._shards.joined(local.detach(), placement)
-        self._wholes[id(local)] = local, local._version, whole
-        self._origins[id(whole)] = whole, whole._version, local, placement
+        self._remember(whole, local, placement)
         if self._note is not None:
             self._note(whole, name)
         return whole
+
+    def _remember(self, whole: Tensor, local: Tensor, placement: Shard) -> None:
+        self._wholes[id(local)] = local, local._version, whole
+        self._origins[id(whole)] = whole, whole._version, local, placement
 
     def _write_back(self, whole: Tensor) -> None:
         _, _, local, placement = self._origins[id(whole)]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             local.detach().copy_(self._shards.part(whole.detach(), placement))
-        self._wholes[id(local)] = local, local._version, whole
-        self._origins[id(whole)] = whole, whole._version, local, placement
+        self._remember(whole, local, placement)
 
     def _gradient(self, how: str, func: Any, args: Any) -> Any:
         parameter = args[0]

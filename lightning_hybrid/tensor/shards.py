@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.tensor.apply import AroundDraw, ShardedUnit
 from lightning_hybrid.tensor.placement import Placement, Replicated, Shard, cut, join
 from lightning_hybrid.tensor.plan import UnitPlan
@@ -36,7 +38,7 @@ class ModelShards:
         self._root = root
         self._group = group
         self._rank, self._size = group.rank(), group.size()
-        self._units: list[tuple[nn.Module, ShardedUnit]] = []
+        self._runners: dict[str, ShardedUnit] = {}
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
         self.placements: dict[str, Shard] = {}
@@ -64,10 +66,9 @@ class ModelShards:
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
             if plan.num_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
-                runner = ShardedUnit(
+                self._runners[fqn] = ShardedUnit(
                     unit, plan, self._group, tensors=_Buffers(unit, plan, self._group), around_draw=around_draw
                 )
-                self._units.append((unit, runner))
 
     def _cut(self, parameter: Tensor, placement: Shard) -> None:
         shape = parameter.shape
@@ -83,20 +84,10 @@ class ModelShards:
         """What this rank holds of a whole tensor."""
         return cut(whole, placement, self._rank, self._size)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """The units run sharded inside."""
-        before = [unit.__dict__.get("forward") for unit, _ in self._units]
-        for unit, runner in self._units:
-            unit.__dict__["forward"] = runner.run_sharded
-        try:
-            yield
-        finally:
-            for (unit, _), own in zip(self._units, before, strict=True):
-                if own is None:
-                    del unit.__dict__["forward"]
-                else:
-                    unit.__dict__["forward"] = own
+        units = {fqn: self._root.get_submodule(fqn) for fqn in self._runners}
+        return replaced_forwards(units, lambda fqn, _: self._runners[fqn].run_sharded)
 
     def joined(self, local: Tensor, placement: Placement) -> Tensor:
         """The whole tensor of what each tensor rank holds; collective."""
@@ -124,27 +115,26 @@ class ModelShards:
             if name in self.placements and not is_absent(buffer):
                 buffer.copy_(self.joined_buffer(buffer, self.placements[name]))
         if root is None:
-            self._units = []
+            self._runners = {}
 
     @contextlib.contextmanager
     @torch.no_grad()
     def whole_inside(self) -> Iterator[None]:
         """Parameters are whole inside, on every tensor rank; collective."""
         cut_parameters = [
-            (name, parameter, parameter.data)
+            (name, parameter, parameter.data, parameter.grad)
             for name, parameter in self._root.named_parameters()
             if WHOLE_SHAPE in parameter.__dict__ and not is_absent(parameter)
         ]
-        for name, parameter, local in cut_parameters:
-            gradient, parameter.grad = parameter.grad, None
+        for name, parameter, local, _ in cut_parameters:
+            parameter.grad = None
             parameter.data = self.joined(local, self.placements[name])
-            parameter.__dict__[_GRADIENT] = gradient
         try:
             yield
         finally:
-            for _, parameter, local in cut_parameters:
+            for _, parameter, local, gradient in cut_parameters:
                 parameter.data = local
-                parameter.grad = parameter.__dict__.pop(_GRADIENT)
+                parameter.grad = gradient
 
     # -- states, by name of a parameter or buffer, or like a parameter -------------------------------------------------
 
@@ -212,9 +202,6 @@ class ModelShards:
                 parts.append(local.narrow(placement.dim, start, piece.local_length))
             start += piece.local_length
         return parts
-
-
-_GRADIENT = "_hybrid_local_gradient"
 
 
 class _Buffers:
