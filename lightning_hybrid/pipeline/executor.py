@@ -29,6 +29,7 @@ from lightning_hybrid.schedule import (
     Message,
     Program,
     Receive,
+    Send,
     Span,
     peer_of,
 )
@@ -144,6 +145,8 @@ class Executor:
             instruction: Instruction | None = None
             try:
                 for instruction in job.program.instructions[self._rank]:
+                    if run.is_idle and not isinstance(instruction, Send):
+                        run.use_idle_time()  # what others wait for has left
                     if isinstance(instruction, Compute):
                         run.compute(instruction.action)
                     elif isinstance(instruction, Receive):
@@ -151,6 +154,8 @@ class Executor:
                     else:
                         run.send(instruction.message, peer_of(instruction, job.program.schedule))
                 instruction = None
+                if run.is_idle:
+                    run.use_idle_time()
                 self._transport.finish()
             except Exception as error:
                 step = job.variants[0].assignment.graph.step
@@ -175,6 +180,7 @@ class _Run:
         # The last rank goes straight on to its last backward, and waits for the others only after that.
         is_last = rank == job.program.schedule.num_ranks - 1
         self._idle_after = Kind.B if is_last and self._has_backward else Kind.F
+        self.is_idle = False  # its forwards are done, and their results not yet shared
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
 
@@ -210,8 +216,12 @@ class _Run:
             self._job.reduce(stage)
         self.spans.append(Span(self._rank, action, start, time.perf_counter()))
         left = self._forwards_left if self._idle_after is Kind.F else sum(self._backwards_left.values())
-        if action.kind is self._idle_after and not left:
-            self._job.after_forwards(self.results)
+        self.is_idle |= action.kind is self._idle_after and not left
+
+    def use_idle_time(self) -> None:
+        """Begin to share the results."""
+        self.is_idle = False
+        self._job.after_forwards(self.results)
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
