@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
 from lightning_hybrid.step.graph import Node
 from lightning_hybrid.step.held import look_up, put
+from lightning_hybrid.step.later import whole_of
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
@@ -208,6 +209,7 @@ class ReplayWatch(StepWatch):
                     f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
                     f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
                 )
+            tensor = whole_of(tensor)
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
     def _present(self, leaf: Any) -> Any:

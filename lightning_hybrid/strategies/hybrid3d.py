@@ -60,6 +60,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         data_parallel_size: Replicas that see different batches; "auto" takes all ranks that are left.
         tensor_parallel_size: Ranks that share each layer; how layers are cut is found, and proved, at the start.
         pipeline_parallel_size: Ranks that share the layers.
+        context_parallel_size: Ranks that share the positions of each sequence, layer by layer.
+        sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence.
         num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
             four times the number of stages with them.
         schedule: "gpipe", "1f1b" or "interleaved_1f1b".
@@ -96,6 +98,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         *,
+        context_parallel_size: int = 1,
+        sequence_parallel: bool = False,
         microbatch_weight: MicrobatchWeight | None = None,
         example_batch: Any = None,
         verify_first_step: bool = False,
@@ -110,9 +114,11 @@ class Hybrid3DStrategy(VerifyingStrategy):
             "data_parallel_size": data_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
+            "context_parallel_size": context_parallel_size,
         }
         check_options(
             sizes,
+            sequence_parallel=sequence_parallel,
             schedule=schedule,
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
@@ -137,6 +143,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._schedule = schedule
         self._stages_per_rank = stages_per_rank
         self._cuts = pipeline_cuts
+        self._sequence_parallel = sequence_parallel
         self._splitter = batch_splitter
         self._example_batch = example_batch
         self._whole_again: pl.Callback | None = None
@@ -197,7 +204,12 @@ class Hybrid3DStrategy(VerifyingStrategy):
     @property
     def _in_parts_by_layout(self) -> bool:
         """Whether a rank holds a part of the module only."""
-        return self.layout.pipeline_parallel_size > 1 or self.layout.tensor_parallel_size > 1
+        return self.layout.pipeline_parallel_size > 1 or self._shares_layers
+
+    @property
+    def _shares_layers(self) -> bool:
+        """Whether several ranks do each layer together."""
+        return self.layout.tensor_parallel_size > 1 or self.layout.context_parallel_size > 1
 
     def _check(self, module: pl.LightningModule, is_fitting: bool) -> None:
         if is_fitting and self._layer_sync is not None:
@@ -210,8 +222,9 @@ class Hybrid3DStrategy(VerifyingStrategy):
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"
                 f" parts of layers (pipeline_parallel_size={self.layout.pipeline_parallel_size}, tensor_parallel_size="
-                f"{self.layout.tensor_parallel_size}, num_microbatches={self._num_microbatches or 'auto'}); set"
-                " pipeline_parallel_size=1, tensor_parallel_size=1 and num_microbatches=1"
+                f"{self.layout.tensor_parallel_size}, context_parallel_size={self.layout.context_parallel_size},"
+                f" num_microbatches={self._num_microbatches or 'auto'}); set pipeline_parallel_size=1,"
+                " tensor_parallel_size=1, context_parallel_size=1 and num_microbatches=1"
             )
 
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
@@ -238,8 +251,9 @@ class Hybrid3DStrategy(VerifyingStrategy):
             replica=self.data_rank,
             metrics=self._metrics,
         )
-        planner = TensorPlanner(module, self.mesh) if self.layout.tensor_parallel_size > 1 else None
-        if planner is not None:
+        planner = None
+        if self._shares_layers:
+            planner = TensorPlanner(module, self.mesh, sequence_parallel=self._sequence_parallel)
             self._runner.watching_units = planner.watching
         recorded = record_first_step(
             trainer,

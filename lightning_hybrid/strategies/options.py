@@ -12,6 +12,7 @@ from lightning_hybrid.schedule import SCHEDULE_NAMES
 def check_options(
     sizes: Mapping[str, Any],
     *,
+    sequence_parallel: Any,
     schedule: Any,
     num_microbatches: Any,
     stages_per_rank: Any,
@@ -23,6 +24,7 @@ def check_options(
 
     Args:
         sizes: The user's parallel sizes by name; "auto" stands for what is left.
+        sequence_parallel: Whether positions are dealt to tensor ranks.
         schedule: Name of the order of actions.
         num_microbatches: A count or "auto".
         stages_per_rank: A count.
@@ -40,6 +42,17 @@ def check_options(
         if not is_auto and not _is_count(size):
             also = "'auto' or " if name == "data_parallel_size" else ""
             raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
+    tensor, context = sizes["tensor_parallel_size"], sizes["context_parallel_size"]
+    if sequence_parallel and tensor == 1:
+        raise ValueError(
+            "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1; set"
+            " tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but positions"
+        )
+    if tensor > 1 and context > 1:
+        raise LayoutError(
+            f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of them"
+            " to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
+        )
     if schedule not in SCHEDULE_NAMES:
         raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
     if num_microbatches != "auto" and not _is_count(num_microbatches):

@@ -15,6 +15,8 @@ def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: st
         f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
         f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
     )
+    if layout.context_parallel_size > 1:
+        head += f" x context {layout.context_parallel_size}"
     if assignment is None or assignment.num_stages == 1:
         return head
     graph, costs = assignment.graph, assignment.costs()

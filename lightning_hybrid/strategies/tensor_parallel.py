@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,14 @@ from lightning_hybrid.tensor.units import Calls, seen_calls, tensor_units
 class TensorPlanner:
     """Plans the units of one module while its first step is recorded."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        """Args: module: the user's, whole. mesh: the ranks."""
+    def __init__(self, module: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
+        """Args: module: the user's, whole. mesh: the ranks. sequence_parallel: deal positions between regions."""
         self._module, self._mesh = module, mesh
+        self._axis = "cp" if mesh.size("cp") > 1 else "tp"
+        self._size = mesh.size(self._axis)
+        self._deal: Literal["tensor", "context"] | None = "tensor" if sequence_parallel else None
+        if self._axis == "cp":
+            self._deal = "context"
         self._calls = Calls()
         self._units: dict[str, nn.Module] = {}
         self._read_by_step: dict[str, str] = {}
@@ -57,18 +62,36 @@ class TensorPlanner:
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
-                size = self._mesh.size("tp")
-                box[0] = plan_units(self._module, self._units, self._calls, self._read_by_step, size)
+                box[0] = plan_units(
+                    self._module, self._units, self._calls, self._read_by_step, self._size, deal=self._deal
+                )
             except Exception as error:
                 box[0] = f"{type(error).__name__}: {error}"
                 if self._mesh.layout.world_size == 1:
                     raise
         dist.broadcast_object_list(box, src=0)
         if isinstance(box[0], str):
-            raise RuntimeError(f"no plan for tensor_parallel_size={self._mesh.size('tp')} was found: {box[0]}")
+            raise RuntimeError(f"no plan for {self._option}={self._size} was found: {box[0]}")
         self._calls = Calls()
-        _check_cut(box[0], self._mesh.size("tp"))
-        return ModelShards(self._module, box[0], self._mesh.group("tp"))
+        if self._axis == "cp":
+            _check_dealt(box[0], self._size)
+        else:
+            _check_cut(box[0], self._size)
+        return ModelShards(self._module, box[0], self._mesh.group(self._axis))
+
+    @property
+    def _option(self) -> str:
+        return {"cp": "context_parallel_size", "tp": "tensor_parallel_size"}[self._axis]
+
+
+def _check_dealt(plans: Mapping[str, UnitPlan], size: int) -> None:
+    if any(plan.positions is not None for plan in plans.values()):
+        return
+    reasons = "; ".join(f"{fqn}: {plan.undealt}" for fqn, plan in plans.items() if plan.undealt)
+    raise LayoutError(
+        f"context_parallel_size={size} deals the positions of no layer to its ranks, so {size} ranks would do the same"
+        f" ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1"
+    )
 
 
 def _check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:

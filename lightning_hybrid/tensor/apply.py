@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,45 +24,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.later import whole_of
+from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, unflatten
 from lightning_hybrid.tensor.attention import sharded_attention
-from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
+from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
+from lightning_hybrid.tensor.placement import Shard, cut
 from lightning_hybrid.tensor.plan import LinearLike, UnitPlan
+from lightning_hybrid.tensor.positions import OwnPositions, dealt_of
 from lightning_hybrid.tensor.ranks import GroupRanks, Ranks, enter, gather, leave, sum_gradients
-from lightning_hybrid.tensor.watch import RegionWatch, mark
+from lightning_hybrid.tensor.watch import RegionWatch, mark, tensors_in
 
 Tensors = Mapping[str, Tensor]
-AroundDraw = Callable[[], AbstractContextManager[Any]]
 _Home = tuple[dict[str, Tensor | None], str]  # what holds a tensor, and its key there
-
-
-class OwnDraws:
-    """Random numbers of a rank's own in sharded regions, so that dropout differs there; the others stay equal.
-
-    The region's generator state is kept apart from the default one, which therefore advances alike on all ranks.
-    """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        """Args: rank: the tensor rank. device: where regions draw."""
-        self._rank, self._device = rank, device
-        self._state: Tensor | None = None
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """A context around one draw."""
-        generator = torch.default_generator
-        if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index or 0]
-        before = generator.get_state()
-        if self._state is None:
-            generator.manual_seed((generator.initial_seed() * 1_000_003 + self._rank + 1) % 2**63)
-        else:
-            generator.set_state(self._state)
-        try:
-            yield
-        finally:
-            self._state = generator.get_state()
-            generator.set_state(before)
 
 
 @contextlib.contextmanager
@@ -102,7 +77,9 @@ class ShardedUnit:
 
     Attributes:
         learning: A watch that makes rules instead of following them is used; set by trials.
+        hands_on: Results are handed to the next unit in parts, where positions are dealt.
         last_watch: The watch of the last forward, if there was one.
+        last_dealing: While learning, how the positions of the last forward were dealt.
     """
 
     def __init__(
@@ -121,8 +98,11 @@ class ShardedUnit:
                 f"the plan is for {plan.size} tensor ranks but the group has {self._ranks.size}; plan the unit again"
             )
         self.learning = False
+        self.hands_on = False
         self.last_watch: RegionWatch | None = None
+        self.last_dealing: Dealing | None = None
         self._watch: RegionWatch | None = None  # of the forward under way
+        self._dealing: Dealing | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
         self._modules = dict(unit.named_modules())
         self._forward = unit.forward
@@ -131,6 +111,9 @@ class ShardedUnit:
         device = next((p.device for p in unit.parameters()), torch.device("cpu"))
         self._around_draw = around_draw or OwnDraws(self._ranks.rank, device)
         self._replaced = {fqn: self._sharded_forward(fqn) for fqn in plan.roles}
+        if plan.positions is not None:
+            shown = [fqn for fqn in plan.positions.shown if fqn not in plan.roles]
+            self._replaced |= {fqn: partial(self._shown, fqn, self._modules[fqn].forward) for fqn in shown}
 
     def _find_homes(self) -> dict[str, list[_Home]]:
         """Where each parameter and buffer is held: in one module, or in several that share it."""
@@ -152,8 +135,18 @@ class ShardedUnit:
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded; arguments and results are those of the unit."""
         entered, self._entered = self._entered, {}
-        outer, self._watch = self._watch, None
+        outer, self._watch, self._dealing = (self._watch, self._dealing), None, None
         try:
+            if (positions := self._plan.positions) is not None:
+                dealing = Dealing.of_call(positions, self._ranks, args, kwargs, learning=self.learning)
+                if dealing is None and positions.by == "context":
+                    return self._forward(*args, **kwargs)
+                self._dealing = dealing
+                self.last_dealing = dealing if self.learning else None
+            if self._dealing is not None:
+                args, kwargs = self._dealing.begin(args, kwargs)
+            elif self.hands_on:  # another unit may have handed on parts
+                args, kwargs = map_leaves(whole_of, (args, kwargs))
             with contextlib.ExitStack() as undo:
                 names, cut_ids = self._put_tensors(undo)
                 self._put_attributes(undo)
@@ -168,13 +161,18 @@ class ShardedUnit:
                         cut_ids=cut_ids,
                         batch=_batch_size(args, kwargs),
                         around_draw=self._around_draw,
+                        positions=None if self._dealing is None else self._dealing.dealt.two_lengths,
                     )
                     undo.enter_context(self._watch)
+                if self._dealing is not None and self._unit.training:
+                    undo.enter_context(OwnPositionsDraw(self._dealing, self._around_draw))
                 own = self._replaced.get("", self._forward)
                 output = own(*args, **kwargs)
-            return self._gathered_output(output) if self._plan.outputs else output
+            output = self._gathered_output(output) if self._plan.outputs else output
+            return output if self._dealing is None else self._dealing.end(output, handed_on=self.hands_on)
         finally:
-            self._entered, self._watch = entered, outer
+            self._entered = entered
+            self._watch, self._dealing = outer
 
     def _gathered_output(self, output: Any) -> Any:
         """Results that each rank has for its own heads (attention weights, say), for all of them."""
@@ -187,6 +185,7 @@ class ShardedUnit:
     def _put_tensors(self, undo: contextlib.ExitStack) -> tuple[dict[int, str], frozenset[int]]:
         held = {} if self._tensors is None else self._tensors()
         plan = self._plan
+        dealt = None if self._dealing is None else plan.positions
         local = {}
         for fqn, ((home, name), *_) in self._homes.items():
             tensor = held.get(fqn, home[name])
@@ -194,22 +193,28 @@ class ShardedUnit:
                 local[fqn] = tensor
         if torch.is_grad_enabled():
             # Alike on all ranks, since requires_grad is: the sum is a collective.
-            summed = [n for n in (*plan.summed, *plan.shared_pieces) if n in local and local[n].requires_grad]
+            wanted = (*plan.summed, *plan.shared_pieces, *(() if dealt is None else dealt.summed))
+            summed = [n for n in wanted if n in local and local[n].requires_grad]
             if summed:
                 pieces = [plan.placements[fqn] for fqn in summed]
-                cuts = [piece if isinstance(piece, Shard) else None for piece in pieces]
+                placements = [piece if isinstance(piece, Shard) else None for piece in pieces]
                 for fqn, tensor in zip(
-                    summed, sum_gradients([local[n] for n in summed], cuts, self._ranks), strict=True
+                    summed, sum_gradients([local[n] for n in summed], placements, self._ranks), strict=True
                 ):
                     self._remember(tensor, tensor)
                     local[fqn] = tensor
+        parts = {} if dealt is None else dealt.parts
+        for fqn, placement in parts.items():
+            local[fqn] = cut(local[fqn], placement, self._ranks.rank, self._ranks.size)
+            self._remember(local[fqn], local[fqn])
         for fqn, tensor in local.items():
             for home, name in self._homes[fqn]:
                 if home[name] is not tensor:
                     undo.callback(home.__setitem__, name, home[name])
                     home[name] = tensor
         names = {id(tensor): fqn for fqn, tensor in local.items()}
-        return names, frozenset(id(local[fqn]) for fqn in local if isinstance(plan.placements[fqn], Shard))
+        cuts = [fqn for fqn in local if fqn in parts or isinstance(plan.placements[fqn], Shard)]
+        return names, frozenset(id(local[fqn]) for fqn in cuts)
 
     def _put_attributes(self, undo: contextlib.ExitStack) -> None:
         for fqn, values in self._plan.attributes.items():
@@ -243,6 +248,8 @@ class ShardedUnit:
 
     def _enter(self, tensor: Tensor) -> Tensor:
         """Enter once, however many linears read the value: one sum over ranks in the backward."""
+        if isinstance(tensor, OwnPositions):
+            return tensor.entered()
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         known = self._entered.get(id(tensor))
@@ -262,7 +269,7 @@ class ShardedUnit:
         module, role = self._modules[fqn], self._plan.roles[fqn]
         if role == "attention":
             assert isinstance(module, nn.MultiheadAttention)
-            return partial(self._unwatched, partial(self._attention, module))
+            return partial(self._unwatched, partial(self._attention, fqn, module))
         linear = self._plan.linears[fqn]
         run = _convolution(module) if linear.is_convolution else partial(_product, module, linear)
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
@@ -279,24 +286,79 @@ class ShardedUnit:
         finally:
             watch.paused = False
 
+    def _shown(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module whose code asks for the length of the sequence."""
+        if self._dealing is not None:
+            args, kwargs = self._unwatched(self._dealing.shown, fqn, args, kwargs)
+            self._dealing.is_own = False
+        return forward(*args, **kwargs)
+
+    def _as_dealt(self, fqn: str, x: Tensor) -> Tensor:
+        """The input of a linear, as what stands for all positions if it is dealt."""
+        if self._dealing is None:
+            return x
+        (x,), _ = self._dealing.shown(fqn, (x,), {})
+        return x
+
     def _column(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = run(self._enter(x), True, *args, **kwargs)
+        x = self._as_dealt(linear.fqn, x)
+        if self._dealing is not None:
+            self._dealing.is_own = False
+            if self._in_context:
+                return self._column_in_context(linear, run, x)
+        with _saved_in_parts(x):
+            out = run(self._enter(x), True, *args, **kwargs)
         placement = self._plan.placements[linear.parameter("weight")]
         assert isinstance(placement, Shard)
         return mark(out, (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None)
 
+    @property
+    def _in_context(self) -> bool:
+        return self._plan.positions is not None and self._plan.positions.by == "context"
+
+    def _column_in_context(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """The linear is whole; positions are exchanged for features behind it."""
+        assert self._dealing is not None and self._plan.positions is not None
+        features = self._plan.positions.features[linear.fqn]
+        if isinstance(x, OwnPositions):
+            out = self._dealing.to_heads(run(dealt_of(x, self._dealing.dealt), True), linear.fqn)
+        else:  # another sequence, whole on every rank
+            out = cut(run(self._enter(x), True), replace(features, dim=-1), self._ranks.rank, self._ranks.size)
+        return mark(out, (features, linear.feature_dim) if linear.fqn in self._plan.offsets else None)
+
+    def _leave(self, addend: Tensor) -> Tensor:
+        return leave(addend, self._ranks) if self._dealing is None else self._dealing.leave(addend)
+
     def _row(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = leave(run(x, False, *args, **kwargs), self._ranks)
+        if self._dealing is not None and self._in_context:
+            return run(self._dealing.to_positions(x, linear.fqn), True, *args, **kwargs)
+        out = self._leave(run(x, False, *args, **kwargs))
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
         # Added once, to the sum.
         return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
 
     def _gathered(self, linear: LinearLike, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = run(self._enter(x), True, *args, **kwargs)
-        return gather(out, out.dim() + linear.feature_dim, self._ranks)
+        was_dealt = not isinstance(x, OwnPositions)
+        x = self._as_dealt(linear.fqn, x)
+        with _saved_in_parts(x):
+            out = run(self._enter(x), True, *args, **kwargs)
+        out = gather(out, out.dim() + linear.feature_dim, self._ranks)
+        return dealt_of(out, x.dealt) if was_dealt and isinstance(x, OwnPositions) else out
 
-    def _attention(self, module: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return sharded_attention(module, self._ranks, self._enter, self._around_draw, *args, **kwargs)
+    def _attention(
+        self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._dealing is not None:
+            args, kwargs = self._dealing.shown(fqn, args, kwargs)
+        with contextlib.ExitStack() as saved:
+            for tensor in tensors_in((*args, *kwargs.values())):
+                saved.enter_context(_saved_in_parts(tensor))
+            return sharded_attention(module, self._ranks, self._enter, self._leave, self._around_draw, *args, **kwargs)
+
+
+def _saved_in_parts(x: Tensor) -> AbstractContextManager[Any]:
+    """Of a value whose positions are dealt, each rank saves its own for the backward."""
+    return x.regathered() if isinstance(x, OwnPositions) and torch.is_grad_enabled() else contextlib.nullcontext()
 
 
 _FAST_PATH = "activation_relu_or_gelu"

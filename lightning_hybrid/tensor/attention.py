@@ -41,6 +41,7 @@ def sharded_attention(
     module: nn.MultiheadAttention,
     ranks: Ranks,
     enter: Callable[[Tensor], Tensor],
+    sum_over_ranks: Callable[[Tensor], Tensor],
     around_draw: Callable[[], AbstractContextManager[Any]],
     query: Tensor,
     key: Tensor,
@@ -57,6 +58,7 @@ def sharded_attention(
         module: The attention.
         ranks: The tensor ranks.
         enter: Lets a replicated value enter.
+        sum_over_ranks: Of addends of the output, in the layout of the inputs.
         around_draw: A context around dropout.
         query: As `nn.MultiheadAttention` has it.
         key: See there.
@@ -74,18 +76,18 @@ def sharded_attention(
     key_padding_mask = None if key_padding_mask is None else enter(key_padding_mask)
     is_batched = query.dim() == 3
     batch_first = module.batch_first and is_batched
-    if not is_batched:
-        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    elif batch_first:
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-
     num_heads = module.num_heads // ranks.size
     weights, biases = _projections(module)
+    # Before any transposition, which would be copied and saved for each of them.
     q, k, v = (
         F.linear(tensor, weight, bias)
         for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
+    if not is_batched:
+        q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    elif batch_first:
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
     length, batch, width = q.shape
     if module.bias_k is not None and module.bias_v is not None:
         k = torch.cat([k, module.bias_k.repeat(1, batch, 1)])
@@ -104,14 +106,17 @@ def sharded_attention(
         with around_draw():
             attention = F.dropout(attention, module.dropout)
     mixed = (attention @ v).permute(2, 0, 1, 3).reshape(length, batch, width)
-    out = leave(F.linear(mixed, module.out_proj.weight), ranks)
+    out = F.linear(mixed, module.out_proj.weight)
+    if not is_batched:
+        out = out.squeeze(1)
+    elif batch_first:
+        out = out.transpose(0, 1)
+    out = sum_over_ranks(out)
     if module.out_proj.bias is not None:
         out = out + module.out_proj.bias.to(out.dtype)
 
     shown = _shown_weights(attention, ranks, average_attn_weights) if need_weights else None
-    if not is_batched:
-        return out.squeeze(1), None if shown is None else shown.squeeze(0)
-    return (out.transpose(0, 1) if batch_first else out), shown
+    return out, shown if shown is None or is_batched else shown.squeeze(0)
 
 
 def _projections(module: nn.MultiheadAttention) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from lightning_hybrid.tensor.examples import Example, make_example
 from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
 from lightning_hybrid.tensor.plan import Group, Role, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.prove import Proof
+from lightning_hybrid.tensor.sequence import deal_positions, in_context
 from lightning_hybrid.tensor.trial import Exact, TrialRanks, random_copy
 from lightning_hybrid.tensor.variants import Variant, variants
 
@@ -63,6 +64,7 @@ def plan_unit(
     size: int,
     *,
     whole: Mapping[str, str] | None = None,
+    deal: Literal["tensor", "context"] | None = None,
     seed: int = 0,
 ) -> UnitPlan:
     """Find how a unit can be sharded over tensor ranks, and prove it.
@@ -77,6 +79,8 @@ def plan_unit(
         example_kwargs: Its keyword arguments.
         size: Number of tensor ranks.
         whole: Parameters that must stay whole, each with the reason, by FQN inside the unit.
+        deal: Deal positions of the sequence to the ranks as well ("tensor": sequence parallelism), or them alone
+            ("context").
         seed: Of the random weights.
 
     Returns:
@@ -86,13 +90,20 @@ def plan_unit(
     if size < 1:
         raise ValueError(f"tensor_parallel_size={size}; it must be at least 1")
     with torch.random.fork_rng(devices=[]):
-        plan = _Search(unit, size, seed, whole or {}).run(example_args, example_kwargs or {})
+        plan = _Search(unit, size, seed, whole or {}, deal).run(example_args, example_kwargs or {})
     return replace(plan, seconds=time.perf_counter() - began)
 
 
 class _Search:
-    def __init__(self, unit: nn.Module, size: int, seed: int, kept: Mapping[str, str]) -> None:
-        self._user_unit, self._size, self._kept = unit, size, kept
+    def __init__(
+        self,
+        unit: nn.Module,
+        size: int,
+        seed: int,
+        kept: Mapping[str, str],
+        deal: Literal["tensor", "context"] | None,
+    ) -> None:
+        self._user_unit, self._size, self._kept, self._deal = unit, size, kept, deal
         self._generator = torch.Generator().manual_seed(seed)
         self._reasons: dict[str, str] = dict(kept)
 
@@ -117,8 +128,34 @@ class _Search:
         self._proof = Proof(self._unit, example, self._ranks, self._dtype)
         self._found = discover(self._unit, lambda: self._call(example))
         parts = [*self._attentions(), *self._pairs()]
+        if self._deal == "context":
+            return self._in_context(parts)
         parts += self._gathered({fqn for part in parts for fqn in part.roles()})
-        return self._prove(parts)
+        plan = self._prove(parts)
+        if self._deal is not None and plan.num_sharded:
+            plan = deal_positions(self._unit, plan, self._proof, self._deal)
+        return replace(plan, num_trials=self._ranks.num_trials)
+
+    def _in_context(self, parts: list[Part]) -> UnitPlan:
+        """Positions dealt throughout, and exchanged for features only where positions are mixed."""
+        best = self._dealt_in_context(parts)
+        for part in list(parts):
+            if best.positions is None or part.group.role == "attention":
+                continue
+            fewer = [other for other in parts if other is not part]
+            without = self._dealt_in_context(fewer)
+            if without.positions is not None:
+                best, parts = without, fewer
+        return replace(best, num_trials=self._ranks.num_trials)
+
+    def _dealt_in_context(self, parts: list[Part]) -> UnitPlan:
+        plan = in_context(self._plan(parts))
+        if not isinstance(plan, str):
+            plan = deal_positions(self._unit, plan, self._proof, "context")
+            if not plan.undealt:
+                return plan
+            plan = plan.undealt
+        return replace(self._whole("context ranks hold all parameters"), undealt=plan)
 
     def _call(self, example: Example) -> None:
         args, kwargs, _ = example.call()
@@ -255,9 +292,7 @@ class _Search:
             self._keep(list(part.placements), failure)
             plan = self._plan(parts)
             failure = self._proof.first_failure(plan)
-        if failure is not None:
-            return self._whole(failure)
-        return replace(plan, num_trials=self._ranks.num_trials)
+        return self._whole(failure) if failure is not None else plan
 
     def _plan(self, parts: list[Part], rules: dict[Site, Rule] | None = None) -> UnitPlan:
         placements: dict[str, Placement] = {fqn: Replicated() for fqn, _ in self._unit.named_parameters()}

@@ -67,6 +67,35 @@ class Group:
 
 
 @dataclass(frozen=True)
+class PositionsPlan:
+    """How the positions of a unit's sequence are dealt to the ranks while it runs; proved like the rest.
+
+    Attributes:
+        by: "tensor": dealt between regions, gathered on the way into one and dealt again behind it (sequence
+            parallelism, Korthikanti et al. 2022, section 4.2). "context": dealt throughout; in regions the ranks
+            exchange positions for features.
+        place: Which leaf of the arguments is the sequence.
+        dim: Its dim that holds the positions.
+        outputs: Places among the leaves of the unit's result that come out dealt.
+        shown: Modules whose code is shown the length of the whole sequence.
+        inputs: For each of them and each linear that is cut, the places among its arguments that come in dealt.
+        summed: Parameters that each rank uses on its own positions; their gradients are summed.
+        features: For "context", how the features of each linear of a region are arranged, by FQN.
+        parts: For "context", parameters of which each rank uses a part in regions, whole at rest.
+    """
+
+    by: Literal["tensor", "context"]
+    place: int
+    dim: int
+    outputs: tuple[int, ...] = ()
+    shown: tuple[str, ...] = ()
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    summed: tuple[str, ...] = ()
+    features: Mapping[str, Shard] = field(default_factory=dict)
+    parts: Mapping[str, Shard] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class UnitPlan:
     """How one unit runs sharded over tensor ranks, proved; made by `plan_unit`.
 
@@ -85,6 +114,8 @@ class UnitPlan:
         watched: Whether operations are watched while the unit runs, to rewrite sizes or to let side values enter.
         quiet: Places among the leaves of the example's arguments that may need a gradient without a watch.
         kept: Parameters that stay whole on every rank, each with the reason.
+        positions: How positions are dealt, if they are.
+        undealt: Why they are not, if that was asked for.
         num_trials: How often the unit was run sharded to find this.
         seconds: How long that took.
     """
@@ -103,6 +134,8 @@ class UnitPlan:
     watched: bool = False
     quiet: frozenset[int] = frozenset()
     kept: Mapping[str, str] = field(default_factory=dict)
+    positions: PositionsPlan | None = None
+    undealt: str = ""
     num_trials: int = 0
     seconds: float = 0.0
 
@@ -128,6 +161,11 @@ class UnitPlan:
     def lines(self) -> list[str]:
         """The plan in words, one line for each group and each reason to keep something whole."""
         lines = [str(group) for group in self.groups]
+        if self.positions is not None:
+            where = "between these" if self.positions.by == "tensor" else "and exchanged for heads in these"
+            lines.append(f"positions dealt to the ranks {where}" if lines else "positions dealt to the ranks")
+        elif self.undealt:
+            lines.append(f"all positions on every rank ({self.undealt})")
         reasons: dict[str, list[str]] = {}
         for fqn, reason in self.kept.items():
             reasons.setdefault(reason, []).append(fqn)

@@ -79,13 +79,13 @@ class Proof:
                     return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
                 self.cut_outputs |= self._cut_outputs(outcome, expected)
                 for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
-                    if (error := _error(found, wanted, tolerance)) is not None:
+                    if (error := difference_of(found, wanted, tolerance)) is not None:
                         return f"output {place} of rank {rank} in {setting}: {error}"
             # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
             for kind in ("grads",) if learning else ("grads", "buffers"):
                 for name, wanted in getattr(expected, kind).items():
                     for found in joined(outcomes, plan, name, kind):
-                        if (error := _error(found, wanted, tolerance)) is not None:
+                        if (error := difference_of(found, wanted, tolerance)) is not None:
                             return f"{kind[:-1]} of {name} in {setting}: {error}"
         except TrialFailed as failure:
             return str(failure)
@@ -108,7 +108,14 @@ class Proof:
         return None
 
 
-def _error(found: Any, wanted: Any, tolerance: float) -> str | None:
+def difference_of(found: Any, wanted: Any, tolerance: float) -> str | None:
+    """What differs between two values, in words, or None.
+
+    Args:
+        found: A value of a sharded run.
+        wanted: The same of the whole unit.
+        tolerance: Relative to the largest element.
+    """
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         return None if type(found) is type(wanted) else f"{type(found).__name__} instead of {type(wanted).__name__}"
     if found.shape != wanted.shape:

@@ -37,6 +37,9 @@ class Ranks(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have one shape."""
 
+    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """Give each rank one of the parts; returns what each rank gave to this one, in these shapes."""
+
 
 class GroupRanks:
     """The ranks of a process group."""
@@ -55,6 +58,16 @@ class GroupRanks:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather([_real(part) for part in gathered], _real(tensor.contiguous()), group=self.group)
         return gathered
+
+    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """See `Ranks`."""
+        sent = [_real(part.contiguous()).reshape(-1) for part in parts]
+        received = [_real(torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)) for shape in shapes]
+        counts = [part.numel() for part in received]
+        flat = sent[0].new_empty(sum(counts))
+        dist.all_to_all_single(flat, torch.cat(sent), counts, [part.numel() for part in sent], group=self.group)
+        found = [part.view(like.shape) for part, like in zip(flat.split(counts), received, strict=True)]
+        return [torch.view_as_complex(part) for part in found] if parts[0].is_complex() else found
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.plan import UnitPlan
-from lightning_hybrid.tensor.units import Calls
+from lightning_hybrid.tensor.units import Calls, compiled_modules
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -25,6 +26,7 @@ def plan_units(
     read_by_step: Mapping[str, str],
     size: int,
     find: Callable[..., UnitPlan] = plan_unit,
+    deal: Literal["tensor", "context"] | None = None,
 ) -> dict[str, UnitPlan]:
     """A proved plan for each unit.
 
@@ -35,8 +37,9 @@ def plan_units(
         read_by_step: Parameters that the step reads outside of units, each with the line of code, by FQN in the root.
         size: Number of tensor ranks.
         find: Plans one unit.
+        deal: As for ``plan_unit``.
     """
-    shared, compiled = _shared(root, units), _compiled(root)
+    shared, compiled = _shared(root, units), compiled_modules(root)
     plans: dict[str, UnitPlan] = {}
     known: dict[Hashable, UnitPlan] = {}
     for fqn, unit in units.items():
@@ -60,7 +63,8 @@ def plan_units(
         if key in known:
             plans[fqn] = replace(known[key], num_trials=0, seconds=0.0)
         else:
-            plans[fqn] = known[key] = _without_cut_buffers(unit, _found(find, unit, args, kwargs, size, whole))
+            found = _found(partial(find, deal=deal), unit, args, kwargs, size, whole)
+            plans[fqn] = known[key] = _without_cut_buffers(unit, found)
     return plans
 
 
@@ -73,12 +77,6 @@ def _found(
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         return UnitPlan.whole(unit, size, f"it cannot be tried: {type(error).__name__}: {text[0][:200]}")
-
-
-def _compiled(root: nn.Module) -> set[int]:
-    """Ids of modules that run as part of a compiled one."""
-    tops = [m for m in root.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None]
-    return {id(module) for top in tops for module in top.modules()}
 
 
 def _shared(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.randomness import replaced_forwards
-from lightning_hybrid.tensor.apply import AroundDraw, ShardedUnit
+from lightning_hybrid.tensor.apply import ShardedUnit
+from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.placement import Placement, Replicated, Shard, cut, join
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.units import compiled_modules
 
 
 class ModelShards:
@@ -63,12 +65,15 @@ class ModelShards:
         for name, parameter in self._root.named_parameters():
             if name in self.placements and not is_absent(parameter):
                 self._cut(parameter, self.placements[name])
+        ranks = GroupRanks(self._group)  # one, so that units know that they are dealt to the same
+        hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
-            if plan.num_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
-                self._runners[fqn] = ShardedUnit(
-                    unit, plan, self._group, tensors=_Buffers(unit, plan, self._group), around_draw=around_draw
-                )
+            is_sharded = plan.num_sharded or plan.positions is not None
+            if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
+                buffers = _Buffers(unit, plan, self._group)
+                self._runners[fqn] = ShardedUnit(unit, plan, ranks, tensors=buffers, around_draw=around_draw)
+                self._runners[fqn].hands_on = hands_on
 
     def _cut(self, parameter: Tensor, placement: Shard) -> None:
         shape = parameter.shape

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
+from lightning_hybrid.tensor.dealing import Dealing
 from lightning_hybrid.tensor.examples import Example
 from lightning_hybrid.tensor.placement import Shard, cut, join
 from lightning_hybrid.tensor.plan import UnitPlan
@@ -202,6 +203,17 @@ class ThreadRanks:
             raise TrialFailed(f"ranks exchange tensors of shapes {[tuple(other.shape) for other in gathered]}")
         return gathered
 
+    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """See `ranks.Ranks`."""
+        meeting = self._meeting
+        meeting.slots[self.rank] = [part.detach() for part in parts]
+        meeting.barrier.wait()
+        received = [given[self.rank] for given in meeting.slots]
+        meeting.barrier.wait()
+        if [part.shape for part in received] != list(shapes):
+            raise TrialFailed(f"a rank expects shapes {shapes} and is given {[part.shape for part in received]}")
+        return received
+
 
 class TrialRanks:
     """Copies of a unit for each rank, used for many trials of plans."""
@@ -213,6 +225,7 @@ class TrialRanks:
         self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size)]
         self.num_trials = 0
         self.watches: list[RegionWatch | None] = []
+        self.dealings: list[Dealing | None] = []
 
     def run(self, plan: UnitPlan, example: Example, setting: Setting, *, learning: bool = False) -> list[Outcome]:
         """Run the unit on all ranks.
@@ -231,6 +244,7 @@ class TrialRanks:
         outcomes: list[Outcome | None] = [None] * self.size
         errors: list[BaseException] = []
         self.watches = [None] * self.size
+        self.dealings = [None] * self.size
 
         def one(rank: int) -> None:
             try:
@@ -265,7 +279,7 @@ class TrialRanks:
             try:
                 outcome = _run(unit, example, setting, parameters)
             finally:
-                self.watches[rank] = runner.last_watch
+                self.watches[rank], self.dealings[rank] = runner.last_watch, runner.last_dealing
         outcome.buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
         return outcome
 

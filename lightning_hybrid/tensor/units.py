@@ -58,6 +58,12 @@ def _num_weights(module: nn.Module) -> int:
     return sum(parameter.dim() > 1 for parameter in module.parameters())
 
 
+def compiled_modules(root: nn.Module) -> set[int]:
+    """Ids of modules that run as part of a compiled one."""
+    tops = [m for m in root.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None]
+    return {id(module) for top in tops for module in top.modules()}
+
+
 @dataclass
 class Calls:
     """What a recording shows of the tensor units.

@@ -88,6 +88,7 @@ class RegionWatch(TorchFunctionMode):
         cut_ids: frozenset[int],
         batch: int,
         around_draw: Callable[[], AbstractContextManager[Any]],
+        positions: tuple[int, int] | None = None,
     ) -> None:
         """Make a watch for one forward.
 
@@ -101,12 +102,13 @@ class RegionWatch(TorchFunctionMode):
             cut_ids: Ids of those that are cut.
             batch: The first size of the unit's first input.
             around_draw: A context around each draw for a cut value.
+            positions: Of the whole sequence and of this rank, where positions are dealt.
         """
         super().__init__()
         self._rank, self._size, self._learning = rank, size, learning
         self.rules = rules
         self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
-        self._batch = batch
+        self._batch, self._positions = batch, positions
         self.inside: set[str] = set()
         self.outside: set[str] = set()
         self.sliced: dict[str, int] = {}
@@ -222,7 +224,8 @@ class RegionWatch(TorchFunctionMode):
         if name in _VIEWS and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
             if all(type(size) is int for size in sizes):
-                return (tensor, self._view(name, tuple(tensor.shape), tuple(sizes))), kwargs
+                sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
+                return (tensor, self._view(name, tuple(tensor.shape), sizes)), kwargs
         if name == "unflatten" and len(args) == 3 and all(type(size) is int for size in args[2]):
             return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
         if name == "expand" and len(args) > 1:
@@ -235,6 +238,21 @@ class RegionWatch(TorchFunctionMode):
         if name in _CONVOLUTIONS:
             return self._grouped(name, args, kwargs)
         return self._with_local_offsets(name, args, kwargs)
+
+    def _all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Sizes with the length of the whole sequence where the code asked a rank's own positions for theirs."""
+        if self._positions is None:
+            return sizes
+        length, local = self._positions
+        key = self._site(name, "positions", str(len(sizes)))
+        if self._learning:
+            place = next((k for k, (a, b) in enumerate(zip(old, sizes, strict=False)) if (a, b) == (length, local)), -1)
+            self._note(key, None if place < 0 else ("positions", place))
+        rule = self.rules.get(key)
+        if rule is None:
+            return sizes
+        place = int(str(rule[1]))
+        return (*sizes[:place], length, *sizes[place + 1 :])
 
     def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         key = self._site(name, "view", str(len(sizes)))

@@ -94,7 +94,8 @@ class Run:
 
     Attributes:
         case: Name of the module.
-        pp, dp, tp: Sizes.
+        pp, dp, tp, cp: Sizes.
+        sequence: Whether tensor ranks are dealt positions between regions.
         batch_size: Of one replica.
         num_batches: That each replica sees.
         microbatches: Of each replica's batch.
@@ -109,6 +110,8 @@ class Run:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    sequence: bool = False
     batch_size: int = 4
     num_batches: int = 3
     microbatches: int = 2
@@ -124,7 +127,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.cp
 
     @property
     def num_samples(self) -> int:
@@ -134,7 +137,12 @@ class Run:
 
 def fit(run: Run) -> Fitted:
     """On a rank: fit under the strategy."""
-    sizes = {"pipeline_parallel_size": run.pp, "tensor_parallel_size": run.tp}
+    sizes = {
+        "pipeline_parallel_size": run.pp,
+        "tensor_parallel_size": run.tp,
+        "context_parallel_size": run.cp,
+        "sequence_parallel": run.sequence,
+    }
     strategy = Hybrid3DStrategy(**sizes, num_microbatches=run.microbatches, **run.strategy)
     return _fit(run, run.world_size, strategy, batch_size=run.batch_size)
 
@@ -196,7 +204,7 @@ def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
 def assert_parity(ranks: list[Fitted], expected: Fitted, run: Run, *, tolerance: float = 1e-10) -> None:
     """Losses, every gradient and every value of the state equal the reference's; every rank ends with all of it."""
     # The ranks of each replica: pipeline is outermost, tensor innermost.
-    pairs = [[rank for i, rank in enumerate(ranks) if i // run.tp % run.dp == d] for d in range(run.dp)]
+    pairs = [[rank for i, rank in enumerate(ranks) if i // (run.tp * run.cp) % run.dp == d] for d in range(run.dp)]
     assert len(expected.losses) > 0 and len(expected.grads) > 0
     for replica in pairs:
         for rank in replica:
@@ -232,7 +240,7 @@ def assert_cut(ranks: list[Fitted], run: Run) -> None:
         if num_stages == 1:
             continue
         assert len(rank.units) == num_stages and all(rank.units), rank.units
-        pipeline_rank = index // (run.dp * run.tp)
+        pipeline_rank = index // (run.dp * run.tp * run.cp)
         mine = {n for n, stages in rank.stages.items() if any(s % run.pp == pipeline_rank for s in stages)}
         assert mine
         for grads in rank.grads:

@@ -1,0 +1,174 @@
+"""Finds how the positions of a unit's sequence can be dealt to the ranks, and proves it.
+
+What is tried, beside which argument is the sequence and which of its dims holds the positions: whose code must be shown
+the length of the whole sequence, because it writes it into a view (an attention module), and whose need not be. Which
+values are dealt, and which parameters therefore have the gradients of some positions only, is read off a trial.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.tensor.placement import Replicated, Shard
+from lightning_hybrid.tensor.plan import Group, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.prove import LOOSE_TOLERANCE, TOLERANCE, Proof, difference_of
+from lightning_hybrid.tensor.trial import TrialFailed
+
+# More combinations of whose code is shown the whole length are not tried.
+_MOST_TRIALS = 16
+
+
+def deal_positions(unit: nn.Module, plan: UnitPlan, proof: Proof, by: Literal["tensor", "context"]) -> UnitPlan:
+    """The plan with positions dealt, proved; or as it was, with the reason why they are not.
+
+    Args:
+        unit: A copy of the unit with random weights.
+        plan: Its proved plan; for "context", one for as many tensor ranks.
+        proof: Of the unit.
+        by: Whether parameters are cut ("tensor") or whole ("context").
+    """
+    found = _sequence(proof)
+    if found is None:
+        return replace(plan, undealt="no argument of the unit has the shape of its result")
+    reason = ""
+    for shown in itertools.islice(_shown(unit, plan), _MOST_TRIALS):
+        dealt = _dealt(plan, PositionsPlan(by=by, place=found[0], dim=found[1], shown=shown), proof)
+        if isinstance(dealt, UnitPlan):
+            return dealt
+        reason = reason or dealt
+    return replace(plan, undealt=reason)
+
+
+def in_context(plan: UnitPlan) -> UnitPlan | str:
+    """A plan whose parameters are whole, and whose regions get their features by exchange; or why there is none.
+
+    Args:
+        plan: A plan that cuts parameters, for as many ranks. The positions are still to be dealt.
+    """
+    features: dict[str, Shard] = {}
+    cut_linears: set[str] = set()
+    roles = {fqn: role for fqn, role in plan.roles.items() if role != "gathered"}
+    for fqn, role in roles.items():
+        if role == "attention":
+            continue
+        linear = plan.linears[fqn]
+        placement = plan.placements[linear.parameter("weight")]
+        assert isinstance(placement, Shard)
+        if linear.feature_dim != -1:
+            return f"the features of {fqn} are not in the last dim"
+        if role == "row" and placement.is_repeated(plan.size):
+            return f"ranks share features of {fqn}"
+        features[fqn] = Shard(-1, placement.pieces)
+        cut_linears |= {linear.parameter("weight"), linear.parameter("bias")}
+    gathered = {plan.linears[fqn].parameter(n) for fqn in plan.roles.keys() - roles.keys() for n in ("weight", "bias")}
+    parts = {
+        fqn: placement
+        for fqn, placement in plan.placements.items()
+        if isinstance(placement, Shard) and fqn not in cut_linears | gathered
+    }
+    return replace(
+        plan,
+        groups=tuple(group for group in plan.groups if group.role != "gathered"),
+        roles=roles,
+        placements=dict.fromkeys(plan.placements, Replicated()),
+        shared_pieces=(),
+        summed=(),
+        kept=dict.fromkeys(plan.kept, "context ranks hold all parameters"),
+        positions=PositionsPlan(by="context", place=0, dim=1, features=features, parts=parts),
+    )
+
+
+def _sequence(proof: Proof) -> tuple[int, int] | None:
+    """Which argument is the sequence, and which of its dims holds the positions; None if there is none."""
+    results = {tuple(out.shape) for out in proof.whole(proof.first).outputs if isinstance(out, Tensor)}
+    for place, leaf in enumerate(proof.example.leaves):
+        # The first such argument is what flows through; others are beside it.
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and tuple(leaf.shape) in results:
+            if leaf.dim() != 3:
+                return (place, 0) if leaf.dim() == 2 else None
+            return place, 0 if _mixes(proof, place, 0) and not _mixes(proof, place, 1) else 1
+    return None
+
+
+def _mixes(proof: Proof, place: int, dim: int) -> bool:
+    """Whether the unit mixes values along a dim: samples of a batch are not mixed, positions mostly are."""
+    whole = UnitPlan.whole(proof.unit, proof.ranks.size, "")
+    alone = PositionsPlan(by="context", place=place, dim=dim)
+    return isinstance(_dealt(whole, alone, proof), str)
+
+
+def _shown(unit: nn.Module, plan: UnitPlan) -> Iterator[tuple[str, ...]]:
+    """Modules to be shown the length of the whole sequence; for each group one around its columns, or none."""
+    choices = [_around(group, unit) for group in plan.groups]
+    for chosen in itertools.product(*choices):
+        yield tuple(dict.fromkeys(fqn for fqn in chosen if fqn))
+
+
+def _around(group: Group, unit: nn.Module) -> list[str]:
+    if group.role == "attention":
+        return [""]
+    paths = [fqn.split(".")[:-1] for fqn in group.columns]
+    common = [names[0] for names in itertools.takewhile(lambda n: len(set(n)) == 1, zip(*paths, strict=False))]
+    found = [".".join(common[:length]) for length in range(len(common), 0, -1)]
+    callable_ones = [fqn for fqn in found if not isinstance(unit.get_submodule(fqn), nn.Sequential | nn.ModuleList)]
+    return [*callable_ones, ""]
+
+
+def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof) -> UnitPlan | str:
+    """The plan with these positions, completed by what a trial shows; or what is wrong with it."""
+    if plan.positions is not None:
+        positions = replace(positions, features=plan.positions.features, parts=plan.positions.parts)
+    rules = dict(plan.rules)
+    candidate = replace(plan, positions=positions, rules=rules)
+    inputs: dict[str, tuple[int, ...]] = {}
+    outputs: tuple[int, ...] = ()
+    summed: tuple[str, ...] = ()
+    # Code that runs in eval mode alone is shown positions too.
+    for setting in (proof.first, proof.settings[-2]):
+        try:
+            outcomes = proof.ranks.run(candidate, proof.example, setting, learning=True)
+        except TrialFailed as failure:
+            return str(failure)
+        dealing = proof.ranks.dealings[0]
+        if dealing is None:
+            return "nothing was dealt"
+        for fqn, places in dealing.inputs.items():
+            inputs[fqn] = tuple(sorted({*inputs.get(fqn, ()), *places}))
+        outputs = dealing.outputs
+        if setting == proof.first:
+            partial = _summed(plan, [outcome.grads for outcome in outcomes], proof)
+            if isinstance(partial, str):
+                return partial
+            summed = partial
+    if not outputs:
+        return "no result of the unit has positions"
+    changed = {site: rule for site, rule in rules.items() if rule and site not in plan.rules}
+    proved = replace(
+        candidate,
+        positions=replace(positions, inputs=inputs, outputs=outputs, summed=summed),
+        watched=plan.watched or bool(changed),
+    )
+    return proof.first_failure(proved) or proved
+
+
+def _summed(plan: UnitPlan, grads: list[dict[str, Tensor]], proof: Proof) -> tuple[str, ...] | str:
+    """The whole parameters of which each rank has the gradient of its own positions."""
+    tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
+    found = []
+    for name, wanted in proof.whole(proof.first).grads.items():
+        if not isinstance(plan.placements.get(name), Replicated) or name in plan.summed:
+            continue
+        each = [grad[name] for grad in grads]
+        if all(difference_of(grad, wanted, tolerance) is None for grad in each):
+            continue
+        total = torch.stack(each).sum(0)
+        if (error := difference_of(total, wanted, tolerance)) is not None:
+            return f"gradient of {name}, summed over ranks: {error}"
+        found.append(name)
+    return tuple(found)

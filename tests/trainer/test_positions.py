@@ -1,0 +1,205 @@
+"""Positions dealt to ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer.fitting import Run, assert_parity, fit, fit_reference
+from worlds_plugin import RankError
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.tensor.apply import ShardedUnit
+from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.positions import Dealt
+from lightning_hybrid.tensor.ranks import GroupRanks
+
+
+def check(worlds, run, *, tolerance=1e-10):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, fit, run, timeout=120)
+    assert_parity(ranks, expected, run, tolerance=tolerance)
+    return ranks
+
+
+def name_of(run):
+    return f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}-m{run.microbatches}"
+
+
+SEQUENCE = [
+    Run("GPT2", tp=2, microbatches=1, sequence=True),
+    Run("Llama", pp=2, tp=2, sequence=True),
+    Run("T5", tp=2, sequence=True),
+    Run("Bert", tp=2, sequence=True),
+    Run("ViT", dp=2, tp=2, sequence=True),
+    Run("Encoder", pp=2, tp=2, sequence=True),
+]
+CONTEXT = [
+    Run("GPT2", cp=2, microbatches=1),
+    Run("Llama", pp=2, cp=2),
+    Run("T5", cp=2),
+    Run("Bert", cp=2),
+    Run("ViT", dp=2, cp=2),
+    Run("Encoder", pp=2, cp=2),
+]
+
+
+@pytest.mark.parametrize("run", [*SEQUENCE, *CONTEXT], ids=name_of)
+def test_parity(worlds, run):
+    ranks = check(worlds, run)
+    layers = {fqn: plan for fqn, plan in ranks[0].plans.items() if fqn.rpartition(".")[2].isdecimal()}
+    assert layers
+    for plan in layers.values():
+        assert plan.positions is not None, plan.lines()
+
+
+def count_exchanges(run):
+    """How often positions are gathered, scattered and exchanged in one step, and gradients of parameters summed."""
+    seen, steps = Counter(), []
+
+    class Counts(Callback):
+        noted = steps
+
+        def on_train_batch_start(self, trainer, *_):
+            seen.clear()
+
+        def on_train_batch_end(self, trainer, *_):
+            steps.append(dict(seen))
+
+    def counted(name, original):
+        def method(self, *args):
+            seen[name] += 1
+            return original(self, *args)
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in ((Dealt, "gathered"), (GroupRanks, "exchange"), (GroupRanks, "all_reduce")):
+            patch.setattr(kind, name, counted(name, getattr(kind, name)))
+        return fit(replace(run, callback=Counts)).extra
+
+
+def test_a_sum_becomes_a_gathering_and_a_scattering(worlds):
+    """Four blocks with an attention and an MLP; blocks hand their positions on."""
+    regions = 4 * 2
+    for steps in worlds.run(2, count_exchanges, Run("GPT2", tp=2, microbatches=1, sequence=True)):
+        # Gathered on the way in and behind the last block; backward: what was scattered, what was saved in parts, and
+        # the gradient of the first block's input. The sums are of whole parameters, one for each block.
+        forward, backward = regions + 1, 2 * regions + 1
+        assert steps == [{"gathered": forward + backward, "exchange": 2 * regions, "all_reduce": 4}] * 3
+
+
+def test_context_ranks_exchange_positions_for_heads(worlds):
+    """Four attentions: there (queries, keys and values in one) and back, and the same backward."""
+    for steps in worlds.run(2, count_exchanges, Run("GPT2", cp=2, microbatches=1)):
+        assert steps == [{"exchange": 4 * 2 * 2, "gathered": 2, "all_reduce": 4}] * 3
+
+
+class Living(TorchDispatchMode):
+    """The storages that were made inside and still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def count(self, nbytes):
+        return sum(size == nbytes for reference, size in self.made.values() if not reference.expired())
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.attn = torch.nn.MultiheadAttention(width, 2, batch_first=True, dropout=0.1)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(width, 3 * width), torch.nn.ReLU(), torch.nn.Linear(3 * width, width)
+        )
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        x = x + self.dropout(self.attn(h, h, h, need_weights=False)[0])
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def saved_values(_):
+    """How many values of all positions a forward leaves: with tensor ranks alone, with positions dealt, in context."""
+    torch.manual_seed(0)
+    unit, x = Block(), torch.randn(2, 31, 16, requires_grad=True)
+    found = []
+    for deal in (None, "tensor", "context"):
+        plan = plan_unit(unit, (x,), {}, 2, deal=deal)
+        runner = ShardedUnit(unit, plan, torch.distributed.group.WORLD, tensors=lambda plan=plan: local(unit, plan))
+        with Living() as living:
+            out = runner.run_sharded(x)
+        found.append(living.count(x.untyped_storage().nbytes()))
+        out.sum().backward()
+    return found
+
+
+def local(unit, plan):
+    from lightning_hybrid.tensor.placement import cut
+
+    rank = torch.distributed.get_rank()
+    parameters = unit.named_parameters()
+    return {n: cut(p.detach(), plan.placements[n], rank, 2).requires_grad_() for n, p in parameters}
+
+
+def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
+    """But the unit's own input and result; otherwise norms, dropouts and residuals leave more."""
+    for tensor, sequence, context in worlds.run(2, saved_values, None):
+        assert sequence == context == 2 and tensor >= 6
+
+
+def odd_lengths(_):
+    """A unit planned at one length runs at others, also with fewer positions than ranks."""
+    torch.manual_seed(0)
+    unit = Block().double().eval()
+    for deal in ("tensor", "context"):
+        plan = plan_unit(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), {}, 2, deal=deal)
+        runner = ShardedUnit(unit, plan, torch.distributed.group.WORLD, tensors=lambda plan=plan: local(unit, plan))
+        for length in (9, 2, 1):
+            x = torch.randn(3, length, 16, dtype=torch.float64, requires_grad=True)
+            expected = unit(x)
+            [wanted] = torch.autograd.grad(expected.sin().sum(), x)
+            out = runner.run_sharded(x)
+            [found] = torch.autograd.grad(out.sin().sum(), x)
+            torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_sequences_of_any_length(worlds):
+    worlds.run(2, odd_lengths, None)
+
+
+def test_dropout_of_own_positions_differs_and_repeats_itself(worlds):
+    run = Run("GPT2Dropout", tp=2, sequence=True)
+    first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
+    [without] = worlds.run(1, fit_reference, Run("GPT2"))
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, first[0].losses, strict=True))
+    assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
+
+
+def test_what_cannot_be_asked_for():
+    with pytest.raises(ValueError, match=r"sequence_parallel=True deals positions .* tensor_parallel_size=1"):
+        Hybrid3DStrategy(sequence_parallel=True)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 and context_parallel_size=2 do not go together"):
+        Hybrid3DStrategy(tensor_parallel_size=2, context_parallel_size=2)
+
+
+def test_a_module_without_a_sequence_is_refused(worlds):
+    with pytest.raises(RankError, match="context_parallel_size=2 deals the positions of no layer"):
+        worlds.run(2, fit, Run("BatchNorms", cp=2, microbatches=1))
