@@ -1,10 +1,12 @@
-"""Train a byte-level GPT on the source code of Python's standard library, over pipeline stages and replicas.
+"""Train a byte-level GPT on the source code of Python's standard library, over replicas, stages and tensor ranks.
 
 The model, its data and its `training_step` know nothing of parallelism; `main` names the layout, and nothing else does.
 
-    python examples/gpt.py                            2 stages on 2 processes
-    python examples/gpt.py --pipeline 2 --data 2      2 stages x 2 replicas on 4 processes
-    python examples/gpt.py --pipeline 1               one process
+    python examples/gpt.py                                        2 replicas x 2 stages x 2 tensor ranks: 8 processes
+    python examples/gpt.py --tensor 1 --data 1                    2 stages: 2 processes
+    python examples/gpt.py --tensor 2 --sequence-parallel         positions dealt between what tensor ranks share
+    python examples/gpt.py --tensor 1 --context 2                 positions dealt throughout
+    python examples/gpt.py --pipeline 1 --tensor 1 --data 1       one process
     python examples/gpt.py --layers 8 --width 256 --steps 1000
 """
 
@@ -221,13 +223,16 @@ class Curve(Callback):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline stages")
-    parser.add_argument("--data", type=int, default=1, help="replicas that see different batches")
-    parser.add_argument("--microbatches", type=int, default=8, help="parts of each replica's batch")
+    parser.add_argument("--data", type=int, default=2, help="replicas that see different batches")
+    parser.add_argument("--tensor", type=int, default=2, help="ranks that share each layer")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share the positions of each window")
+    parser.add_argument("--sequence-parallel", action="store_true", help="tensor ranks share positions too")
+    parser.add_argument("--microbatches", type=int, default=4, help="parts of each replica's batch")
     parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b or interleaved_1f1b")
     parser.add_argument("--accelerator", default="cpu", help="as in Lightning's Trainer")
     parser.add_argument("--precision", default="32-true", help="as in Lightning's Trainer")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16, help="windows per replica and step")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=8, help="windows per replica and step")
     parser.add_argument("--length", type=int, default=128, help="bytes per window")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
@@ -239,15 +244,19 @@ def main() -> None:
     args = parse()
     begin = time.perf_counter()
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 under torch 2.13
     seed_everything(1, verbose=False)
     curve = Curve()
     every = max(1, args.steps // 8)
     trainer = Trainer(
         accelerator=args.accelerator,
-        devices=args.pipeline * args.data,
+        devices=args.pipeline * args.data * args.tensor * args.context,
         strategy=Hybrid3DStrategy(
             pipeline_parallel_size=args.pipeline,
             data_parallel_size=args.data,
+            tensor_parallel_size=args.tensor,
+            context_parallel_size=args.context,
+            sequence_parallel=args.sequence_parallel,
             num_microbatches=args.microbatches,
             schedule=args.schedule,
         ),
@@ -267,7 +276,8 @@ def main() -> None:
 
     if trainer.is_global_zero:  # the module is whole again, on every rank
         args.out.mkdir(parents=True, exist_ok=True)
-        layout = f"pipeline {args.pipeline} x data {args.data}"
+        layout = f"pipeline {args.pipeline} x data {args.data} x tensor {args.tensor}"
+        layout += f" x context {args.context}" if args.context > 1 else ""
         curve.draw(args.out / "loss.png", f"GPT on Python's standard library, {layout}")
         seconds, tokens = curve.step_seconds(), args.batch * args.length * args.data
         first, last = curve.losses[0] / math.log(2), statistics.mean(curve.losses[-20:]) / math.log(2)
