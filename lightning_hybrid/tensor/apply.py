@@ -246,7 +246,7 @@ class ShardedUnit:
 
     # --- entering a region --------------------------------------------------------------------------------------------
 
-    def _enter(self, tensor: Tensor) -> Tensor:
+    def _enter(self, tensor: Tensor, *, fresh: bool = False) -> Tensor:
         """Enter once, however many linears read the value: one sum over ranks in the backward."""
         if isinstance(tensor, OwnPositions):
             return tensor.entered()
@@ -255,7 +255,7 @@ class ShardedUnit:
         known = self._entered.get(id(tensor))
         if known is not None and known[0] is tensor and known[1] == tensor._version:
             return known[2]
-        inside = enter(tensor, self._ranks)
+        inside = enter(tensor, self._ranks, fresh=fresh and self._watch is None)
         self._remember(tensor, inside)
         self._remember(inside, inside)
         return inside
@@ -307,7 +307,7 @@ class ShardedUnit:
             if self._in_context:
                 return self._column_in_context(linear, run, x)
         with _saved_in_parts(x):
-            out = run(self._enter(x), True, *args, **kwargs)
+            out = run(self._enter(x, fresh=True), True, *args, **kwargs)
         placement = self._plan.placements[linear.parameter("weight")]
         assert isinstance(placement, Shard)
         return mark(out, (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None)
@@ -341,7 +341,7 @@ class ShardedUnit:
         was_dealt = not isinstance(x, OwnPositions)
         x = self._as_dealt(linear.fqn, x)
         with _saved_in_parts(x):
-            out = run(self._enter(x), True, *args, **kwargs)
+            out = run(self._enter(x, fresh=True), True, *args, **kwargs)
         out = gather(out, out.dim() + linear.feature_dim, self._ranks)
         return dealt_of(out, x.dealt) if was_dealt and isinstance(x, OwnPositions) else out
 

@@ -77,14 +77,16 @@ def _real(tensor: Tensor) -> Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, fresh: bool) -> Tensor:
+        ctx.ranks, ctx.fresh = ranks, fresh
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A copy: the gradient that autograd hands over may be somebody else's too.
-        return _Leave.apply(grad.clone(memory_format=torch.contiguous_format), ctx.ranks), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.fresh or torch.is_grad_enabled():
+            # The gradient that autograd hands over may be somebody else's too.
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        return _Leave.apply(grad.contiguous(), ctx.ranks), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -97,7 +99,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(grad, ctx.ranks), None
+        return _Enter.apply(grad, ctx.ranks, False), None
 
 
 class _Gather(torch.autograd.Function):
@@ -150,9 +152,16 @@ class _SumGradients(torch.autograd.Function):
         )
 
 
-def enter(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A replicated value on its way into a region."""
-    return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks)
+def enter(tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
+    """A replicated value on its way into a region.
+
+    Args:
+        tensor: The value.
+        ranks: The tensor ranks.
+        fresh: All that reads it makes a new tensor for its gradient, as products with weights do: it can be summed
+            where it lies.
+    """
+    return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, fresh)
 
 
 def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
