@@ -54,7 +54,7 @@ def gather_module_state(
 
 
 def load_module_state(
-    root: nn.Module, state: Mapping[str, Any], shards: ModelShards | None = None, *, strict: bool
+    root: nn.Module, state: Mapping[str, Any], shards: ModelShards | None = None, *, strict: bool, prefix: str = ""
 ) -> None:
     """Load a full state dict into what this rank holds of a module.
 
@@ -63,6 +63,7 @@ def load_module_state(
         state: The full state dict.
         shards: What the tensor ranks hold of the module.
         strict: Whether names must be the same.
+        prefix: Of the names of the module of which the tensor ranks hold parts, where ``root`` holds it.
 
     Raises:
         RuntimeError: Names or shapes do not fit, as ``nn.Module.load_state_dict`` says it.
@@ -78,14 +79,15 @@ def load_module_state(
         for key, value in own.items():
             if key not in state or not isinstance(value, Tensor):
                 continue
-            shape = tuple(value.shape) if shards is None else tuple(shards.whole_shape(key, value))
+            name = key.removeprefix(prefix)
+            shape = tuple(value.shape) if shards is None else tuple(shards.whole_shape(name, value))
             if shape != tuple(state[key].shape):
                 raise RuntimeError(
                     f"the checkpoint does not fit {type(root).__name__}: {key} has shape {tuple(state[key].shape)}"
                     f" in the file and {shape} in the model"
                 )
             if not is_absent(value):
-                value.copy_(state[key] if shards is None else shards.part_of(key, value, state[key]))
+                value.copy_(state[key] if shards is None else shards.part_of(name, value, state[key]))
 
 
 def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan, shards: ModelShards | None = None) -> dict[str, Any]:

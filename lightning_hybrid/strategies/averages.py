@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hybrid.checkpoint.single_file import gather_module_state, load_module_state
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.tensor.shards import ModelShards
 
 # Where the callbacks go through the parameters of both.
 _STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")
@@ -38,18 +39,26 @@ class Averages:
         self._is_resumed = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         self._undo = contextlib.ExitStack()
         self._plan: StagePlan | None = None
+        self._shards: ModelShards | None = None
 
     @property
     def copies(self) -> list[nn.Module]:
         """The copies, with the names of the module."""
         return [_module_of(callback._average_model) for callback in self._callbacks]
 
-    def follow(self, module: pl.LightningModule, plan: StagePlan | None, share: Callable[[], bool]) -> None:
+    def follow(
+        self,
+        module: pl.LightningModule,
+        plan: StagePlan | None,
+        shards: ModelShards | None,
+        share: Callable[[], bool],
+    ) -> None:
         """Let the copies be in parts as the module is.
 
         Args:
             module: With its values.
             plan: Who holds what; None where every rank holds all.
+            shards: What the tensor ranks hold of each layer.
             share: Whether this replica gathers what is saved.
 
         Raises:
@@ -63,8 +72,10 @@ class Averages:
             if isinstance(callback, StochasticWeightAveraging):
                 copy.to(callback._device or module.device)  # as it does when it begins to average
             plan.drop_as_root(copy)
-            self._in_parts(callback, module, plan, share)
-        self._plan = plan
+            if shards is not None:
+                shards.cut_parameters(copy)
+            self._in_parts(callback, module, plan, shards, share)
+        self._plan, self._shards = plan, shards
 
     def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
         """Give a copy that was made before its module had values the values of the module."""
@@ -80,7 +91,14 @@ class Averages:
                 parameter = value if is_absent(value) else nn.Parameter(value, requires_grad=original.requires_grad)
                 copy.get_submodule(owner)._parameters[member] = parameter  # type: ignore[assignment]
 
-    def _in_parts(self, callback: Any, module: nn.Module, plan: StagePlan, share: Callable[[], bool]) -> None:
+    def _in_parts(
+        self,
+        callback: Any,
+        module: nn.Module,
+        plan: StagePlan,
+        shards: ModelShards | None,
+        share: Callable[[], bool],
+    ) -> None:
         average = callback._average_model
         copy = _module_of(average)
         prefix = "module." if average is not copy else ""
@@ -89,11 +107,11 @@ class Averages:
             if not share():
                 return {}
             own = {name: value for name, value in nn.Module.state_dict(average).items() if not name.startswith(prefix)}
-            gathered = gather_module_state(copy, plan, is_copy=True)
+            gathered = gather_module_state(copy, plan, shards, is_copy=True)
             return {**(own if prefix else {}), **{prefix + name: value for name, value in gathered.items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
-            load_module_state(average, state, strict=strict)
+            load_module_state(average, state, shards, strict=strict, prefix=prefix)
 
         members: dict[str, Any] = {"state_dict": state_dict, "load_state_dict": load_state_dict}
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
@@ -116,8 +134,10 @@ class Averages:
         self._undo.close()
         if self._plan is not None:
             for copy in self.copies:
+                if self._shards is not None:
+                    self._shards.make_whole(copy)
                 self._plan.make_whole(copy)
-            self._plan = None
+            self._plan = self._shards = None
 
     def leave(self) -> None:
         """Take back what was put on the callbacks, whatever the copies hold."""

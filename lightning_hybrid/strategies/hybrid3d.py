@@ -170,11 +170,6 @@ class Hybrid3DStrategy(VerifyingStrategy):
             empty.hide(module)
         # Weights and generators must agree before anything is drawn or recorded.
         self._averages = Averages(trainer)
-        if self._averages.copies and self.layout.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.layout.tensor_parallel_size} and a callback that averages the weights"
-                " (StochasticWeightAveraging, WeightAveraging) do not go together yet; set tensor_parallel_size=1"
-            )
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = self._shards = None
@@ -185,7 +180,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         shards = self.shards
         if shards is not None:
             shards.cut(KeyedDraws(shards.rank, self.root_device))
-        self._averages.follow(module, None if self._is_whole else self._plan, lambda: self.data_rank == 0)
+        self._averages.follow(module, None if self._is_whole else self._plan, shards, lambda: self.data_rank == 0)
         self._announce()
         if is_fitting:
             # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.

@@ -62,9 +62,7 @@ class ModelShards:
         Args:
             around_draw: As for ``sharded``.
         """
-        for name, parameter in self._root.named_parameters():
-            if name in self.placements and not is_absent(parameter):
-                self._cut(parameter, self.placements[name])
+        self.cut_parameters(self._root)
         ranks = GroupRanks(self._group)  # one, so that units know that they are dealt to the same
         hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
         for fqn, plan in self.plans.items():
@@ -74,6 +72,13 @@ class ModelShards:
                 buffers = _Buffers(unit, plan, self._group)
                 self._runners[fqn] = ShardedUnit(unit, plan, ranks, tensors=buffers, around_draw=around_draw)
                 self._runners[fqn].hands_on = hands_on
+
+    @torch.no_grad()
+    def cut_parameters(self, root: nn.Module) -> None:
+        """Keep this rank's part of each parameter of the module, or of a copy of it."""
+        for name, parameter in root.named_parameters():
+            if name in self.placements and not is_absent(parameter):
+                self._cut(parameter, self.placements[name])
 
     def _cut(self, parameter: Tensor, placement: Shard) -> None:
         shape = parameter.shape

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 from worlds_plugin import RankError
 
@@ -163,6 +164,34 @@ def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
     """Four blocks with an attention and an MLP; one microbatch."""
     for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
         assert counts == [4 * 2 * 2] * 3
+
+
+class Average(EMAWeightAveraging):
+    """What it holds in parts while it trains, and in a file."""
+
+    noted = None
+
+    def __init__(self):
+        super().__init__(decay=0.5)
+        self.noted = {}
+
+    def on_train_batch_end(self, trainer, *args):
+        super().on_train_batch_end(trainer, *args)
+        with torch._C.DisableTorchFunction():
+            self.noted["held"] = {n: p.numel() for n, p in self._average_model.module.named_parameters()}
+            self.noted["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_averages_of_the_weights(worlds, layout):
+    """The averaged weights are those that the run ends with."""
+    ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))
+    [plain] = worlds.run(1, fit_reference, Run("GPT2"))
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    assert not torch.equal(plain.state[name], expected.state[name])
+    assert ranks[0].extra["held"][name] * 2 == expected.extra["held"][name]
+    for key, value in expected.extra["file"].items():
+        torch.testing.assert_close(ranks[0].extra["file"][key], value, rtol=1e-9, atol=1e-12)
 
 
 def compile_a_layer(module):
