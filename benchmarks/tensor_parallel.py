@@ -9,6 +9,8 @@ One training step of a GPT with 4 blocks of width 512, after warm-up, one comput
     by hand       the same blocks written for two ranks: local linears, one all-reduce forward and one backward per pair
     fairscale     its ColumnParallelLinear and RowParallelLinear in those blocks
     DTensor       a plan of torch's parallel styles in `configure_model`, through Lightning's ModelParallelStrategy
+    sequence      hybrid3d with `sequence_parallel=True`
+    context       hybrid3d with `context_parallel_size=2`, every rank with all parameters
 
 Must be reached: CPU seconds of hybrid3d <= 1.25 x one process, and no more than by hand; wall not behind fairscale and
 DTensor.
@@ -34,10 +36,10 @@ def one_process(turn: Turn, args: argparse.Namespace) -> None:
     train_alone(turn, _model(args), batch_of(args.batch, args.length), 1)
 
 
-def hybrid3d(turn: Turn, args: argparse.Namespace) -> None:
+def hybrid3d(turn: Turn, args: argparse.Namespace, **layout: Any) -> None:
     from lightning_hybrid import Hybrid3DStrategy
 
-    strategy = Hybrid3DStrategy(tensor_parallel_size=RANKS, num_microbatches=1)
+    strategy = Hybrid3DStrategy(**layout or {"tensor_parallel_size": RANKS}, num_microbatches=1)
     fit(turn, _model(args), batch_of(args.batch, args.length), strategy=strategy, devices=RANKS)
 
 
@@ -180,10 +182,12 @@ def main() -> None:
         Variant("by hand", partial(by_hand, args=args)),
         Variant("fairscale", partial(fairscale, args=args)),
         Variant("DTensor", partial(dtensor, args=args)),
+        Variant("sequence", partial(hybrid3d, args=args, tensor_parallel_size=RANKS, sequence_parallel=True)),
+        Variant("context", partial(hybrid3d, args=args, context_parallel_size=RANKS)),
     ]
     results = compare(variants, ranks=RANKS, rounds=args.rounds, steps=args.steps)
     print_table(f"GPT of {args.layers} blocks of width {args.width}, {RANKS} tensor ranks", results)
-    alone, ours, hand, fair, planned = results
+    alone, ours, hand, fair, planned, *_ = results
     verdict("CPU, hybrid3d / one process", ratios(ours.cpu, alone.cpu), at_most=1.25)
     verdict("CPU, hybrid3d / by hand", ratios(ours.cpu, hand.cpu), at_most=1.0)
     verdict("wall, hybrid3d / fairscale", ratios(ours.wall, fair.wall), at_most=1.0)

@@ -41,10 +41,12 @@ class Dealing:
     def of_call(
         cls, plan: PositionsPlan, ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any], *, learning: bool
     ) -> Dealing | None:
-        """The dealing of one call of the unit; None where there are fewer positions than ranks."""
+        """The dealing of one call of the unit; None for another kind of call, or fewer positions than ranks."""
         leaves, _ = flatten_call(args, kwargs)
         sequence = leaves[plan.place] if plan.place < len(leaves) else None
-        if not isinstance(sequence, Tensor) or sequence.dim() <= plan.dim or sequence.shape[plan.dim] < ranks.size:
+        if not isinstance(sequence, Tensor) or sequence.dim() != plan.num_dims:
+            return None
+        if sequence.shape[plan.dim] < ranks.size:
             return None
         dealt = Dealt(plan.dim, sequence.shape[plan.dim], ranks)
         return cls(plan, dealt, tuple(sequence.shape[: plan.dim]), learning=learning)

@@ -76,6 +76,7 @@ class PositionsPlan:
             exchange positions for features.
         place: Which leaf of the arguments is the sequence.
         dim: Its dim that holds the positions.
+        num_dims: How many it has; where a call has others, nothing is dealt.
         outputs: Places among the leaves of the unit's result that come out dealt.
         shown: Modules whose code is shown the length of the whole sequence.
         inputs: For each of them and each linear that is cut, the places among its arguments that come in dealt.
@@ -87,6 +88,7 @@ class PositionsPlan:
     by: Literal["tensor", "context"]
     place: int
     dim: int
+    num_dims: int
     outputs: tuple[int, ...] = ()
     shown: tuple[str, ...] = ()
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

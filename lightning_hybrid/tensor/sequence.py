@@ -38,7 +38,9 @@ def deal_positions(unit: nn.Module, plan: UnitPlan, proof: Proof, by: Literal["t
         return replace(plan, undealt="no argument of the unit has the shape of its result")
     reason = ""
     for shown in itertools.islice(_shown(unit, plan), _MOST_TRIALS):
-        dealt = _dealt(plan, PositionsPlan(by=by, place=found[0], dim=found[1], shown=shown), proof)
+        place, dim = found
+        positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
+        dealt = _dealt(plan, positions, proof)
         if isinstance(dealt, UnitPlan):
             return dealt
         reason = reason or dealt
@@ -80,7 +82,7 @@ def in_context(plan: UnitPlan) -> UnitPlan | str:
         shared_pieces=(),
         summed=(),
         kept=dict.fromkeys(plan.kept, "context ranks hold all parameters"),
-        positions=PositionsPlan(by="context", place=0, dim=1, features=features, parts=parts),
+        positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=parts),
     )
 
 
@@ -99,8 +101,12 @@ def _sequence(proof: Proof) -> tuple[int, int] | None:
 def _mixes(proof: Proof, place: int, dim: int) -> bool:
     """Whether the unit mixes values along a dim: samples of a batch are not mixed, positions mostly are."""
     whole = UnitPlan.whole(proof.unit, proof.ranks.size, "")
-    alone = PositionsPlan(by="context", place=place, dim=dim)
+    alone = PositionsPlan(by="context", place=place, dim=dim, num_dims=_num_dims(proof, place))
     return isinstance(_dealt(whole, alone, proof), str)
+
+
+def _num_dims(proof: Proof, place: int) -> int:
+    return int(proof.example.leaves[place].dim())
 
 
 def _shown(unit: nn.Module, plan: UnitPlan) -> Iterator[tuple[str, ...]]:

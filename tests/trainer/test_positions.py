@@ -169,8 +169,8 @@ def odd_lengths(_):
     for deal in ("tensor", "context"):
         plan = plan_unit(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), {}, 2, deal=deal)
         runner = ShardedUnit(unit, plan, torch.distributed.group.WORLD, tensors=lambda plan=plan: local(unit, plan))
-        for length in (9, 2, 1):
-            x = torch.randn(3, length, 16, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 9, 16), (3, 2, 16), (3, 1, 16), (7, 16)):  # the last one without a batch
+            x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
             expected = unit(x)
             [wanted] = torch.autograd.grad(expected.sin().sum(), x)
             out = runner.run_sharded(x)
