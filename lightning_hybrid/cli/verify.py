@@ -68,6 +68,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("module", help="path.to:Module or path/to/file.py:Module")
     parser.add_argument("--data", help="path.to:DataModule, or a function that makes loaders")
     parser.add_argument("--layout", action="append", metavar="pp=2,dp=2", help="repeat for several; pp=2 if none")
+    parser.add_argument(
+        "--tensor-plan", action="append", metavar="'*.up_proj=colwise'", help="of layouts with tp=; repeat for several"
+    )
     parser.add_argument("--steps", type=int, default=4, help="batches of an epoch and of a validation (%(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=2, help="parts of each replica's batch (%(default)s)")
@@ -99,7 +102,7 @@ def run(known: argparse.Namespace, others: Sequence[str]) -> int:
     # Only now: this loads torch.
     from lightning_hybrid.verify import Experiment, Verification, parse_layout, table
 
-    layouts = [parse_layout(text) for text in known.layout or ["pp=2"]]
+    layouts = [parse_layout(text, known.tensor_plan or ()) for text in known.layout or ["pp=2"]]
     module = Target(known.module, of_module)
     data = None if known.data is None else Target(known.data, of_data)
     for target in (module, data):

@@ -35,6 +35,7 @@ from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
+from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
 from lightning_hybrid.strategies.tensor_parallel import (
@@ -43,6 +44,7 @@ from lightning_hybrid.strategies.tensor_parallel import (
     TensorPlanner,
     describe_tensor_plans,
     summarize_wholes,
+    warn_across_nodes,
 )
 from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.user_optimizers import watch_step
@@ -70,6 +72,9 @@ class Hybrid3DStrategy(VerifyingStrategy):
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens; their numbers of samples if None.
+        tensor_parallel_plan: How linears are cut, by patterns of their names, such as
+            ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; what it does not
+            name goes by the model's own plan (``tp_plan`` of transformers) or is searched, and all is proved.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient is another one there.
@@ -101,6 +106,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         context_parallel_size: int = 1,
         sequence_parallel: bool = False,
         microbatch_weight: MicrobatchWeight | None = None,
+        tensor_parallel_plan: dict[str, str] | None = None,
         example_batch: Any = None,
         verify_first_step: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
@@ -125,6 +131,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
             pipeline_cuts=pipeline_cuts,
             batch_splitter=batch_splitter,
             microbatch_weight=microbatch_weight,
+            tensor_parallel_plan=tensor_parallel_plan,
         )
         super().__init__(
             verify_first_step=verify_first_step,
@@ -144,6 +151,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._stages_per_rank = stages_per_rank
         self._cuts = pipeline_cuts
         self._sequence_parallel = sequence_parallel
+        self._tensor_plan, self._plan_summary = tensor_parallel_plan, ""
         self._splitter = batch_splitter
         self._example_batch = example_batch
         self._whole_again: pl.Callback | None = None
@@ -248,7 +256,14 @@ class Hybrid3DStrategy(VerifyingStrategy):
         )
         planner = None
         if self._shares_layers:
-            planner = TensorPlanner(module, self.mesh, sequence_parallel=self._sequence_parallel)
+            warn_across_nodes(self.layout.tensor_parallel_size, self.num_processes, self.num_nodes)
+            planner = TensorPlanner(
+                module,
+                self.mesh,
+                sequence_parallel=self._sequence_parallel,
+                plan=self._tensor_plan,
+                folder=plan_folder(trainer) if self.is_global_zero else None,  # the first rank plans for all
+            )
             self._runner.watching_units = planner.watching
         recorded = record_first_step(
             trainer,
@@ -261,7 +276,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         )
         if recorded and self._in_parts_by_layout:
             if planner is not None:
-                self._shards = planner.plan()
+                self._shards, self._plan_summary = planner.plan(), planner.summary
                 self._runner.shard_units(self._shards.running)
             self._plan.drop_foreign()
             self._in_parts(module)
@@ -298,7 +313,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
         text = describe(self.layout, first, self._schedule, self.layout.pipeline_parallel_size)
         if self._shards is not None:
-            text = f"{text}\n{describe_tensor_plans(self._shards.plans)}"
+            text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
         rank_zero_info(text)
 
     def _connect_gradients(self, module: pl.LightningModule) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.schedule import SCHEDULE_NAMES
+from lightning_hybrid.tensor.patterns import check_styles
 
 
 def check_options(
@@ -19,6 +20,7 @@ def check_options(
     pipeline_cuts: Any,
     batch_splitter: Any,
     microbatch_weight: Any,
+    tensor_parallel_plan: Any,
 ) -> None:
     """Refuse options that can be right in no world.
 
@@ -31,11 +33,13 @@ def check_options(
         pipeline_cuts: Module names or None.
         batch_splitter: A function or None.
         microbatch_weight: A function or None.
+        tensor_parallel_plan: Module names and styles, or None.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
-        ValueError: An unknown schedule, or a count that is none.
-        TypeError: Cuts that are no list of names, or a splitter that cannot be called.
+        ValueError: An unknown schedule or style, or a count that is none.
+        TypeError: Cuts that are no list of names, a plan that is none of names and styles, or a splitter that cannot be
+            called.
     """
     for name, size in sizes.items():
         is_auto = name == "data_parallel_size" and size == "auto"
@@ -70,6 +74,8 @@ def check_options(
         raise TypeError(f"batch_splitter={batch_splitter!r}; use function(batch, count) -> list of microbatches")
     if microbatch_weight is not None and not callable(microbatch_weight):
         raise TypeError(f"microbatch_weight={microbatch_weight!r}; use function(microbatch) -> count")
+    if tensor_parallel_plan is not None:
+        check_styles(tensor_parallel_plan)
 
 
 def _is_count(value: Any) -> bool:

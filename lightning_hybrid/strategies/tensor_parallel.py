@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,7 +21,11 @@ from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
-from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.authority import wishes_by_unit
+from lightning_hybrid.tensor.cache import PlanCache
+from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.patterns import TensorPlanError, Wish, wishes_of_model, wishes_of_user
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, UnitPlan
 from lightning_hybrid.tensor.reads import CutReads
 from lightning_hybrid.tensor.search import plan_units
 from lightning_hybrid.tensor.shards import ModelShards
@@ -27,16 +33,45 @@ from lightning_hybrid.tensor.units import Calls, seen_calls, tensor_units
 
 
 class TensorPlanner:
-    """Plans the units of one module while its first step is recorded."""
+    """Plans the units of one module while its first step is recorded.
 
-    def __init__(self, module: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
-        """Args: module: the user's, whole. mesh: the ranks. sequence_parallel: deal positions between regions."""
+    Attributes:
+        summary: Where the plans came from, in words; on the first rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool,
+        plan: Mapping[str, str] | None = None,
+        folder: str | None = None,
+    ) -> None:
+        """Read what is asked.
+
+        Args:
+            module: The user's, whole.
+            mesh: The ranks.
+            sequence_parallel: Deal positions between regions.
+            plan: The user's: pattern -> style.
+            folder: Where plans are kept from run to run, if they are.
+
+        Raises:
+            TensorPlanError: A pattern of the plan matches nothing; on every rank.
+        """
         self._module, self._mesh = module, mesh
         self._axis = "cp" if mesh.size("cp") > 1 else "tp"
         self._size = mesh.size(self._axis)
-        self._deal: Literal["tensor", "context"] | None = "tensor" if sequence_parallel else None
+        self._deal: Deal = "tensor" if sequence_parallel else None
+        self._yours: dict[str, Wish] = {}
+        self._own: dict[str, Wish] = {}
         if self._axis == "cp":
             self._deal = "context"
+        else:  # plans say how weights are cut
+            self._yours, self._own = wishes_of_user(module, plan or {}), wishes_of_model(module)
+        self._folder = folder
+        self.summary = ""
         self._calls = Calls()
         self._units: dict[str, nn.Module] = {}
         self._read_by_step: dict[str, str] = {}
@@ -57,31 +92,50 @@ class TensorPlanner:
 
         Raises:
             LayoutError: Nothing of the module can be cut; on every rank.
+            TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
             RuntimeError: The search failed; on every rank.
         """
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
-                box[0] = plan_units(
-                    self._module, self._units, self._calls, self._read_by_step, self._size, deal=self._deal
-                )
+                box[0] = self._planned()
+            except TensorPlanError as error:
+                box[0] = error
             except Exception as error:
                 box[0] = f"{type(error).__name__}: {error}"
                 if self._mesh.layout.world_size == 1:
                     raise
         dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], TensorPlanError):
+            raise box[0]
         if isinstance(box[0], str):
             raise RuntimeError(f"no plan for {self._option}={self._size} was found: {box[0]}")
         self._calls = Calls()
         if self._axis == "cp":
             _check_dealt(box[0], self._size)
         else:
-            _check_cut(box[0], self._size)
+            check_cut(box[0], self._size)
         return ModelShards(self._module, box[0], self._mesh.group(self._axis))
 
     @property
     def _option(self) -> str:
         return {"cp": "context_parallel_size", "tp": "tensor_parallel_size"}[self._axis]
+
+    def _planned(self) -> dict[str, UnitPlan]:
+        cache = None if self._folder is None else PlanCache(self._folder)
+        plans = plan_units(
+            self._module,
+            self._units,
+            self._calls,
+            self._read_by_step,
+            self._size,
+            plan_unit if cache is None else cache.find,
+            self._deal,
+            wishes_by_unit(self._module, self._units, self._yours, self._own),
+        )
+        if cache is not None:
+            self.summary = f"plans of layers: {cache.summary(cache.save())}"
+        return plans
 
 
 def _check_dealt(plans: Mapping[str, UnitPlan], size: int) -> None:
@@ -94,21 +148,64 @@ def _check_dealt(plans: Mapping[str, UnitPlan], size: int) -> None:
     )
 
 
-def _check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
+def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
+    """See that something is cut.
+
+    Args:
+        plans: By FQN of the unit.
+        size: Number of tensor ranks.
+
+    Raises:
+        LayoutError: Nothing is; the message has the sizes that are in the way, and the modules that have them.
+    """
     if any(plan.num_sharded for plan in plans.values()):
         return
-    reasons: dict[str, list[str]] = {}
+    uneven: dict[tuple[int, str], list[str]] = {}
+    others: dict[str, list[str]] = {}
     for fqn, plan in plans.items():
+        for name, count in plan.uneven.items():
+            uneven.setdefault(count, []).append(f"{fqn}.{name}" if name else fqn)
         for name, reason in plan.kept.items():
-            if reason not in ("no weight of a linear", "added to the sum over ranks"):
-                reasons.setdefault(reason, []).append(f"{fqn}.{name}")
-    listed = "; ".join(f"{names[0]} and {len(names) - 1} more: {reason}" for reason, names in reasons.items())
-    uneven = any("multiple" in reason or "divided" in reason for reason in reasons)
-    advice = "a size that divides the number of heads and the widths of the layers, or " if uneven else ""
+            if reason not in ("no weight of a linear", "added to the sum over ranks") and NOT_A_MULTIPLE not in reason:
+                others.setdefault(reason, []).append(f"{fqn}.{name}")
+    listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in uneven.items()]
+    listed += [f"{_first_and(names)}: {reason}" for reason, names in others.items()]
+    advice = ""
+    if uneven:
+        common = math.gcd(*(count for count, _ in uneven))
+        sizes = [str(divisor) for divisor in range(2, common + 1) if common % divisor == 0][:8]
+        which = f" (such as {' or '.join(sizes)})" if sizes else ""
+        advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
     raise LayoutError(
         f"tensor_parallel_size={size} cuts no layer of the module, so {size} ranks would do the same"
-        f" ({listed or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
+        f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
     )
+
+
+def _first_and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
+    """Say so if tensor ranks, which meet several times in each layer, lie on several nodes.
+
+    Args:
+        size: Number of tensor ranks; they are neighbours.
+        ranks_per_node: Ranks of each node.
+        num_nodes: Number of nodes.
+    """
+    if num_nodes == 1 or ranks_per_node % size == 0:
+        return
+    start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
+    rank_zero_warn(
+        f"tensor_parallel_size={size} does not divide the {ranks_per_node} ranks of a node, so tensor ranks such as"
+        f" {start} to {start + size - 1} lie on several of the {num_nodes} nodes, and each layer waits for the network"
+        f" between them; set tensor_parallel_size to a divisor of {ranks_per_node}, or devices to a multiple of {size}"
+    )
+
+
+def _spans(first: int, size: int, ranks_per_node: int) -> bool:
+    return first // ranks_per_node != (first + size - 1) // ranks_per_node
 
 
 class KeyedDraws:
@@ -213,8 +310,13 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
     return lambda: callback.__dict__.pop("on_fit_start", None)
 
 
-def describe_tensor_plans(plans: Mapping[str, UnitPlan]) -> str:
-    """The plans in words; units with one plan share its lines."""
+def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
+    """The plans in words; units with one plan share its lines.
+
+    Args:
+        plans: By FQN of the unit.
+        summary: Where they came from.
+    """
     alike: dict[tuple[str, ...], list[str]] = {}
     for fqn, plan in plans.items():
         alike.setdefault(tuple(plan.lines()), []).append(fqn)
@@ -222,6 +324,8 @@ def describe_tensor_plans(plans: Mapping[str, UnitPlan]) -> str:
     for text, fqns in alike.items():
         lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
         lines += [f"    {line}" for line in text]
+    if summary:
+        lines.append(summary)
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ does to a linear's output right away (splitting it, viewing it as heads) says ho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.tensor.plan import LinearLike
 from lightning_hybrid.tensor.watch import tensors_in
+
+Pair = tuple[tuple[str, ...], tuple[str, ...]]  # columns, and the rows that they feed
 
 _RESHAPES = frozenset({"view", "reshape", "unflatten"})
 _PARTS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", "unbind", "split_with_sizes"})
@@ -62,11 +64,15 @@ class Discovery:
     arrangements: dict[str, Arrangement] = field(default_factory=dict)
     attentions: list[str] = field(default_factory=list)
 
-    def candidates(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Columns and the rows they feed, in the order of their run; each linear in one candidate at most."""
+    def candidates(self, taken: Collection[str] = ()) -> list[Pair]:
+        """Columns and the rows they feed, in the order of their run; each linear in one candidate at most.
+
+        Args:
+            taken: Linears whose role is fixed.
+        """
         groups: list[tuple[set[str], list[str]]] = []
-        used: set[str] = set()
-        rows: set[str] = set()
+        used: set[str] = set(taken)
+        rows: set[str] = set(taken)  # what these give is whole
         for row in self.linears:
             columns = {column for column in self.sources[row] if column not in rows}
             if not columns or row in columns or row in used:
@@ -99,7 +105,7 @@ def discover(unit: nn.Module, run: Callable[[], Any]) -> Discovery:
             if isinstance(module, nn.MultiheadAttention):
                 found.attentions.append(fqn)
                 hooks.callback(module.register_forward_hook(_forget).remove)
-            elif _may_be_linear(module) and not any(id(p) in shared for p in module.parameters()):
+            elif may_be_linear(module) and not any(id(p) in shared for p in module.parameters()):
                 hooks.callback(module.register_forward_hook(_Listener(fqn, found)).remove)
         with _Lineage(found):
             run()
@@ -117,7 +123,8 @@ def _shared_parameters(unit: nn.Module) -> set[int]:
     return shared
 
 
-def _may_be_linear(module: nn.Module) -> bool:
+def may_be_linear(module: nn.Module) -> bool:
+    """Whether a module holds one weight as a linear or a convolution does; what it computes is seen when it runs."""
     weight = module._parameters.get("weight")
     if weight is None or set(module._parameters) - {"weight", "bias"} or next(module.children(), None) is not None:
         return False

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_hybrid.tensor.attention import attention_placements
-from lightning_hybrid.tensor.discover import discover
-from lightning_hybrid.tensor.examples import Example, make_example
-from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
-from lightning_hybrid.tensor.plan import Group, Role, Rule, Site, UnitPlan
-from lightning_hybrid.tensor.prove import Proof
+from lightning_hybrid.tensor.authority import Origin, Wishes, check_done, wished_pairs
+from lightning_hybrid.tensor.discover import Pair, discover
+from lightning_hybrid.tensor.parts import Part, plan_of
+from lightning_hybrid.tensor.patterns import TensorPlanError
+from lightning_hybrid.tensor.placement import Placement, Shard
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, Group, Rule, Site, UnitPlan
+from lightning_hybrid.tensor.prove import Proof, proof_of
 from lightning_hybrid.tensor.sequence import deal_positions, in_context
-from lightning_hybrid.tensor.trial import Exact, TrialRanks, random_copy
-from lightning_hybrid.tensor.variants import Variant, variants
+from lightning_hybrid.tensor.variants import uneven_sizes, variants
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01
 # How many more variants are tried for one that needs no watch, once one is found that does.
 _MORE_TRIALS = 6
-
-
-@dataclass
-class Part:
-    """A group with what it adds to a plan.
-
-    Attributes:
-        group: The linears.
-        placements: Of parameters and buffers that are cut.
-        attributes: Whole numbers that are divided.
-        offsets: Whether offsets into columns' outputs are written in terms of the whole.
-        rules: What is rewritten.
-        summed: Replicated parameters whose gradients are summed.
-        outputs: Results of the unit that come out cut: place -> dim.
-        watched: Whether it needs a watch.
-        avoidable: Whether only for sizes and offsets that another variant might get right by itself.
-    """
-
-    group: Group
-    placements: dict[str, Placement]
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    offsets: bool = False
-    rules: dict[Site, Rule] = field(default_factory=dict)
-    summed: tuple[str, ...] = ()
-    outputs: dict[int, int] = field(default_factory=dict)
-    watched: bool = False
-    avoidable: bool = False
-
-    def roles(self) -> dict[str, Role]:
-        """The role of each linear."""
-        return {**dict.fromkeys(self.group.columns, self.group.role), **dict.fromkeys(self.group.rows, "row")}
 
 
 def plan_unit(
@@ -64,7 +35,8 @@ def plan_unit(
     size: int,
     *,
     whole: Mapping[str, str] | None = None,
-    deal: Literal["tensor", "context"] | None = None,
+    deal: Deal = None,
+    wishes: Wishes | None = None,
     seed: int = 0,
 ) -> UnitPlan:
     """Find how a unit can be sharded over tensor ranks, and prove it.
@@ -81,52 +53,41 @@ def plan_unit(
         whole: Parameters that must stay whole, each with the reason, by FQN inside the unit.
         deal: Deal positions of the sequence to the ranks as well ("tensor": sequence parallelism), or them alone
             ("context").
+        wishes: What plans ask for its modules.
         seed: Of the random weights.
 
     Returns:
         A proved plan; at worst one that keeps everything whole and says why.
+
+    Raises:
+        TensorPlanError: The user's plan cannot be followed, or is not proved.
     """
     began = time.perf_counter()
     if size < 1:
         raise ValueError(f"tensor_parallel_size={size}; it must be at least 1")
+    wishes = wishes or Wishes()
     with torch.random.fork_rng(devices=[]):
-        plan = _Search(unit, size, seed, whole or {}, deal).run(example_args, example_kwargs or {})
+        proof = proof_of(unit, example_args, example_kwargs or {}, size, seed)
+        if isinstance(proof, str):
+            plan = UnitPlan.whole(unit, size, proof)
+        else:
+            plan = _Search(unit, proof, {**(whole or {}), **wishes.whole(unit)}, wishes, deal).run()
+    check_done(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
 class _Search:
-    def __init__(
-        self,
-        unit: nn.Module,
-        size: int,
-        seed: int,
-        kept: Mapping[str, str],
-        deal: Literal["tensor", "context"] | None,
-    ) -> None:
-        self._user_unit, self._size, self._kept, self._deal = unit, size, kept, deal
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, unit: nn.Module, proof: Proof, kept: Mapping[str, str], wishes: Wishes, deal: Deal) -> None:
+        self._user_unit, self._kept, self._wishes, self._deal = unit, kept, wishes, deal
+        self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
+        self._found = discover(proof.unit, proof.run_unit)
         self._reasons: dict[str, str] = dict(kept)
+        self._unpaired: dict[str, str] = {}  # why linears are in no pair
+        self._uneven: dict[str, tuple[int, str]] = {}
+        self._notes: list[str] = []
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitPlan:
-        if self._size == 1:
-            return self._whole("there is one tensor rank")
-        errors: list[Exception] = []
-        # Some kernels have no float64; float32 tells right from wrong too, less sharply.
-        for self._dtype in (torch.float64, torch.float32):
-            try:
-                self._unit = random_copy(self._user_unit, self._generator, self._dtype)
-            except Exception as error:
-                return self._whole(f"the unit cannot be copied: {type(error).__name__}: {error}")
-            example = make_example(
-                args, kwargs, self._unit, self._size, lambda e: self._runs(e, errors), self._generator, self._dtype
-            )
-            if example is not None:
-                break
-        else:
-            return self._whole(f"a copy of the unit with random weights does not run: {errors[-1]}")
-        self._ranks = TrialRanks(self._unit, self._size)
-        self._proof = Proof(self._unit, example, self._ranks, self._dtype)
-        self._found = discover(self._unit, lambda: self._call(example))
+    def run(self) -> UnitPlan:
+        """Find a plan."""
         parts = [*self._attentions(), *self._pairs()]
         if self._deal == "context":
             return self._in_context(parts)
@@ -157,20 +118,6 @@ class _Search:
             plan = plan.undealt
         return replace(self._whole("context ranks hold all parameters"), undealt=plan)
 
-    def _call(self, example: Example) -> None:
-        args, kwargs, _ = example.call()
-        with Exact(self._dtype):
-            self._unit(*args, **kwargs)
-
-    def _runs(self, example: Example, errors: list[Exception]) -> bool:
-        try:
-            with torch.no_grad():
-                self._call(example)
-            return True
-        except Exception as error:
-            errors.append(error)
-            return False
-
     # --- candidates ---------------------------------------------------------------------------------------------------
 
     def _attentions(self) -> list[Part]:
@@ -181,8 +128,9 @@ class _Search:
             if module.num_heads % self._size:
                 self._keep(
                     [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()],
-                    f"{module.num_heads} heads are not a multiple of {self._size} ranks",
+                    f"{module.num_heads} heads are {NOT_A_MULTIPLE} {self._size} ranks",
                 )
+                self._uneven[fqn] = module.num_heads, "heads"
                 continue
             group = Group("attention", (fqn,), how="by heads")
             part, reason = self._tried(Part(group, attention_placements(fqn, module, self._size)))
@@ -193,23 +141,78 @@ class _Search:
         return parts
 
     def _pairs(self) -> list[Part]:
-        parts = []
-        for columns, rows in self._found.candidates():
-            best: Part | None = None
-            more = _MORE_TRIALS
-            for variant in variants(self._unit, self._found, columns, rows, self._size):
-                if best is not None and (not best.avoidable or not more):
-                    break
-                more -= best is not None
-                part, _ = self._tried(_part(columns, rows, variant))
-                if part is not None and (best is None or not part.watched):
-                    best = part
-            if best is not None:
-                parts.append(best)
-        return parts
+        """The user's pairs, those of the model's own plan, and what else is found."""
+        yours, own = self._wishes.yours, self._wishes.own
+        taken = set(yours)
+        parts: list[Part] = []
+        pairs, problems = wished_pairs(self._found, yours)
+        for fqn, problem in problems.items():
+            raise TensorPlanError(f"tensor_parallel_plan has {yours[fqn].said}: {self._wishes.named(fqn)} {problem}")
+        for pair in pairs:
+            part, reason = self._best(pair, "your plan")
+            if part is None:
+                raise self._refused(pair, reason)
+            parts.append(part)
+            taken |= part.roles().keys()
+        pairs, problems = wished_pairs(self._found, own, taken)
+        for fqn, problem in problems.items():
+            self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
+        failed: dict[Pair, str] = {}
+        for pair in pairs:
+            part, reason = self._best(pair, "the model's own plan")
+            if part is not None:
+                parts.append(part)
+                taken |= part.roles().keys()
+            else:
+                failed[pair] = reason
+                self._notes.append(f"the model's own plan is not followed: {_words(pair)}: {reason}")
+        for pair in self._found.candidates(taken):
+            part, reason = (None, failed[pair]) if pair in failed else self._best(pair, "found")
+            if part is not None:
+                parts.append(part)
+            else:
+                self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
+        order = list(self._found.linears)
+        return sorted(parts, key=lambda part: order.index(part.group.rows[0]))
+
+    def _best(self, pair: Pair, origin: Origin) -> tuple[Part | None, str]:
+        """The best variant of a pair that is right, or None and what is wrong."""
+        best: Part | None = None
+        more, num_wrong = _MORE_TRIALS, 0
+        least_wrong = math.inf, "its sizes cannot be divided"
+        for variant in variants(self._unit, self._found, *pair, self._size):
+            if best is not None and (not best.avoidable or not more):
+                break
+            more -= best is not None
+            part, failure = self._tried(Part.of_pair(*pair, variant, origin))
+            if part is not None and (best is None or not part.watched):
+                best = part
+            if part is None:
+                error, num_wrong = self._proof.relative_error, num_wrong + 1
+                if num_wrong == 1 or error < least_wrong[0]:
+                    least_wrong = error, f"{failure} (cut {variant.how}"
+        if best is not None:
+            return best, ""
+        uneven = uneven_sizes(self._found, *pair, self._size)
+        if uneven:
+            self._uneven |= uneven
+            return None, f"{_listed(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
+        tried = f", the best of {num_wrong} ways)" if num_wrong > 1 else ")"
+        return None, least_wrong[1] + tried * (num_wrong > 0)
+
+    def _refused(self, pair: Pair, reason: str) -> TensorPlanError:
+        said = "; ".join(
+            dict.fromkeys(self._wishes.yours[f].said for side in pair for f in side if f in self._wishes.yours)
+        )
+        return TensorPlanError(
+            f"tensor_parallel_plan has {said}, but {_words(pair)} of {self._wishes.unit or 'the unit'} cut like that is"
+            f" not proved: {reason}; leave these out of the plan, so that another one is searched, or make them"
+            " replicated"
+        )
 
     def _gathered(self, taken: set[str]) -> list[Part]:
         """Linears that pair with no other, with their outputs gathered."""
+        wishes = self._wishes
         total = sum(p.numel() for p in self._unit.parameters())
         parts = []
         for fqn, linear in self._found.linears.items():
@@ -217,21 +220,41 @@ class _Search:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
             numel = sum(self._unit.get_parameter(name).numel() for name in names)
-            if linear.num_out % self._size:
-                self._keep(names, f"{linear.num_out} output features are not a multiple of {self._size} ranks")
-            elif numel < _SMALL_SHARE * total:
+            is_small = numel < _SMALL_SHARE * total and fqn not in wishes.yours
+            if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
+                self._keep(names, self._unpaired[fqn])
+            elif is_small:
                 self._keep(names, "too small to be worth a gather")
+            elif linear.num_out < self._size:
+                self._keep(names, f"{linear.num_out} output features for {self._size} ranks")
+            elif linear.num_out % self._size:
+                self._uneven[fqn] = linear.num_out, "output features"
+                self._keep(names, f"{linear.num_out} output features are {NOT_A_MULTIPLE} {self._size} ranks")
             else:
                 dims = dict(zip(names, (linear.out_dim, 0), strict=False))
                 cuts: dict[str, Placement] = {
                     name: Shard.evenly(dim, linear.num_out, self._size) for name, dim in dims.items()
                 }
-                part, reason = self._tried(Part(Group("gathered", (fqn,), how="output gathered"), cuts))
+                asked = [
+                    name
+                    for name, plan in (("your plan", wishes.yours), ("the model's own plan", wishes.own))
+                    if fqn in plan and plan[fqn].wanted == "gathered"
+                ]
+                how = "output gathered" if asked else f"output gathered: {self._why_alone(fqn)}"
+                group = Group("gathered", (fqn,), (), how, (*asked, "found")[0])
+                part, reason = self._tried(Part(group, cuts))
                 if part is not None:
                     parts.append(part)
                 else:
                     self._keep(names, reason)
         return parts
+
+    def _why_alone(self, fqn: str) -> str:
+        if fqn in self._unpaired:
+            return self._unpaired[fqn]
+        readers = [reader for reader, sources in self._found.sources.items() if fqn in sources]
+        others = [reader for reader in readers if reader in self._wishes.yours]
+        return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
 
     def _keep(self, fqns: list[str], reason: str) -> None:
         for fqn in fqns:
@@ -241,7 +264,8 @@ class _Search:
 
     def _tried(self, part: Part) -> tuple[Part | None, str]:
         """The part with what a trial of it alone showed, or None and why it is wrong."""
-        if any(not _fits(self._unit, fqn, placement) for fqn, placement in part.placements.items()):
+        self._proof.relative_error = math.inf
+        if not part.fits(self._unit):
             return None, "its sizes cannot be divided"
         if kept := self._kept.keys() & part.placements.keys():
             return None, f"pairs with {min(kept)}, {self._kept[min(kept)]}"
@@ -292,61 +316,28 @@ class _Search:
             self._keep(list(part.placements), failure)
             plan = self._plan(parts)
             failure = self._proof.first_failure(plan)
-        return self._whole(failure) if failure is not None else plan
-
-    def _plan(self, parts: list[Part], rules: dict[Site, Rule] | None = None) -> UnitPlan:
-        placements: dict[str, Placement] = {fqn: Replicated() for fqn, _ in self._unit.named_parameters()}
-        placements |= {fqn: Replicated() for fqn, _ in self._unit.named_buffers()}
-        attributes: dict[str, dict[str, int]] = {}
-        merged: dict[Site, Rule] = {}
-        for part in parts:
-            placements |= {fqn: placement for fqn, placement in part.placements.items() if fqn in placements}
-            for fqn, values in part.attributes.items():
-                attributes.setdefault(fqn, {}).update(values)
-            merged |= part.rules
-        roles = {fqn: role for part in parts for fqn, role in part.roles().items()}
-        linears = {fqn: linear for fqn, linear in self._found.linears.items() if fqn in roles}
-        cut = {fqn for fqn, placement in placements.items() if isinstance(placement, Shard)}
-        repeated = [fqn for fqn, p in placements.items() if isinstance(p, Shard) and p.is_repeated(self._size)]
-        watched = any(part.watched for part in parts)
-        leaves = self._proof.example.leaves
-        quiet = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-        return UnitPlan(
-            size=self._size,
-            groups=tuple(part.group for part in parts),
-            roles=roles,
-            linears=linears,
-            placements=placements,
-            shared_pieces=tuple(sorted(repeated)),
-            summed=tuple(sorted({fqn for part in parts for fqn in part.summed} - cut)),
-            attributes=attributes,
-            rules=merged if rules is None else rules,
-            offsets=frozenset(fqn for part in parts if part.offsets for fqn in part.group.columns),
-            outputs={place: dim for part in parts for place, dim in part.outputs.items()},
-            watched=watched,
-            quiet=quiet,
-            kept={fqn: self._reason(fqn, roles) for fqn, _ in self._unit.named_parameters() if fqn not in cut},
-        )
-
-    def _reason(self, fqn: str, roles: Mapping[str, Role]) -> str:
-        """Why a parameter is whole on every rank."""
-        if fqn in self._reasons:
-            return self._reasons[fqn]
-        owner = fqn.rpartition(".")[0]
-        is_bias = roles.get(owner) == "row" or roles.get(owner.rpartition(".")[0]) == "attention"
-        return "added to the sum over ranks" if is_bias else "no weight of a linear"
+        if failure is not None:
+            plan = self._whole(failure)
+        return replace(plan, uneven=self._uneven, notes=tuple(self._notes))
 
     def _whole(self, reason: str) -> UnitPlan:
         return UnitPlan.whole(self._user_unit, self._size, reason)
 
-
-def _part(columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant) -> Part:
-    group = Group("column", columns, rows, variant.how)
-    return Part(group, dict(variant.placements), variant.attributes, variant.offsets)
+    def _plan(self, parts: list[Part], rules: dict[Site, Rule] | None = None) -> UnitPlan:
+        return plan_of(self._unit, self._size, parts, self._found.linears, self._proof.example, self._reasons, rules)
 
 
-def _fits(unit: nn.Module, fqn: str, placement: Placement) -> bool:
-    return not isinstance(placement, Shard) or unit.get_parameter(fqn).shape[placement.dim] == placement.length
+def _words(pair: Pair) -> str:
+    columns, rows = pair
+    return ", ".join(columns) + (f" -> {', '.join(rows)}" if rows else "")
+
+
+def _listed(uneven: Mapping[str, tuple[int, str]]) -> str:
+    """Sizes and what has them, in words."""
+    holders: dict[tuple[int, str], list[str]] = {}
+    for fqn, size in uneven.items():
+        holders.setdefault(size, []).append(fqn or "it")
+    return " and ".join(f"{count} {what} of {', '.join(fqns)}" for (count, what), fqns in holders.items())
 
 
 def _is_size(site: Site, rule: Rule) -> bool:

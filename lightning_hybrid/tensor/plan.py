@@ -13,6 +13,8 @@ from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
 Role = Literal["column", "row", "gathered", "attention"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
 Rule = tuple[object, ...] | None
+Deal = Literal["tensor", "context"] | None  # whether positions are dealt beside features, alone, or not
+NOT_A_MULTIPLE = "not a multiple of"  # in each reason that is a size which the number of ranks does not divide
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,19 @@ class Group:
             `nn.MultiheadAttention`.
         columns: FQNs of the linears cut by output features; for "attention", of the module.
         rows: FQNs of the linears cut by input features.
-        how: In words, which variant was proved.
+        how: In words, which variant was proved, or why an output is gathered.
+        origin: In words, who says that these are cut.
     """
 
     role: Role
     columns: tuple[str, ...]
     rows: tuple[str, ...] = ()
     how: str = ""
+    origin: str = "found"
 
     def __str__(self) -> str:
         rows = f" -> {', '.join(self.rows)}" if self.rows else ""
-        return f"{', '.join(self.columns)}{rows} ({self.how or self.role})"
+        return f"{', '.join(fqn or 'it' for fqn in self.columns)}{rows} ({self.origin}: {self.how or self.role})"
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class UnitPlan:
         kept: Parameters that stay whole on every rank, each with the reason.
         positions: How positions are dealt, if they are.
         undealt: Why they are not, if that was asked for.
+        uneven: Linears that are not cut in a pair for a size of theirs: FQN -> size, and what it counts.
+        notes: What else the user should know.
         num_trials: How often the unit was run sharded to find this.
         seconds: How long that took.
     """
@@ -138,6 +144,8 @@ class UnitPlan:
     kept: Mapping[str, str] = field(default_factory=dict)
     positions: PositionsPlan | None = None
     undealt: str = ""
+    uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     num_trials: int = 0
     seconds: float = 0.0
 
@@ -168,7 +176,9 @@ class UnitPlan:
             lines.append(f"positions dealt to the ranks {where}" if lines else "positions dealt to the ranks")
         elif self.undealt:
             lines.append(f"all positions on every rank ({self.undealt})")
+        lines += self.notes
         reasons: dict[str, list[str]] = {}
         for fqn, reason in self.kept.items():
             reasons.setdefault(reason, []).append(fqn)
-        return lines + [f"whole on every rank ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
+        lines += [f"whole on every rank ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
+        return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.tensor.examples import Example
+from lightning_hybrid.tensor.examples import Example, make_example
 from lightning_hybrid.tensor.plan import UnitPlan
-from lightning_hybrid.tensor.trial import Outcome, Setting, TrialFailed, TrialRanks, joined, run_whole
+from lightning_hybrid.tensor.trial import (
+    Exact,
+    Outcome,
+    Setting,
+    TrialFailed,
+    TrialRanks,
+    joined,
+    random_copy,
+    run_whole,
+)
 
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
 LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it and nothing stops it
@@ -26,6 +38,7 @@ class Proof:
         ranks: Runs it on all ranks.
         dtype: Of weights and arguments.
         cut_outputs: Outputs of the last run that had the local size along one dim: place -> dim.
+        relative_error: What the last run differed by; infinite where not by numbers alone.
     """
 
     unit: nn.Module
@@ -53,6 +66,7 @@ class Proof:
     def __post_init__(self) -> None:
         self._whole: dict[str, Outcome] = {}
         self.cut_outputs: dict[int, int] = {}
+        self.relative_error = math.inf
 
     def whole(self, setting: Setting) -> Outcome:
         """What the whole unit gives; run once for each setting."""
@@ -70,7 +84,7 @@ class Proof:
             learning: Whether rules are made on the way.
         """
         expected = self.whole(setting)
-        self.cut_outputs = {}
+        self.cut_outputs, self.relative_error = {}, math.inf
         tolerance = TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
         try:
             outcomes = self.ranks.run(plan, self.example, setting, learning=learning)
@@ -80,12 +94,14 @@ class Proof:
                 self.cut_outputs |= self._cut_outputs(outcome, expected)
                 for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
                     if (error := difference_of(found, wanted, tolerance)) is not None:
+                        self.relative_error = error.relative
                         return f"output {place} of rank {rank} in {setting}: {error}"
             # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
             for kind in ("grads",) if learning else ("grads", "buffers"):
                 for name, wanted in getattr(expected, kind).items():
                     for found in joined(outcomes, plan, name, kind):
                         if (error := difference_of(found, wanted, tolerance)) is not None:
+                            self.relative_error = error.relative
                             return f"{kind[:-1]} of {name} in {setting}: {error}"
         except TrialFailed as failure:
             return str(failure)
@@ -107,9 +123,86 @@ class Proof:
                 return failure
         return None
 
+    def run_unit(self) -> None:
+        """One run of the whole unit on its example."""
+        _run(self.unit, self.example, self.dtype)
 
-def difference_of(found: Any, wanted: Any, tolerance: float) -> str | None:
-    """What differs between two values, in words, or None.
+
+def proof_of(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, seed: int) -> Proof | str:
+    """What plans of a unit are compared with, or why there is nothing.
+
+    Args:
+        unit: The user's; a copy with random weights is run.
+        args: Arguments of one call.
+        kwargs: Its keyword arguments.
+        size: Number of tensor ranks.
+        seed: Of the random weights.
+    """
+    if size == 1:
+        return "there is one tensor rank"
+    generator = torch.Generator().manual_seed(seed)
+    errors: list[Exception] = []
+    # Some kernels have no float64; float32 tells right from wrong too, less sharply.
+    for dtype in (torch.float64, torch.float32):
+        try:
+            twin = random_copy(unit, generator, dtype)
+        except Exception as error:
+            return f"the unit cannot be copied: {type(error).__name__}: {error}"
+        runs = partial(_runs, twin, dtype, errors)
+        example = make_example(args, kwargs, twin, size, runs, generator, dtype)
+        if example is not None:
+            return Proof(twin, example, TrialRanks(twin, size), dtype)
+    return f"a copy of the unit with random weights does not run: {errors[-1]}"
+
+
+def _run(unit: nn.Module, example: Example, dtype: torch.dtype) -> None:
+    args, kwargs, _ = example.call()
+    with Exact(dtype):
+        unit(*args, **kwargs)
+
+
+def _runs(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example: Example) -> bool:
+    try:
+        with torch.no_grad():
+            _run(unit, example, dtype)
+        return True
+    except Exception as error:
+        errors.append(error)
+        return False
+
+
+def prove_again(
+    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan, *, seed: int = 0
+) -> UnitPlan | None:
+    """The plan if it holds for a unit, and None otherwise.
+
+    Args:
+        unit: The user's.
+        args: Arguments of one call.
+        kwargs: Its keyword arguments.
+        plan: Made for a unit of the same structure.
+        seed: Of the random weights.
+    """
+    began = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        proof = proof_of(unit, args, kwargs, plan.size, seed)
+        if isinstance(proof, str) or proof.first_failure(plan) is not None:
+            return None
+    return replace(plan, num_trials=proof.ranks.num_trials, seconds=time.perf_counter() - began)
+
+
+class Difference(str):
+    """What differs, in words.
+
+    Attributes:
+        relative: By how much, if by numbers alone; infinite otherwise.
+    """
+
+    relative: float = math.inf
+
+
+def difference_of(found: Any, wanted: Any, tolerance: float) -> Difference | None:
+    """What differs between two values, or None.
 
     Args:
         found: A value of a sharded run.
@@ -117,12 +210,17 @@ def difference_of(found: Any, wanted: Any, tolerance: float) -> str | None:
         tolerance: Relative to the largest element.
     """
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
-        return None if type(found) is type(wanted) else f"{type(found).__name__} instead of {type(wanted).__name__}"
+        types = type(found).__name__, type(wanted).__name__
+        return None if type(found) is type(wanted) else Difference("{} instead of {}".format(*types))
     if found.shape != wanted.shape:
-        return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+        return Difference(f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
     if not wanted.is_floating_point() or not wanted.numel():
-        return None if torch.equal(found, wanted) else "other values"
+        return None if torch.equal(found, wanted) else Difference("other values")
     if not torch.isfinite(wanted).all():
-        return "the unit itself gives values that are not finite"
+        return Difference("the unit itself gives values that are not finite")
     distance = (found - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-3)
-    return None if distance <= tolerance else f"relative difference {distance:.1e}"
+    if distance <= tolerance:
+        return None
+    difference = Difference(f"relative difference {distance:.1e}, more than {tolerance:.0e}")
+    difference.relative = distance
+    return difference

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_hybrid.step.alike import unit_key
 from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.tensor.authority import Wishes, check_done
 from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.patterns import TensorPlanError
 from lightning_hybrid.tensor.placement import Shard
-from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.units import Calls, compiled_modules
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -26,7 +28,8 @@ def plan_units(
     read_by_step: Mapping[str, str],
     size: int,
     find: Callable[..., UnitPlan] = plan_unit,
-    deal: Literal["tensor", "context"] | None = None,
+    deal: Deal = None,
+    wishes: Mapping[str, Wishes] | None = None,
 ) -> dict[str, UnitPlan]:
     """A proved plan for each unit.
 
@@ -38,11 +41,16 @@ def plan_units(
         size: Number of tensor ranks.
         find: Plans one unit.
         deal: As for ``plan_unit``.
+        wishes: What plans ask for each unit.
+
+    Raises:
+        TensorPlanError: The user's plan cannot be followed, or is not proved.
     """
     shared, compiled = _shared(root, units), compiled_modules(root)
     plans: dict[str, UnitPlan] = {}
     known: dict[Hashable, UnitPlan] = {}
     for fqn, unit in units.items():
+        asked = (wishes or {}).get(fqn, Wishes(fqn))
         whole: dict[str, str] = {}
         for name, parameter in unit.named_parameters():
             full = f"{fqn}.{name}"
@@ -54,26 +62,36 @@ def plan_units(
                 whole[name] = "read outside of its unit"
         if any(id(module) in compiled for module in unit.modules()):
             plans[fqn] = UnitPlan.whole(unit, size, "torch.compile has made one function of it, which cannot be cut")
+            check_done(asked, plans[fqn])
             continue
         if fqn not in calls.arguments:
             plans[fqn] = UnitPlan.whole(unit, size, "the step does not call it")
             continue
         args, kwargs = calls.arguments[fqn]
-        key = unit_key(fqn, unit), _call_key(args, kwargs), tuple(whole.items())
+        key = unit_key(fqn, unit), _call_key(args, kwargs), tuple(whole.items()), asked.key
         if key in known:
             plans[fqn] = replace(known[key], num_trials=0, seconds=0.0)
         else:
-            found = _found(partial(find, deal=deal), unit, args, kwargs, size, whole)
+            found = _found(partial(find, deal=deal), unit, args, kwargs, size, whole, asked)
             plans[fqn] = known[key] = _without_cut_buffers(unit, found)
+            check_done(asked, plans[fqn])
     return plans
 
 
 def _found(
-    find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int, whole: Mapping[str, str]
+    find: Callable[..., UnitPlan],
+    unit: nn.Module,
+    args: Any,
+    kwargs: Any,
+    size: int,
+    whole: Mapping[str, str],
+    wishes: Wishes,
 ) -> UnitPlan:
     """A unit that cannot be tried stays whole, which is always right."""
     try:
-        return find(unit, args, kwargs, size, whole=whole)
+        return find(unit, args, kwargs, size, whole=whole, wishes=wishes)
+    except TensorPlanError:
+        raise
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         return UnitPlan.whole(unit, size, f"it cannot be tried: {type(error).__name__}: {text[0][:200]}")

@@ -68,6 +68,31 @@ def variants(
                         yield Variant(placements, attributes, offsets, ", ".join(word for word in said if word))
 
 
+def uneven_sizes(
+    found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
+) -> dict[str, tuple[int, str]]:
+    """The sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
+
+    Args:
+        found: What a run of the unit showed.
+        columns: Linears to cut by output features.
+        rows: Linears to cut by input features.
+        size: Number of tensor ranks.
+    """
+    uneven = {}
+    for fqn in columns:
+        _, seen = found.arrangements[fqn].pieces(found.linears[fqn].num_out)
+        # Fewer heads than ranks are repeated.
+        heads = [count for count in seen if count is not None and count > 1 and count % size and size % count]
+        if heads:
+            uneven[fqn] = heads[0], "heads"
+    if uneven:
+        return uneven
+    sides = [(columns, "num_out", "output features"), (rows, "num_in", "input features")]
+    lengths = [(fqn, getattr(found.linears[fqn], name), what) for fqns, name, what in sides for fqn in fqns]
+    return {fqn: (length, what) for fqn, length, what in lengths if length % size}
+
+
 def _row_cuts(rows: list[LinearLike], found: Discovery, size: int) -> Iterator[tuple[dict[str, Placement], str]]:
     """Input features in one piece, or in those that the input was joined from."""
     joined = [found.arrangements[linear.fqn].joined for linear in rows]

@@ -6,7 +6,7 @@ A new layout, or a strategy of another name, joins by one line in ``LAYOUTS``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,12 +81,13 @@ LAYOUTS = [
 ]
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     """``dp=2,pp=2`` as a layout.
 
     Args:
         text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, or any option
             of the strategy by its full name; separated by commas.
+        tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:
         ValueError: An entry without a value.
@@ -101,4 +102,10 @@ def parse_layout(text: str) -> Layout:
     sizes = [options.get(size, 1) for size in _SAME_BATCH]
     if not all(isinstance(size, int) and size >= 1 for size in (replicas, *sizes)):
         raise ValueError(f"--layout {text!r}: sizes must be whole numbers of 1 or more; use such as dp=2,pp=2")
+    entries = [entry.partition("=") for entry in tensor_plan]
+    for pattern, equals, style in entries:
+        if not pattern or not equals or not style:
+            raise ValueError(f"--tensor-plan {pattern + equals + style!r} is not pattern=style")
+    if entries and options.get("tensor_parallel_size", 1) > 1:
+        options["tensor_parallel_plan"] = {pattern: style for pattern, _, style in entries}
     return Layout(text, devices=replicas * math.prod(sizes), strategy=options)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.prove import Proof
 from lightning_hybrid.tensor.trial import Setting, TrialRanks, random_copy, run_whole
+from lightning_hybrid.tensor.written import from_json, to_json
 
 # name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order
 EXPECTED = {
@@ -79,7 +81,7 @@ def test_a_unit_is_sharded_and_proved(name):
     assert shown(plan) == EXPECTED[name], "\n".join(plan.lines())
     assert set(plan.placements) == {fqn for fqn, _ in (*unit.named_parameters(), *unit.named_buffers())}
     assert plan.num_trials <= 20
-    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan == from_json(json.loads(json.dumps(to_json(plan))))
 
 
 @pytest.mark.parametrize("name", ["fused", "grouped queries", "offsets", "bias", "slopes", "attention", "group norm"])
@@ -193,7 +195,8 @@ def test_a_unit_that_cannot_run_is_kept_whole_with_its_reason():
 
 def test_sizes_that_cannot_be_divided_are_kept_whole_with_their_reason():
     plan = plan_unit(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), (torch.randn(2, 8),), {}, 2)
-    assert plan.kept["0.weight"] == "9 output features are not a multiple of 2 ranks"
+    assert plan.kept["0.weight"] == "9 output features of 0 and 9 input features of 1 are not a multiple of 2 ranks"
+    assert plan.lines()[0].startswith("warning: ")
     odd = plan_unit(nn.MultiheadAttention(12, 3), (tokens(2, 5, 12),) * 3, {}, 2)
     assert odd.kept["in_proj_weight"] == "3 heads are not a multiple of 2 ranks"
 

@@ -361,6 +361,8 @@ trainer:
     init_args:
       pipeline_parallel_size: 2
       num_microbatches: 4
+      tensor_parallel_plan:
+        "layers.*.0": colwise
 model:
   layers: 3
 """

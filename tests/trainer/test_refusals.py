@@ -153,6 +153,8 @@ def test_control_flow_that_differs_between_batches_stops_before_its_step_changes
         ({"pipeline_parallel_size": "2"}, ValueError, ["pipeline_parallel_size", "'2'"]),
         ({"data_parallel_size": "all"}, ValueError, ["data_parallel_size", "'all'"]),
         ({"pipeline_cuts": "layers.1"}, TypeError, ["pipeline_cuts", "list"]),
+        ({"tensor_parallel_plan": ["layers.0"]}, TypeError, ["tensor_parallel_plan", "'colwise'"]),
+        ({"tensor_parallel_plan": {"layers.0": "column"}}, ValueError, ["'column'", "'layers.0'", "colwise, rowwise"]),
         ({"batch_splitter": 3}, TypeError, ["batch_splitter", "3"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

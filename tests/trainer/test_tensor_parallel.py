@@ -51,6 +51,9 @@ def test_parity(worlds, run):
     for fqn, plan in ranks[0].plans.items():
         if fqn.rpartition(".")[2].isdecimal():  # a layer of a list
             assert not any(group.role == "gathered" for group in plan.groups), plan.lines()
+            # The model brings a plan along.
+            origin = "the model's own plan" if run.case == "Llama" else "found"
+            assert all(group.origin == origin for group in plan.groups), plan.lines()
 
 
 def test_running_statistics_of_channels(worlds):
@@ -96,7 +99,9 @@ def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
 
 def test_a_size_that_divides_nothing_is_refused(worlds):
     with pytest.raises(
-        RankError, match=r"tensor_parallel_size=5 cuts no layer .*not a multiple of 5 ranks.* set a size"
+        RankError,
+        match=r"tensor_parallel_size=5 cuts no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
+        r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1",
     ):
         worlds.run(5, fit, Run("GPT2", tp=5))
 

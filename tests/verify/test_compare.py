@@ -220,6 +220,11 @@ def test_layouts_are_read():
         "schedule": "interleaved_1f1b",
     }
     assert parse_layout("pp=2,m=4").options(3)["num_microbatches"] == 4
+    plan = ["*.up=colwise", "*.down=rowwise"]
+    assert parse_layout("tp=2", plan).strategy["tensor_parallel_plan"] == {"*.up": "colwise", "*.down": "rowwise"}
+    assert "tensor_parallel_plan" not in parse_layout("pp=2", plan).strategy
+    with pytest.raises(ValueError, match="--tensor-plan 'up'"):
+        parse_layout("tp=2", ["up"])
     for wrong in ("pp", "pp=", "pp=two", "pp=0"):
         with pytest.raises(ValueError, match="--layout"):
             parse_layout(wrong)
