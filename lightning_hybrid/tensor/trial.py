@@ -22,7 +22,7 @@ from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
 from lightning_hybrid.tensor.dealing import Dealing
 from lightning_hybrid.tensor.examples import Example
-from lightning_hybrid.tensor.placement import Shard, cut, join
+from lightning_hybrid.tensor.placement import Placement, Shard, cut, join
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.watch import RegionWatch
 
@@ -224,6 +224,7 @@ class TrialRanks:
         held = {id(p): p for p in whole.parameters()}
         self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size)]
         self.num_trials = 0
+        self._parts: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
         self.watches: list[RegionWatch | None] = []
         self.dealings: list[Dealing | None] = []
 
@@ -265,14 +266,26 @@ class TrialRanks:
             raise TrialFailed(f"{type(first).__name__}: {first}") from first
         return [outcome for outcome in outcomes if outcome is not None]
 
+    def _part(self, fqn: str, whole: Tensor, placement: Placement, rank: int) -> Tensor:
+        """A rank's part of a parameter; weights, which units do not write, are cut once for all trials of a plan."""
+        if whole.dim() < 2:
+            return cut(whole, placement, rank, self.size).clone()
+        known = self._parts.get((fqn, rank))
+        if known is None or known[0] != placement:
+            known = self._parts[fqn, rank] = placement, cut(whole, placement, rank, self.size)
+        return known[1].detach()
+
     def _one(
         self, rank: int, plan: UnitPlan, example: Example, setting: Setting, learning: bool, meeting: _Meeting
     ) -> Outcome:
         unit = self._copies[rank].train(setting.training)
         local: dict[str, Tensor] = {}
-        for fqn, tensor in (*self._whole.named_parameters(), *self._whole.named_buffers()):
-            part = cut(tensor.detach(), plan.placements[fqn], rank, self.size).clone()
-            local[fqn] = part.requires_grad_(tensor.requires_grad)
+        for fqn, tensor in self._whole.named_parameters():
+            local[fqn] = self._part(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(
+                tensor.requires_grad
+            )
+        for fqn, buffer in self._whole.named_buffers():
+            local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: local[fqn] for fqn, p in self._whole.named_parameters() if p.requires_grad}
         with sharded(unit, plan, ThreadRanks(rank, meeting), tensors=lambda: local) as runner:
             runner.learning = learning
