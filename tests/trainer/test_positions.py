@@ -29,21 +29,21 @@ def name_of(run):
     return f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}-m{run.microbatches}"
 
 
+def slow(*runs):
+    """Layers that are dealt as those of the others are."""
+    return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
+
+
 SEQUENCE = [
     Run("GPT2", tp=2, microbatches=1, sequence=True),
     Run("Llama", pp=2, tp=2, sequence=True),
-    Run("T5", tp=2, sequence=True),
-    Run("Bert", tp=2, sequence=True),
-    Run("ViT", dp=2, tp=2, sequence=True),
     Run("Encoder", pp=2, tp=2, sequence=True),
+    *slow(Run("T5", tp=2, sequence=True), Run("Bert", tp=2, sequence=True), Run("ViT", dp=2, tp=2, sequence=True)),
 ]
 CONTEXT = [
     Run("GPT2", cp=2, microbatches=1),
-    Run("Llama", pp=2, cp=2),
-    Run("T5", cp=2),
-    Run("Bert", cp=2),
-    Run("ViT", dp=2, cp=2),
     Run("Encoder", pp=2, cp=2),
+    *slow(Run("Llama", pp=2, cp=2), Run("T5", cp=2), Run("Bert", cp=2), Run("ViT", dp=2, cp=2)),
 ]
 
 
