@@ -70,7 +70,7 @@ class StagePlan:
         self._cuts = cuts
         self._agree = agree
         self._opened: set[str] = set()
-        self._units: dict[str, nn.Module] = {}
+        self._units: Mapping[str, nn.Module] = {}
         self._tracked: set[str] = set()
         # Of a step that may change: parameters that it has not read so far, and may read on any stage.
         self._everywhere: set[str] = set()
@@ -127,6 +127,7 @@ class StagePlan:
             return self._record(name, step, context, train=train, looks=looks, draws_as=draws_as)
 
         recording, assignment = self._cut(recorded)
+        self._units = recording.units
         replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
         variant = Variant(assignment, replays)
         if self.first is None:
@@ -147,7 +148,7 @@ class StagePlan:
         keys = tuple(microbatch) if isinstance(microbatch, Mapping) else None
         return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
 
-    def units(self) -> dict[str, nn.Module]:
+    def units(self) -> Mapping[str, nn.Module]:
         """The modules that are one node each in the latest recording."""
         return self._units
 
@@ -225,7 +226,7 @@ class StagePlan:
             return self.record_once(name, branches.step, units, context, **options)
 
         while True:
-            units = self._units = choose_units(self._root, self.num_stages, self._opened)
+            units = choose_units(self._root, self.num_stages, self._opened)
             recording = record_once()
             missed = {unit for unit in recording.unopened if can_open(units[unit])} - self._opened
             found = set(recording.found_buffers) - self._tracked
