@@ -97,8 +97,7 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     options: dict[str, Any] = {}
     short = re.findall(r"([a-wyz]+)(\d+)", text) if re.fullmatch(r"[a-z]+\d+(\s*x\s*[a-z]+\d+)*", text) else []
     is_short = short and {name for name, _ in short} <= _SHORT.keys()
-    entries = [f"{name}={size}" for name, size in short] if is_short else text.split(",")
-    for entry in entries:
+    for entry in [f"{name}={size}" for name, size in short] if is_short else text.split(","):
         name, equals, value = entry.strip().partition("=")
         if not equals or not name or not value:
             raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2 or dp2xpp2")

@@ -251,3 +251,14 @@ def test_rehearsals_are_few(worlds, module, count):
     """None for steps that do the same; where an attribute changes, one per microbatch of each step until it stays."""
     found = worlds.run(2, count_rehearsals, module)
     assert found[0] == found[1] and (found[0] == count if module is not DropsLayers else found[0] >= count)
+
+
+class DecidesByRank(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss * 2 if batch_idx and self.trainer.is_global_zero else loss
+
+
+def test_ranks_that_decide_differently_are_told_before_anything_changes(worlds):
+    report = check(worlds, DecidesByRank, STAGES)
+    assert "what the step does differs between the ranks of one replica" in report.message, str(report)
