@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_hybrid.step.graph import Value
 
-_HEADER = 3
-_SLOTS = 125
+_HEADER = 4
+_SLOTS = 124
+# Places in the header, the more telling ones first.
+_COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set of logged keys"))
 
 
 class RanksDisagree(RuntimeError):
@@ -24,7 +26,14 @@ class NumberExchange:
     """Numbers that each rank knows in part, NaN where it does not; under way from the start."""
 
     def __init__(
-        self, numbers: Sequence[float], group: dist.ProcessGroup, *, names: int, batch: int, device: torch.device
+        self,
+        numbers: Sequence[float],
+        group: dist.ProcessGroup,
+        *,
+        names: int,
+        batch: int,
+        form: int = 0,
+        device: torch.device,
     ) -> None:
         """Begin to exchange.
 
@@ -33,6 +42,7 @@ class NumberExchange:
             group: The ranks of one replica.
             names: A digest of what the numbers mean.
             batch: A digest of the batch; all ranks of a replica must see the same.
+            form: A digest of what the step does.
             device: Where the group communicates.
         """
         self._numbers = list(numbers)
@@ -41,7 +51,7 @@ class NumberExchange:
         self._rows: list[Tensor] = []
         self._work: dist.Work | None = None
         if group.size() > 1:
-            first = [float(len(numbers)), float(names), float(batch), *numbers[:_SLOTS]]
+            first = [float(len(numbers)), float(names), float(batch), float(form), *numbers[:_SLOTS]]
             self._rows, self._work = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> tuple[list[Tensor], dist.Work | None]:
@@ -58,11 +68,15 @@ class NumberExchange:
         if not self._rows:
             return self._numbers
         rows = self._await(self._rows, self._work)
-        for place, what in ((2, "batch"), (0, "number of logged values"), (1, "set of logged keys")):
+        for place, what in _COMPARED:
             seen = [row[place] for row in rows]
             if len(set(seen)) > 1:
                 raise RanksDisagree(
-                    f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
+                    f"what the step does differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
+                    f" {len(seen) - 1}): a condition on the rank, or on random numbers that are not seeded alike,"
+                    " decides; let all ranks decide alike"
+                    if place == 3
+                    else f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
                     f" {len(seen) - 1}); every rank must draw the same samples: seed samplers and augmentation without"
                     " the rank"
                     if place == 2
@@ -112,6 +126,22 @@ def share_tensor(
     raw = content.view(torch.uint8) if content.dtype in _AS_BYTES and content.dim() else content
     dist.broadcast(raw, group=group, group_src=source)
     return content
+
+
+def broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give every rank of a group the content that a buffer has on one; collective over the group.
+
+    Args:
+        buffer: On every rank.
+        home: Rank in the group.
+        group: The ranks.
+        device: Where the group communicates.
+    """
+    content = buffer.detach().to(device).contiguous()
+    raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
+    dist.broadcast(raw, group=group, group_src=home)
+    if content.data_ptr() != buffer.data_ptr():
+        buffer.detach().copy_(content)
 
 
 # gloo's collectives know neither booleans nor 16-bit integers.

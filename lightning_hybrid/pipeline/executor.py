@@ -8,6 +8,7 @@ The data path of one microbatch on one stage::
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ from lightning_hybrid.step.replay import StageReplay, StageRun
 from lightning_hybrid.step.watch import Current
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One recorded form of the step; microbatches of different shapes have different ones.
 
@@ -54,6 +55,19 @@ class Variant:
 
     assignment: Assignment
     replays: Mapping[int, StageReplay]
+
+    @cached_property
+    def digest(self) -> int:
+        """A number on which ranks agree that run the same form: what leads to their messages and to the loss."""
+        graph = self.assignment.graph
+        needed = {value for sent in self.assignment.portals.values() for value in sent} | {graph.loss}
+        names = []
+        for node in reversed(graph.nodes):
+            if not needed.isdisjoint(node.outputs):
+                needed.update(node.inputs, node.reads)
+                names.append(node.name)
+        sent = [(pair, [graph.values[v].shape for v in values]) for pair, values in self.assignment.portals.items()]
+        return zlib.crc32(repr((names, sent)).encode())
 
     @property
     def recording(self) -> Recording:

@@ -6,7 +6,7 @@ recordings (other shapes, validation) are assigned to the same homes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.exchange import broadcast_buffer
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.held import compute_weights
+from lightning_hybrid.step.looks import Looks
 from lightning_hybrid.step.numbers_read import BranchCheck
 from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -68,8 +70,10 @@ class StagePlan:
         self._cuts = cuts
         self._agree = agree
         self._opened: set[str] = set()
+        self._units: Mapping[str, nn.Module] = {}
         self._tracked: set[str] = set()
-        self._variants: dict[Any, Variant] = {}
+        # Of a step that may change: parameters that it has not read so far, and may read on any stage.
+        self._everywhere: set[str] = set()
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -78,9 +82,14 @@ class StagePlan:
 
     def ranks_of(self, fqn: str) -> tuple[int, ...]:
         """Pipeline ranks that hold a parameter or tracked buffer; the first one counts it."""
+        return tuple(dict.fromkeys(stage % self.num_ranks for stage in self.stages_of(fqn)))
+
+    def stages_of(self, fqn: str) -> tuple[int, ...]:
+        """Stages that hold a parameter or tracked buffer."""
         assert self.first is not None
-        stages = self.first.assignment.holders.get(fqn, (self.homes[fqn],))
-        return tuple(dict.fromkeys(stage % self.num_ranks for stage in stages))
+        if fqn in self._everywhere:
+            return tuple(range(self.num_stages))
+        return self.first.assignment.holders.get(fqn, (self.homes[fqn],))
 
     def names(self) -> dict[int, str]:
         """FQN by id of every parameter and tracked buffer."""
@@ -93,36 +102,40 @@ class StagePlan:
         self,
         name: str,
         step: Callable[[], Any],
-        microbatch: Any,
         context: Callable[[], AbstractContextManager[Any]],
         *,
         train: bool,
-        modes: Hashable = None,
+        looks: Looks | None = None,
+        draws_as: tuple[int, int] = (0, 0),
     ) -> Variant:
-        """The recorded form of a step for this microbatch; recorded now if it is new.
+        """Record a step.
 
         Args:
             name: Name of the step.
-            step: Runs it on this microbatch.
-            microbatch: The microbatch.
+            step: Runs it on one microbatch.
             context: Entered around the step.
             train: Whether it must return a loss.
-            modes: ``self.modes()``, if the caller has it.
+            looks: Told what the step looks at beside its batch.
+            draws_as: Number of the step and microbatch that key what the glue draws.
 
         Raises:
             StepError: The step cannot be recorded.
             PartitionError: It cannot be cut, or not the way the first step was.
         """
-        key = self._signature(name, microbatch), self.modes() if modes is None else modes
-        if key not in self._variants:
-            recording, assignment = self._cut(name, step, context, train=train)
-            replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
-            self._variants[key] = Variant(assignment, replays)
-            if self.first is None:
-                self.first = self._variants[key]
-        return self._variants[key]
 
-    def _signature(self, name: str, microbatch: Any) -> Any:
+        def recorded() -> Recording:
+            return self._record(name, step, context, train=train, looks=looks, draws_as=draws_as)
+
+        recording, assignment = self._cut(recorded)
+        self._units = recording.units
+        replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
+        variant = Variant(assignment, replays)
+        if self.first is None:
+            self.first = variant
+        return variant
+
+    def signature(self, name: str, microbatch: Any) -> Hashable:
+        """What a recording depends on beside ``modes``: which step, and the kinds and shapes of what it is given."""
         leaves, _ = flatten(microbatch)
         shapes = tuple(
             (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
@@ -132,23 +145,21 @@ class StagePlan:
             else (type(leaf), *((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_inside(leaf)))
             for leaf in leaves
         )
-        return name, type(microbatch), shapes, torch.is_grad_enabled()
+        keys = tuple(microbatch) if isinstance(microbatch, Mapping) else None
+        return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
+
+    def units(self) -> Mapping[str, nn.Module]:
+        """The modules that are one node each in the latest recording."""
+        return self._units
 
     def modes(self) -> Hashable:
         """What a recording depends on beside the batch: train or eval, and requires_grad, everywhere."""
         modes = tuple([module.training for module in self._root.modules()])
         return modes, tuple([parameter.requires_grad for parameter in self._root.parameters()])
 
-    def _cut(
-        self,
-        name: str,
-        step: Callable[[], Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        *,
-        train: bool,
-    ) -> tuple[Recording, Assignment]:
+    def _cut(self, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
         """Record and assign; the first time, open units until the stages are balanced."""
-        recording = self._record(name, step, context, train=train)
+        recording = recorded()
         if self.homes:
             self._adopt(recording)
             return recording, self._assign(recording)
@@ -170,15 +181,20 @@ class StagePlan:
             if not larger or self.num_stages == 1:
                 break
             self._opened |= larger
-            recording = self._record(name, step, context, train=train)
+            recording = recorded()
         if best is None:
             find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
             raise AssertionError
         _, recording, homes, tracked = best
         opened = {name for name in self._opened if name not in recording.units}
-        self._opened, self._tracked, self.homes = self._agree((opened, tracked, homes))
+        decided = opened, tracked, homes, bool(recording.looks_at)
+        self._opened, self._tracked, self.homes, changes = self._agree(decided)
         if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
-            recording = self._record(name, step, context, train=train)
+            recording = recorded()
+        if changes:
+            names = {name for name, _ in self._root.named_parameters()}
+            self._everywhere = names.difference(*(node.parameters for node in recording.graph.nodes))
+            self.homes.update(dict.fromkeys(self._everywhere, 0))
         self._adopt(recording)
         assignment = self._assign(recording)
         check_shared(assignment)
@@ -202,13 +218,12 @@ class StagePlan:
         name: str,
         step: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]],
-        *,
-        train: bool,
+        **options: Any,
     ) -> Recording:
         branches = BranchCheck(self._root, step)
 
         def record_once() -> Recording:
-            return self.record_once(name, branches.step, units, context, train=train)
+            return self.record_once(name, branches.step, units, context, **options)
 
         while True:
             units = choose_units(self._root, self.num_stages, self._opened)
@@ -229,6 +244,8 @@ class StagePlan:
         context: Callable[[], AbstractContextManager[Any]],
         *,
         train: bool,
+        looks: Looks | None = None,
+        draws_as: tuple[int, int] = (0, 0),
     ) -> Recording:
         """Record a step with these units, as ``variant`` does; nothing is kept of it.
 
@@ -245,6 +262,8 @@ class StagePlan:
                 randomness=self._randomness,
                 loss_required=train,
                 tracked_buffers=self._tracked,
+                looks=looks,
+                draws_as=draws_as,
             )
 
     def _adopt(self, recording: Recording) -> None:
@@ -265,6 +284,12 @@ class StagePlan:
         assignment = assign(recording.graph, self.homes, self.num_stages)
         if self.first is None:
             return assignment
+        shared = [n for node in recording.graph.nodes for n in node.written if n in self._everywhere]
+        if shared:
+            raise StepError(
+                f"{recording.graph.step} writes {shared[0]!r} in some batches only, and did not when it was first"
+                " recorded, so that every rank has its own; write it in every batch, or in on_train_batch_end"
+            )
         for fqn, stages in assignment.holders.items():
             held = self.ranks_of(fqn)
             missing = [stage for stage in stages if stage % self.num_ranks not in held]
@@ -306,7 +331,7 @@ class StagePlan:
             if is_absent(parameter):
                 fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
         for buffer, home in self._buffer_homes(copy):
-            _broadcast_buffer(buffer, home, self._group, device)
+            broadcast_buffer(buffer, home, self._group, device)
         compute_weights(self._root if copy is None else copy)
 
     def gather_object(self, mine: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,23 +383,15 @@ class StagePlan:
             if id(buffer) not in inside and (f"{fqn}.{member}" if fqn else member) not in self._tracked
         ]
 
-    def share_buffers(self, variant: Variant) -> None:
+    def share_buffers(self, variants: Iterable[Variant]) -> None:
         """After a step, give other readers of a tracked buffer its content; collective over the pipeline."""
         if not self._tracked or self.num_ranks == 1:
             return
         buffers = dict(self._root.named_buffers())
         for name in sorted(self._tracked):
-            if len(variant.assignment.holders.get(name, ())) > 1:
-                _broadcast_buffer(buffers[name], self.ranks_of(name)[0], self._group, self._randomness.device)
+            if any(len(variant.assignment.holders.get(name, ())) > 1 for variant in dict.fromkeys(variants)):
+                broadcast_buffer(buffers[name], self.ranks_of(name)[0], self._group, self._randomness.device)
 
 
 def _empty(parameter: Tensor, device: torch.device) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-
-
-def _broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    content = buffer.detach().to(device).contiguous()
-    raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
-    dist.broadcast(raw, group=group, group_src=home)
-    if content.data_ptr() != buffer.data_ptr():
-        buffer.detach().copy_(content)

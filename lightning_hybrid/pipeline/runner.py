@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.choice import Call, VariantChoice
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
 from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
@@ -100,7 +101,8 @@ class StepRunner:
         self._replica = replica
         self._metrics = metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
-        self._whole = WholeBatch(root, plan, randomness)
+        self._choice = VariantChoice(root, plan, randomness)
+        self._whole = WholeBatch(root, plan, self._choice, randomness)
         self._channel = transport.channel
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
@@ -118,12 +120,11 @@ class StepRunner:
         count = self.count(name, batch)
         microbatches = split(batch, count, self.splitter)[0]
         train = name == "training_step"
-        variants = [self.plan.variant(name, _bind(step, m, rest), m, context, train=train) for m in microbatches]
-        whole = partial(_call, step, rest)
-        self._whole.begin(name, variants, whole, batch, microbatches[0], context, train=train)
+        call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
+        variants, _ = self._choose(call, batch, microbatches)
         if self.watching_units is not None:
             with self.watching_units(variants[0]):
-                step_once = _bind(step, microbatches[0], rest)
+                step_once = partial(call.on, microbatches[0])
                 self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
 
     def shard_units(self, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -157,21 +158,19 @@ class StepRunner:
         microbatches, weights = split(batch, count, self.splitter)
         if train is not None and train.weigh is not None:
             weights = train.weigh(microbatches)
-        steps = [_bind(step, microbatch, rest) for microbatch in microbatches]
+        first = self._replica * count
+        call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
+        steps = [partial(call.on, microbatch) for microbatch in microbatches]
         logs = LogCapture(count)
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
             if bookkeeping is not None:
                 bookkeeping.before_microbatch()
-            keyed = self._randomness.microbatch(step_number, self._replica * count + index)
+            keyed = self._randomness.microbatch(step_number, first + index)
             with context(), keyed, logs.microbatch(self._root, index):
                 return run()
 
-        modes = self.plan.modes()
-        variants = [
-            self.plan.variant(name, steps[i], microbatches[i], context, train=train is not None, modes=modes)
-            for i in range(count)
-        ]
+        variants, bookkeeping = self._choose(call, batch, microbatches)
         sharing = StepSharing(
             self._group,
             self._randomness.device,
@@ -200,21 +199,29 @@ class StepRunner:
                 reduce=train.reduce,
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
-        whole = partial(_call, step, rest)
-        bookkeeping = self._whole.begin(
-            name, variants, whole, batch, microbatches[0], context, train=train is not None, modes=modes
-        )
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
-        self._metrics.note_homes(variants[0].assignment.sinks, self.plan.num_ranks)
+        for variant in dict.fromkeys(variants):
+            self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
         counts = [batch_size_of(microbatch) for microbatch in microbatches]
         result = self._result(variants, outcome, sharing, weights, counts, train is not None, bookkeeping)
         if bookkeeping is None:
             self._whole.check(variants, outcome.runs.values())
             kept.join(weights, counts)
-        self.plan.share_buffers(variants[0])
+        self.plan.share_buffers(variants)
         return result
+
+    def _choose(self, call: Call, batch: Any, microbatches: Sequence[Any]) -> tuple[list[Variant], Bookkeeping | None]:
+        """The recorded form of each microbatch, and how what they keep becomes that of the batch."""
+        variants = self._choice.choose(call, microbatches)
+        bookkeeping = self._whole.begin(call, variants, batch, microbatches[0])
+        if bookkeeping is not None and len(variants) > 1:
+            # Then each microbatch finds the modules as the batch does.
+            apart = self._choice.choose(call, microbatches, apart=True)
+            if apart != variants:
+                return apart, self._whole.begin(call, apart, batch, microbatches[0])
+        return variants, bookkeeping
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
@@ -312,11 +319,3 @@ def _detached(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return None if is_absent(leaf) else leaf.detach()
     return leaf
-
-
-def _call(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:
-    return step(batch, *rest)
-
-
-def _bind(step: Callable[..., Any], microbatch: Any, rest: Sequence[Any]) -> Callable[[], Any]:
-    return lambda: step(microbatch, *rest)

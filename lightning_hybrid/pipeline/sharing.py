@@ -71,7 +71,12 @@ class StepSharing:
             numbers.append(math.nan if made is None else float(made))
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
-            numbers, self._group, names=names, batch=digest(flatten(self._batch)[0]), device=self._device
+            numbers,
+            self._group,
+            names=names,
+            batch=digest(flatten(self._batch)[0]),
+            form=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
+            device=self._device,
         )
 
     def finish(

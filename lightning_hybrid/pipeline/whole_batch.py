@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.carried import Carried
+from lightning_hybrid.pipeline.choice import Call, VariantChoice
 from lightning_hybrid.pipeline.executor import Variant, fill_placeholders
 from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.pipeline.plan import StagePlan
@@ -35,7 +35,8 @@ from lightning_hybrid.step.transaction import ModuleState, reachable
 from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside, unflatten
 from lightning_hybrid.step.watch import StepWatch
 
-Context = Callable[[], AbstractContextManager[Any]]
+# Where a step takes ever new ways, those known are forgotten now and then.
+_MOST_FORMS = 512
 
 
 @dataclass(frozen=True)
@@ -58,38 +59,24 @@ class _Form:
 class WholeBatch:
     """Knows the steps of one module that keep something of the model."""
 
-    def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
-        """Args: root: the user's module. plan: who holds what. randomness: keys what the steps draw."""
+    def __init__(self, root: nn.Module, plan: StagePlan, choice: VariantChoice, randomness: KeyedRandomness) -> None:
+        """Args: root: the user's module. plan: who holds what. choice: of forms. randomness: keys what steps draw."""
         self._root = root
         self._plan = plan
+        self._choice = choice
         self._randomness = randomness
-        self._forms: dict[tuple[int, ...], _Form] = {}
-        self._unfit: set[tuple[int, ...]] = set()
-        self._checked: dict[tuple[int, ...], set[nn.Module]] = {}
+        self._forms: dict[tuple[Variant, ...], _Form] = {}
+        self._unfit: set[tuple[Variant, ...]] = set()
+        self._checked: dict[tuple[Variant, ...], set[nn.Module]] = {}
 
-    def begin(
-        self,
-        name: str,
-        variants: Sequence[Variant],
-        step: Callable[[Any], Any],
-        batch: Any,
-        microbatch: Any,
-        context: Context,
-        *,
-        train: bool,
-        modes: Hashable = None,
-    ) -> Bookkeeping | None:
+    def begin(self, call: Call, variants: Sequence[Variant], batch: Any, microbatch: Any) -> Bookkeeping | None:
         """Before a step: note what its bookkeeping starts from.
 
         Args:
-            name: Name of the step.
+            call: Of the step.
             variants: The recorded form of each microbatch.
-            step: Runs the step on a batch.
             batch: The whole batch.
             microbatch: The first microbatch.
-            context: Entered around each forward.
-            train: Whether it is a training step.
-            modes: As for ``StagePlan.variant``.
 
         Returns:
             None if the step keeps nothing that must be joined, or tensors alone and cannot run on a whole batch.
@@ -99,68 +86,51 @@ class WholeBatch:
         """
         numbers = next((text for variant in variants if (text := variant.recording.numbers_kept)), "")
         tensors = [place for variant in variants for place, _ in variant.recording.kept] if len(variants) > 1 else []
-        parts = tuple(map(id, variants))
+        parts = tuple(variants)
         if not (numbers or tensors) or parts in self._unfit:
             return None
         kept = numbers or f"{tensors[0]} keeps a tensor of the model"
         try:
             whole = variants[0]
             if len(variants) > 1:
-                whole = self._plan.variant(name, lambda: step(batch), batch, context, train=train, modes=modes)
-            form = self._form_of(name, variants, whole, kept, step, microbatch, context, train=train)
+                (whole,) = self._choice.choose(call, [batch])
+            form = self._form_of(call, variants, whole, kept, microbatch)
         except Exception:  # of the package or of the user's own: the step need not run on a whole batch
             if numbers:
                 raise
-
             self._unfit.add(parts)
             return None
-        return Bookkeeping(self._root, self._plan.names(), form, step, batch, context)
+        return Bookkeeping(self._root, self._plan.names(), form, call, batch)
 
-    def _form_of(
-        self,
-        name: str,
-        variants: Sequence[Variant],
-        whole: Variant,
-        kept: str,
-        step: Callable[[Any], Any],
-        microbatch: Any,
-        context: Context,
-        *,
-        train: bool,
-    ) -> _Form:
-        key = (id(whole), *map(id, variants))
+    def _form_of(self, call: Call, variants: Sequence[Variant], whole: Variant, kept: str, microbatch: Any) -> _Form:
+        key = (whole, *variants)
         if key not in self._forms:
+            if len(self._forms) > _MOST_FORMS:
+                self._forms.clear()
             form = self._form(variants, whole, kept)
             if len(variants) > 1:
                 carried = Carried(self._root, form.without, batch_size_of(microbatch))
                 batches = microbatch, map_leaves(_copied, microbatch)
-                twice = self._record_twice(name, variants[0], step, batches, carried, context, train=train)
+                twice = self._record_twice(call, variants[0], batches, carried)
                 carried.refuse(kept, variants[0], whole, twice)
             self._forms[key] = form
         return self._forms[key]
 
     def _record_twice(
-        self,
-        name: str,
-        variant: Variant,
-        step: Callable[[Any], Any],
-        batches: tuple[Any, Any],
-        carried: Carried,
-        context: Context,
-        *,
-        train: bool,
+        self, call: Call, variant: Variant, batches: tuple[Any, Any], carried: Carried
     ) -> Recording | None:
         """What a step does in two batches, one after the other; None where it cannot go on with what it left behind."""
 
         def both() -> Any:
             with carried.left_by_first():
-                step(batches[0])
+                call.on(batches[0])
             with carried:
-                return step(batches[1])
+                return call.on(batches[1])
 
         StepWatch.reads_as = 1.0
         try:
-            return self._plan.record_once(name, both, variant.recording.units, context, train=train)
+            units = variant.recording.units
+            return self._plan.record_once(call.name, both, units, call.context, train=call.train)
         except (StepError, ArithmeticError, ValueError):
             return None
         finally:
@@ -179,7 +149,7 @@ class WholeBatch:
         read_at = next((run.numbers_read for run in runs if run.numbers_read), "")
         if not read_at:
             return
-        key = tuple(map(id, variants))
+        key = tuple(variants)
         if key not in self._checked:
             self._checked[key] = without_state(self._root, [variant.recording for variant in variants])
         for place, leaf in reachable(self._root, self._checked[key]):
@@ -232,13 +202,12 @@ class Bookkeeping:
         root: nn.Module,
         names: Mapping[int, str],
         form: _Form,
-        step: Callable[[Any], Any],
+        call: Call,
         batch: Any,
-        context: Context,
     ) -> None:
         """Args: root: the user's module. names: FQN by id of what it holds. form: of its step. Others as ``begin``."""
         self._root, self._names, self._form = root, names, form
-        self._step, self._batch, self._context = step, batch, context
+        self._call, self._batch = call, batch
         self._start = ModuleState(root, buffers=False, without=form.without)
         self._versions = [tensor._version for tensor in tensors_inside(batch)]
 
@@ -271,12 +240,12 @@ class Bookkeeping:
             with (
                 installed([replay], randomness) as current,
                 randomness.isolated(),
-                randomness.microbatch(0, 0),
-                self._context(),
+                randomness.microbatch(self._call.number, self._call.first),
+                self._call.context(),
                 replaced_log(self._root, lambda *_, **__: None),
                 contextlib.redirect_stdout(io.StringIO()),  # the microbatches have printed
             ):
-                run = replay.run(lambda: self._step(self._batch), {}, self._names, current)
+                run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
         except Exception as error:
             raise StepError(
                 f"{self._form.kept}, and the step failed on the whole batch where only what it keeps is computed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy
@@ -125,24 +125,28 @@ class Kept(NamedTuple):
     numbers: tuple[str, tuple[int, ...]]
 
 
-def find_kept(root: nn.Module, result: Any, watch: StepWatch) -> Kept:
+def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collection[nn.Module] = ()) -> Kept:
     """Where values of the step, and numbers read from them, stay after it.
 
     Args:
         root: The user's module, as the step left it.
         result: What the step returned.
         watch: Of the recording.
+        without: Modules to pass over.
     """
-    places, numbers = [], ""
-    computed = computed_weights(root)
-    for place, leaf in [*reachable(root), *(("what the step returns", leaf) for leaf in flatten(result)[0])]:
+    places: list[tuple[Place, int]] = []
+    numbers = ""
+    for place, leaf in [*reachable(root, without), *(("what the step returns", leaf) for leaf in flatten(result)[0])]:
         if isinstance(leaf, FakeTensor):
             value = watch.mark_of(leaf)
-            if isinstance(place, Place) and place not in computed and value is not None:
+            if isinstance(place, Place) and value is not None:
                 places.append((place, value))
         elif watch.numbers_read and not numbers and _is_absent_number(leaf):
             line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
             numbers = f"{line}: {place} keeps a number read from the model"
+    if places:
+        computed = computed_weights(root)
+        places = [(place, value) for place, value in places if place not in computed]
     read = tuple(watch.values_read)
     values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
     return Kept(tuple(places), tuple(values), (numbers, read))

@@ -16,14 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import absent_members, make_absent
 from lightning_hybrid.step.alike import LikeUnits
+from lightning_hybrid.step.asked import asked_of
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
 from lightning_hybrid.step.graph import Node, StepGraph, Value
 from lightning_hybrid.step.held import held_tensors
+from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss
+from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss, no_loss
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import (
     NO_FAKE_KERNEL,
@@ -38,7 +40,7 @@ from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.units import buffer_names, owned_members
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.user_functions import watched_functions
-from lightning_hybrid.step.watch import Current, StepWatch, user_line, watched_sinks, watched_units
+from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line, watched_sinks, watched_units
 
 
 def record(
@@ -51,6 +53,8 @@ def record(
     loss_required: bool = False,
     tracked_buffers: Iterable[str] = (),
     whole_graph: bool = False,
+    looks: Looks | None = None,
+    draws_as: tuple[int, int] = (0, 0),
 ) -> Recording:
     """Record one run of ``step``.
 
@@ -63,6 +67,8 @@ def record(
         loss_required: Whether the step must return a loss.
         tracked_buffers: FQNs of buffers that have a home like parameters.
         whole_graph: Whether the step takes derivatives, so that no unit may borrow what a like one showed.
+        looks: Told what the step looks at that may be another one in the next batch.
+        draws_as: Number of the step and microbatch that key what the glue draws.
 
     Raises:
         StepError: No loss, or a value that reached the glue on a way that cannot be followed.
@@ -77,6 +83,8 @@ def record(
         if tensor is not None and (everything or (f"{fqn}.{member}" if fqn else member) in tracked)
     ]
     state = ModuleState(root)
+    looks = Looks() if looks is None else looks
+    around_units = modules_around(root, units)
     costs = CostWatch(root)
     watch: RecordWatch | None = None
     try:
@@ -84,9 +92,14 @@ def record(
             owned = {fqn: owned_members(unit, names) for fqn, unit in units.items()}
             sinks = find_sinks(root)
             buffers = buffer_names(root, units)
-            watch = RecordWatch(names, costs, buffers, SinkRehearsal(sinks), units, whole_graph=whole_graph)
+            watch = RecordWatch(
+                names, costs, buffers, SinkRehearsal(sinks), units, looks, randomness, whole_graph=whole_graph
+            )
             with contextlib.ExitStack() as stack:
-                stack.enter_context(randomness.microbatch(0, 0))
+                stack.enter_context(randomness.microbatch(*draws_as))
+                # Glue draws what it draws in a replay: it may decide by it.
+                stack.enter_context(randomness.modules({n: m for n, m in around_units.items() if n}))
+                stack.enter_context(randomness.watching(True))
                 stack.enter_context(costs.module_stack())
                 current = Current()
                 current.watch = watch
@@ -96,6 +109,7 @@ def record(
                 stack.enter_context(adopted_checkpoints(current, randomness))
                 stack.enter_context(quiet_fakes())
                 stack.enter_context(slow_attention())
+                stack.enter_context(looks.during(root, list(around_units.values())))
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()
@@ -115,6 +129,8 @@ def record(
         loss_required=loss_required,
         tracked_buffers=tracked,
         whole_graph=True,
+        looks=looks,
+        draws_as=draws_as,
     )
 
 
@@ -130,13 +146,16 @@ class RecordWatch(StepWatch):
         buffers: Mapping[int, tuple[str, bool]],
         rehearsal: SinkRehearsal,
         units: Mapping[str, nn.Module],
+        looks: Looks,
+        randomness: KeyedRandomness,
         *,
         whole_graph: bool,
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. costs: counts the kernels. buffers: see ``buffer_names``."""
-        super().__init__(parameters)
+        """Args: parameters: FQN by id of the stand-ins. buffers: see ``buffer_names``. The others: of the recording."""
+        super().__init__(parameters, randomness)
         self._buffers = buffers
         self._rehearsal = rehearsal
+        self._looks = looks
         self.units = units
         self._alike = None if whole_graph else LikeUnits(costs)
         self._found_buffers: set[str] = set()
@@ -168,6 +187,8 @@ class RecordWatch(StepWatch):
         """A number read from the batch may become a size: shapes from here on are not known from shapes alone."""
         if name in ("item", "__int__", "__index__", "tolist", "numpy", "__array__"):
             self._sized_by_data = True
+        if name not in TEXT_READS:
+            self._looks.note("the content of the batch")
         return result
 
     def event(
@@ -186,7 +207,10 @@ class RecordWatch(StepWatch):
             self._note_unit_buffers(tensors)
         if not inputs and not direct and not owned:
             self._refuse_untracked(name, tensors)
+            if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
+                self._looks.note("the content of the batch")
             return run(*args, **kwargs)
+        asked = asked_of(name, leaves, self.mark_of, self.parameters)
         self.opened.open(name, args, kwargs)
         parameters = tuple(dict.fromkeys((*direct, *owned)))
         for parameter in parameters:
@@ -238,7 +262,8 @@ class RecordWatch(StepWatch):
         out_leaves, out_spec = flatten(out)
         described = tuple(self._describe(leaf, leaves, dynamic) for leaf in out_leaves)
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
-        self._templates.append(Template(described, out_spec, tuple(written), tuple(place for place, _ in held)))
+        places = tuple(place for place, _ in held)
+        self._templates.append(Template(described, out_spec, tuple(written), places, asked))
         self._nodes.append(
             Node(
                 index=len(self._nodes),
@@ -342,10 +367,7 @@ class RecordWatch(StepWatch):
         loss = find_loss(result)
         loss_value = self.mark_of(loss) if isinstance(loss, Tensor) else None
         if loss_required and (loss_value is None or not self._values[loss_value].requires_grad):
-            raise StepError(
-                f"{name} returned {_shape_of(result)} and no loss that depends on a trainable parameter;"
-                " return the loss tensor, or a dict with the key 'loss'"
-            )
+            raise no_loss(name, result)
         kept = find_kept(root, result, self)
         called = {node.unit for node in self._nodes if node.unit is not None}
         read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
@@ -366,13 +388,7 @@ class RecordWatch(StepWatch):
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)
-        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers)
-
-
-def _shape_of(result: Any) -> str:
-    if isinstance(result, Mapping):
-        return f"a {type(result).__name__} with keys {list(result)}"
-    return f"a {type(result).__name__}"
+        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, self._looks.first)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import nn
@@ -35,12 +35,14 @@ class Template:
         spec: The container around them.
         written: Inputs written in place, as (place among the input leaves, the value they are afterwards).
         held: Where a unit finds further inputs on its own modules; they follow the leaves of its arguments.
+        asked: What the node is asked to do, and with which sizes.
     """
 
     leaves: tuple[Leaf, ...]
     spec: Spec | None
     written: tuple[tuple[int, int], ...]
     held: tuple[Place, ...] = ()
+    asked: tuple[Hashable, Hashable] = ((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Recording:
         numbers_read: Where a number was read from the model last; empty if none was.
         numbers_kept: Where a number read from the model stays after the step, and the line; empty if none does.
         values_read: The values that numbers were read from.
+        looks_at: What the step looks at that may be another one in the next batch; empty if nothing is known.
     """
 
     graph: StepGraph
@@ -71,8 +74,20 @@ class Recording:
     numbers_read: str = ""
     numbers_kept: str = ""
     values_read: tuple[int, ...] = ()
+    looks_at: str = ""
 
 
 def find_loss(result: Any) -> Any:
     """The loss in what a training step returned: itself, or its ``loss`` entry."""
     return result.get("loss") if isinstance(result, Mapping) else result
+
+
+def no_loss(name: str, result: Any) -> StepError:
+    """The error for a step that returned ``result`` where a loss was wanted."""
+    what = f"a {type(result).__name__}"
+    if isinstance(result, Mapping):
+        what += f" with keys {list(result)}"
+    return StepError(
+        f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
+        " with the key 'loss'"
+    )

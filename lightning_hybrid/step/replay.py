@@ -8,7 +8,7 @@ rank, and only the arithmetic of other stages is missing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lightning_hybrid.step.held import look_up, put
 from lightning_hybrid.step.later import whole_of
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Recording, StepError
+from lightning_hybrid.step.recording import Recording, StepError, Template
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.user_checkpointing import recomputed
@@ -46,6 +46,38 @@ class StageRun:
     made: dict[int, Tensor]
     placeholders: list[tuple[int, FakeTensor]]
     numbers_read: str = ""
+
+
+def put_together(
+    template: Template,
+    leaves: Sequence[Any],
+    made: Callable[[int], Tensor],
+    mark: Callable[[Tensor, int], None],
+    rewrite: Callable[[Tensor, int], None],
+) -> Any:
+    """The result of an operation that is skipped.
+
+    Args:
+        template: Of the operation.
+        leaves: Of its arguments.
+        made: Gives the tensor for a value.
+        mark: Notes which value a tensor is.
+        rewrite: Makes a tensor that the operation writes in place the value that was written.
+    """
+    result: list[Any] = []
+    for leaf in template.leaves:
+        if leaf.input is not None:
+            result.append(leaves[leaf.input])
+        elif leaf.value is None:
+            result.append(leaf.constant)
+        else:
+            result.append(made(leaf.value))
+    for leaf, described in zip(result, template.leaves, strict=True):
+        if described.value is not None:
+            mark(leaf, described.value)
+    for place, value in template.written:
+        rewrite(leaves[place], value)
+    return unflatten(result, template.spec)
 
 
 class StageReplay:
@@ -202,13 +234,13 @@ class ReplayWatch(StepWatch):
 
     def _note(self, tensor: Tensor, value: int) -> None:
         self.mark(tensor, value)
+        known = self._values[value]
+        if tensor.shape != known.shape and not known.dynamic:  # other stages go by the recorded shape
+            raise StepChanged(
+                f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
+                f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
+            )
         if value in self._wanted and value not in self.made:
-            known = self._values[value]
-            if tuple(tensor.shape) != known.shape and not known.dynamic:
-                raise StepChanged(
-                    f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
-                    f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
-                )
             tensor = whole_of(tensor)
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
@@ -234,22 +266,10 @@ class ReplayWatch(StepWatch):
                 made = self._received[only.value] if known else self._placeholder(only.value)
                 self.mark(made, only.value)
                 return made
-        result: list[Any] = []
-        for leaf in template.leaves:
-            if leaf.input is not None:
-                result.append(leaves[leaf.input])
-            elif leaf.value is None:
-                result.append(leaf.constant)
-            elif leaf.value in self._received:
-                result.append(self._arrived(leaf.value))
-            else:
-                result.append(self._placeholder(leaf.value))
-        for leaf, described in zip(result, template.leaves, strict=True):
-            if described.value is not None:
-                self.mark(leaf, described.value)
-        for place, value in template.written:
-            self._rewrite(leaves[place], value)
-        return unflatten(result, template.spec)
+        return put_together(template, leaves, self._here_or_not, self.mark, self._rewrite)
+
+    def _here_or_not(self, value: int) -> Tensor:
+        return self._arrived(value) if value in self._received else self._placeholder(value)
 
     def _rewrite(self, written: Tensor, value: int) -> None:
         """Let the tensor that a skipped operation writes in place, the user's own object, become what was written."""
@@ -285,8 +305,9 @@ class ReplayWatch(StepWatch):
     def _changed(self, node: Node, now: str) -> str:
         return (
             f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
-            f" it was recorded and {now}; its control flow depends on something else than shapes, train/eval mode and"
-            " requires_grad: make it the same on every batch, or set pipeline_parallel_size=1"
+            f" it was recorded and {now}; its control flow depends on something that is not looked at (such as a"
+            " global variable): keep that as an attribute of the module, make the step the same on every batch, or set"
+            " pipeline_parallel_size=1"
         )
 
     def check_complete(self) -> None:

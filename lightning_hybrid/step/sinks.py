@@ -85,7 +85,10 @@ class SinkRehearsal:
 
 def _copy_alone(sink: nn.Module) -> nn.Module:
     """A copy that shares nothing with the original, and asks no other process."""
-    copied = copy.deepcopy(sink)
+    # What it returned last may still lead back through the model, and such a tensor cannot be copied.
+    held = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]
+    copies = {id(leaf): leaf.detach().clone() for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf}
+    copied = copy.deepcopy(sink, copies)
     for method in _METHODS:  # what was put on the original runs the original
         if method in copied.__dict__ and copied.__dict__[method] is sink.__dict__.get(method):
             del copied.__dict__[method]

@@ -8,18 +8,24 @@ read off in between.
 from __future__ import annotations
 
 import collections
+import random
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy
+import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.absent import is_absent
 
 # What belongs to the machinery around a module and not to its own state.
-_NOT_STATE = frozenset({"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "forward", "log"})
+_NOT_STATE = frozenset(
+    {"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "_current_fx_name", "forward", "log"}
+)
 _CONTAINERS = (list, dict, set, collections.deque)
-_PLAIN = frozenset({float, int, bool, str, type(None)})
+PLAIN = frozenset({float, int, bool, str, type(None)})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _DEEPEST = 4
 
 
@@ -41,9 +47,10 @@ class ArgumentState:
     def __init__(self, arguments: Iterable[Any]) -> None:
         """Args: arguments: leaves; tensors and modules among them are passed over."""
         self._contents: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         for argument in arguments:
-            inner = _inside(argument)
+            inner = inside(argument)
             if inner is not None:
                 self._note(inner, seen, 0)
 
@@ -54,9 +61,12 @@ class ArgumentState:
         self._contents.append((container, container.copy()))
         items = container.items() if isinstance(container, dict) else ((None, item) for item in container)
         for name, item in items:
-            if type(item) in _PLAIN or (top and name in _NOT_STATE):
+            if type(item) in PLAIN or (top and name in _NOT_STATE):
                 continue
-            inner = _inside(item)
+            if isinstance(item, _GENERATORS):
+                self._generators.append((item, generator_state(item)))
+                continue
+            inner = inside(item)
             if inner is not None:
                 self._note(inner, seen, depth + 1)
 
@@ -74,6 +84,8 @@ class ArgumentState:
             else:
                 container.clear()
                 container.extend(content)
+        for generator, state in self._generators:
+            _set_generator(generator, state)
 
 
 class ModuleState(ArgumentState):
@@ -119,7 +131,7 @@ def reachable(root: nn.Module, without: Collection[nn.Module] = ()) -> Iterator[
     seen: set[int] = set()
 
     def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
-        inner = value if isinstance(value, tuple) else _inside(value)
+        inner = value if isinstance(value, tuple) else inside(value)
         if inner is None or depth > _DEEPEST:
             yield place, value
             return
@@ -137,7 +149,50 @@ def reachable(root: nn.Module, without: Collection[nn.Module] = ()) -> Iterator[
                 yield from walk(Place(name, attribute, ()), value, 0)
 
 
-def _inside(value: Any) -> Any:
+def is_state(name: str) -> bool:
+    """Whether an attribute of this name is a module's own, and not of the machinery around it."""
+    return name not in _NOT_STATE
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` draws random numbers."""
+    return isinstance(value, _GENERATORS)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of Python, numpy or torch; equal states draw the same."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
+    state: Any = bits.state
+    return _hashable(state)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    return ("array", value.dtype.str, value.tobytes()) if isinstance(value, numpy.ndarray) else value
+
+
+def _unhashable(value: Any) -> Any:
+    if isinstance(value, tuple) and value[:1] == ("array",):
+        return numpy.frombuffer(value[2], dtype=value[1]).copy()
+    return {key: _unhashable(item) for key, item in value} if isinstance(value, tuple) else value
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
+        bits.state = _unhashable(state)
+
+
+def inside(value: Any) -> Any:
     """The container of what ``value`` holds: itself, or the attributes of a plain user object; None for a leaf."""
     if isinstance(value, _CONTAINERS):
         return value

@@ -74,11 +74,11 @@ _METADATA = frozenset(
     }
 )
 _NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
-_TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
+TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
 _BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
 _CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _CHECKING = "torch.distributions."  # its branches on tensors ask whether arguments are valid, and raise if not
-_READS = _NUMBER_READS | _TEXT_READS | _BRANCH_READS | _CONTENT_READS
+_READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
 
 _OWN_FOLDER = __file__.rsplit("/", 2)[0]
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
@@ -202,7 +202,7 @@ class StepWatch(TorchFunctionMode, ABC):
             return float(number) if name == "__float__" else number
         if name == "__format__":
             return "nan"
-        if name in _TEXT_READS:
+        if name in TEXT_READS:
             return f"absent{tuple(absent[0].shape)}"
         if name in _CONTENT_READS:
             if name not in ("tolist", "numpy") or any(self.is_dynamic(value) for value in values):

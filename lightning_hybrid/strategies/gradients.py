@@ -33,11 +33,10 @@ def connect_gradients(
         return {None: GradientReducer(list(parameters.items()), data)}, None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}
     counted = {id(parameters[name]) for name, ranks in holders.items() if ranks[0] == plan.rank}
-    assignment = plan.first.assignment
     own: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
     for name, ranks in holders.items():
         if plan.rank in ranks:
-            stages = [s for s in assignment.holders.get(name, (plan.homes[name],)) if s in plan.stages]
+            stages = [s for s in plan.stages_of(name) if s in plan.stages]
             # What several stages or ranks hold is complete only after all of them.
             key = stages[0] if len(ranks) == 1 and len(stages) == 1 else None
             own.setdefault(key, []).append((name, parameters[name]))

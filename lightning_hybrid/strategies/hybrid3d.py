@@ -37,6 +37,7 @@ from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import check_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.start_table import describe
+from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
 from lightning_hybrid.strategies.tensor_parallel import (
     HookReads,
@@ -359,6 +360,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
     def teardown(self) -> None:
         """Leave a whole module behind on every rank."""
         self.make_whole()
+        if self.lightning_module is not None:
+            forget_calls(self.lightning_module)
         if self._averages is not None:
             self._averages.leave()
         self._stop_reads.close()

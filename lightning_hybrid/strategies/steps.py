@@ -22,6 +22,7 @@ from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.strategies.saved_state import StagedStrategy
+from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
@@ -119,6 +120,7 @@ class SteppingStrategy(StagedStrategy):
                 train=train,
                 share_output=share,
             )
+            tell_loggers(module, runner.count(name, args[0]))
         self.spans = result.spans
         if train is not None:
             log_for_all(module, result.logs, self.mesh)
@@ -158,7 +160,10 @@ class SteppingStrategy(StagedStrategy):
         def context() -> Iterator[None]:
             before, self._in_step = self._in_step, True
             try:
-                with self.user_world(), precision():
+                module = self.lightning_module
+                assert module is not None
+                loggers = contextlib.nullcontext() if self._runner is None else noted_loggers(module)
+                with self.user_world(), precision(), loggers:
                     yield
             finally:
                 self._in_step = before

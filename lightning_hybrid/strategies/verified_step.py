@@ -213,8 +213,7 @@ class VerifyingStrategy(SteppingStrategy):
         plan = self._plan
         if plan is None or plan.first is None or plan.num_stages == 1:
             return {}
-        holders = plan.first.assignment.holders
-        return {name: tuple(holders.get(name, (plan.homes[name],))) for name in parameters}
+        return {name: plan.stages_of(name) for name in parameters}
 
     def _warn_of_mixing(self, alone: Alone, precision: str) -> None:
         if alone.untried:

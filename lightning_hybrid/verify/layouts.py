@@ -6,6 +6,7 @@ A new layout, or a strategy of another name, joins by one line in ``LAYOUTS``.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,21 +83,24 @@ LAYOUTS = [
 
 
 def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
-    """``dp=2,pp=2`` as a layout.
+    """``dp=2,pp=2``, or ``dp2xpp2``, as a layout.
 
     Args:
         text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, or any option
-            of the strategy by its full name; separated by commas.
+            of the strategy by its full name; separated by commas. Without ``=`` the short names alone, separated by
+            ``x``.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:
         ValueError: An entry without a value.
     """
     options: dict[str, Any] = {}
-    for entry in text.split(","):
+    short = re.findall(r"([a-wyz]+)(\d+)", text) if re.fullmatch(r"[a-z]+\d+(\s*x\s*[a-z]+\d+)*", text) else []
+    is_short = short and {name for name, _ in short} <= _SHORT.keys()
+    for entry in [f"{name}={size}" for name, size in short] if is_short else text.split(","):
         name, equals, value = entry.strip().partition("=")
         if not equals or not name or not value:
-            raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2")
+            raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2 or dp2xpp2")
         options[_SHORT.get(name, name)] = int(value) if value.isdecimal() else value
     replicas = options.get("data_parallel_size", 1)
     sizes = [options.get(size, 1) for size in _SAME_BATCH]

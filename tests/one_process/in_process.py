@@ -75,7 +75,7 @@ def keyed(seed: int = 0) -> KeyedRandomness:
 def cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> Variant:
     """Record a training step and cut it."""
     plan = StagePlan(module, OneRank(), randomness or keyed(), stages_per_rank=num_stages, cuts=cuts)
-    return plan.variant("training_step", step, batch, contextlib.nullcontext, train=True)
+    return plan.variant("training_step", step, contextlib.nullcontext, train=True)
 
 
 def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None, step_number=0) -> Outcome:

@@ -42,12 +42,18 @@ class BranchesOnNumber(Tiny):
         return loss
 
 
+SEEN = []
+
+
 class ChangesLater(Tiny):
-    """The first batch looks different from the others: no signature shows it."""
+    """A variable outside of the module decides: nothing shows it."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        SEEN.append(batch_idx)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        return loss if batch["index"].min() < 4 else loss * 2 + 1
+        return loss if len(SEEN) < 2 else loss * 2 + 1
 
 
 class Recurrent(Tiny):
@@ -116,6 +122,7 @@ def test_refused_before_any_parameter_changes(worlds, case):
 
 
 def run_changes():
+    SEEN.clear()
     model = ChangesLater()
     steps = []
     model.on_train_batch_end = lambda *_: steps.append(weights_here(model))
@@ -130,7 +137,7 @@ def weights_here(model):
     return {name: value.detach().clone() for name, value in model.named_parameters() if not is_absent(value)}
 
 
-def test_control_flow_that_differs_between_batches_stops_before_its_step_changes_anything(worlds):
+def test_control_flow_that_nothing_shows_stops_before_its_step_changes_anything(worlds):
     # The other rank waits for the one that raised; a real launch ends it (test_launchers.py), here the world does.
     with pytest.raises(RankError) as caught:
         worlds.run(2, run_changes)

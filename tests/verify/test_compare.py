@@ -219,6 +219,8 @@ def test_layouts_are_read():
         "stages_per_rank": 2,
         "schedule": "interleaved_1f1b",
     }
+    assert parse_layout("dp2 x pp2xtp2").strategy == parse_layout("dp=2,pp=2,tp=2").strategy
+    assert parse_layout("dp2 x pp2xtp2").devices == 8
     assert parse_layout("pp=2,m=4").options(3)["num_microbatches"] == 4
     plan = ["*.up=colwise", "*.down=rowwise"]
     assert parse_layout("tp=2", plan).strategy["tensor_parallel_plan"] == {"*.up": "colwise", "*.down": "rowwise"}

@@ -1,0 +1,240 @@
+"""Which recorded form of the step each microbatch takes.
+
+A batch of new shapes is recorded. Of a known one the form is known too, unless the step may do something else this
+time: it looks at what may change (``step.looks``), or an attribute around its units has changed since. Then each
+microbatch is rehearsed (``step.ways``) before anything runs: the user's step without the model's arithmetic, after
+which all is as it was. What it does that no recording has shown is recorded there and then. Every rank of a replica
+runs the same Python and so finds the same; that it did is checked with the results of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.logs import replaced_log
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.installed import installed
+from lightning_hybrid.step.looks import Looks, modules_around, plain_state
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.step.tree import map_leaves, tensors_inside
+from lightning_hybrid.step.ways import NotKnown, Ways
+
+# When a step has taken so many ways, those known are forgotten: their number may have no end.
+_MOST_WAYS = 512
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a step on one batch.
+
+    Attributes:
+        name: Name of the step.
+        step: The user's, of a batch and the rest.
+        rest: Further arguments.
+        context: Entered around each forward.
+        train: Whether it is a training step.
+        number: Of the batch in the run.
+        first: Number of the first microbatch, over all replicas.
+        modes: ``StagePlan.modes`` now.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    rest: Sequence[Any]
+    context: Callable[[], AbstractContextManager[Any]]
+    train: bool
+    number: int = 0
+    first: int = 0
+    modes: Hashable = None
+
+    def on(self, batch: Any) -> Any:
+        """Run the step."""
+        return self.step(batch, *self.rest)
+
+
+@dataclass
+class _Known:
+    """Batches of one signature.
+
+    Attributes:
+        latest: The form that was chosen last.
+        state: The plain attributes with which it was.
+        around: The modules that have these attributes.
+        ways: All forms, with the units that they know; made when first needed.
+    """
+
+    latest: Variant
+    around: list[nn.Module]
+    state: list[Any]
+    forms: list[Variant] = field(default_factory=list)
+    ways: Ways[Variant] | None = None
+
+
+class VariantChoice:
+    """Knows the recorded forms of the steps of one module."""
+
+    def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
+        """Args: root: the user's module. plan: who holds what. randomness: keys what the steps draw."""
+        self._root = root
+        self._plan = plan
+        self._randomness = randomness
+        self._known: dict[Hashable, _Known] = {}
+        self._writes_batch: set[str] = set()
+
+    def choose(self, call: Call, microbatches: Sequence[Any], *, apart: bool = False) -> list[Variant]:
+        """The form of each microbatch; what is new is recorded.
+
+        Args:
+            call: The call.
+            microbatches: What the step runs on, one after the other.
+            apart: Whether each finds the modules as the first one does.
+
+        Raises:
+            StepError: The step cannot be recorded.
+            PartitionError: It cannot be cut, or not the way the first step was.
+        """
+        keys = [(self._plan.signature(call.name, microbatch), call.modes) for microbatch in microbatches]
+        for place, key in enumerate(keys):
+            if key not in self._known:
+                variant = self._record(call, microbatches[place], place)
+                around = list(modules_around(self._root, variant.recording.units).values())
+                self._known[key] = _Known(variant, around, plain_state(around), [variant])
+        if all(self._does_the_same(self._known[key]) for key in dict.fromkeys(keys)):
+            return [self._known[key].latest for key in keys]
+        return self._rehearse(call, microbatches, keys, apart=apart)
+
+    def _does_the_same(self, known: _Known) -> bool:
+        return not known.latest.recording.looks_at and plain_state(known.around) == known.state
+
+    def _record(self, call: Call, microbatch: Any, place: int) -> Variant:
+        looks = Looks()
+        rest = looks.given(microbatch, call.rest)
+        batch = map_leaves(_copied, microbatch)
+        versions = _versions(batch)
+        variant = self._plan.variant(
+            call.name,
+            lambda: call.step(batch, *rest),
+            call.context,
+            train=call.train,
+            looks=looks,
+            draws_as=(call.number, call.first + place),
+        )
+        if _is_written(versions):
+            self._writes_batch.add(call.name)
+        return variant
+
+    @contextlib.contextmanager
+    def _unwritten(self, call: Call, batch: Any) -> Iterator[Any]:
+        """A batch for a rehearsal: a copy where the step is known to write into it."""
+        if call.name in self._writes_batch:
+            yield map_leaves(_copied, batch)
+            return
+        versions = _versions(batch)
+        yield batch
+        if _is_written(versions):
+            raise StepError(
+                f"{call.name} writes into its batch in place, which it did not when it was recorded; let it write into"
+                " a copy"
+            )
+
+    def _rehearse(
+        self, call: Call, microbatches: Sequence[Any], keys: Sequence[Hashable], *, apart: bool
+    ) -> list[Variant]:
+        """Which ways they take, one after the other; everything is as before afterwards."""
+        units = self._plan.units()
+        inside = {part for unit in units.values() for part in unit.modules()}
+        start = ModuleState(self._root, without=inside)
+        states = {key: plain_state(self._known[key].around) for key in dict.fromkeys(keys)}
+        names = self._plan.names()
+        chosen: list[Variant] = []
+        try:
+            for place, (microbatch, key) in enumerate(zip(microbatches, keys, strict=True)):
+                if apart:
+                    start.restore()
+                before = start if apart or not place else ModuleState(self._root, without=inside)
+                known = self._known[key]
+                variant = self._way(call, microbatch, place, known, units, names)
+                if variant is None:
+                    before.restore()
+                    known.forms.append(self._record(call, microbatch, place))
+                    units, names = self._plan.units(), self._plan.names()
+                    variant = self._way(call, microbatch, place, known, units, names)
+                if variant is None:
+                    raise StepError(
+                        f"{call.name} does something else each time it runs on the same batch, so that no recording"
+                        " tells what other ranks will do; set pipeline_parallel_size=1"
+                    )
+                chosen.append(variant)
+        finally:
+            start.restore()
+        for key, variant in zip(keys, chosen, strict=True):
+            self._known[key].latest, self._known[key].state = variant, states[key]
+        return chosen
+
+    def _way(
+        self,
+        call: Call,
+        microbatch: Any,
+        place: int,
+        known: _Known,
+        units: Mapping[str, nn.Module],
+        names: Mapping[int, str],
+    ) -> Variant | None:
+        """The known way that a microbatch takes; None if it takes another."""
+        if known.ways is None or known.ways.units.keys() != units.keys() or known.ways.count > _MOST_WAYS:
+            known.ways = Ways(units, [part for unit in units.values() for part in unit.modules()])
+            known.forms = known.forms[-1:]
+        ways, randomness = known.ways, self._randomness
+        while known.forms:
+            form = known.forms.pop()
+            if form.recording.units.keys() == units.keys():
+                ways.add(self._root, form.recording, form)
+        known.forms = []
+        grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
+        with (
+            self._unwritten(call, microbatch) as batch,
+            installed(known.latest.replays.values(), randomness) as current,
+            randomness.isolated(),
+            randomness.microbatch(call.number, call.first + place),
+            grad,
+            call.context(),
+            replaced_log(self._root, lambda *_, **__: None),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            try:
+                return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness)
+            except NotKnown:
+                return None
+            except Exception:  # what is wrong with the step is told where it runs
+                return known.latest
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # an object of the user's, which need not know how
+        return leaf
+
+
+def _versions(batch: Any) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors_inside(batch)]
+
+
+def _is_written(versions: list[tuple[Tensor, int]]) -> bool:
+    """Whether any of these tensors of a batch is another one now; one that a value of the model was written into is."""
+    return any(is_absent(tensor) or tensor._version != version for tensor, version in versions)
