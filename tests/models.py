@@ -214,6 +214,46 @@ class Tied(Lit):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
+class Decoder(Lit):
+    """A language model as written by hand; its vocabulary is odd, and the loss is in the step."""
+
+    kind = "tokens"
+    rows = 35
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(self.rows, WIDTH)
+        self.blocks = nn.ModuleList(mlp() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.make_head()
+
+    def make_head(self):
+        self.head = nn.Linear(WIDTH, self.rows)
+
+    def logits(self, h):
+        return self.head(h)
+
+    def forward(self, ids):
+        h = self.wte(ids)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.logits(self.norm(h))
+
+    def loss(self, batch):
+        logits = self(batch["input_ids"])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class TiedByHand(Decoder):
+    """The embedding's weight is read by the step."""
+
+    def make_head(self):
+        pass
+
+    def logits(self, h):
+        return F.linear(h, self.wte.weight)
+
+
 class InPlace(Lit):
     """In-place operations, and results written into fresh zeros row by row."""
 

@@ -141,6 +141,7 @@ class Executor:
 
     Attributes:
         around_units: Entered around each job; replaces the forwards of units by sharded ones.
+        around_step: Entered around each run of the user's step.
     """
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
@@ -150,12 +151,13 @@ class Executor:
         self._transport = transport
         self._randomness = randomness
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
         with self.around_units(), installed(replays, self._randomness) as current:
-            run = _Run(self._root, self._rank, self._transport, job, current)
+            run = _Run(self._root, self._rank, self._transport, job, current, self.around_step)
             instruction: Instruction | None = None
             try:
                 for instruction in job.program.instructions[self._rank]:
@@ -181,8 +183,17 @@ class Executor:
 class _Run:
     """The state of one job while it runs."""
 
-    def __init__(self, root: nn.Module, rank: int, transport: Transport, job: Job, current: Current) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        rank: int,
+        transport: Transport,
+        job: Job,
+        current: Current,
+        around_step: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
+        self._around_step = around_step
         self._incoming: dict[Message, Incoming] = {}
         self._received: dict[tuple[int, int], Arrivals] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -259,7 +270,8 @@ class _Run:
         self._states.enter(stage)
         job = self._job
         step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
-        run = job.around(microbatch, step)
+        with self._around_step():
+            run = job.around(microbatch, step)
         self._states.leave(stage)
         self._made[stage, microbatch] = run.made
         self._forwards_left -= 1

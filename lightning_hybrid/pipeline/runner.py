@@ -127,9 +127,14 @@ class StepRunner:
                 step_once = partial(call.on, microbatches[0])
                 self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
 
-    def shard_units(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter a context around each job, which replaces the forwards of units."""
+    def shard_units(
+        self,
+        around: Callable[[], AbstractContextManager[None]],
+        around_step: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Enter a context around each job, which replaces the forwards of units, and one around each run of a step."""
         self._executor.around_units = around
+        self._executor.around_step = around_step
 
     def run(
         self,

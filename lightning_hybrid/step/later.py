@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.step.deferred import Deferred
+
 # What is known of the whole without its content. Everything else asks for the whole.
 _METADATA = frozenset(
     {
@@ -67,7 +69,7 @@ class Later(Tensor):
 
 def whole_of(value: Any) -> Any:
     """A value itself, or its whole if it is one that is made later."""
-    return value.whole() if isinstance(value, Later) else value
+    return value.whole() if isinstance(value, Later | Deferred) else value
 
 
 def _with_wholes(value: Any) -> Any:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
-from lightning_hybrid.step.graph import Node
+from lightning_hybrid.step.deferred import Deferred, settled
+from lightning_hybrid.step.graph import SINK, Node
 from lightning_hybrid.step.held import look_up, put
 from lightning_hybrid.step.later import whole_of
 from lightning_hybrid.step.partition import Assignment
@@ -217,10 +218,14 @@ class ReplayWatch(StepWatch):
             args, kwargs = rebuild_call(leaves[:given], args, kwargs, plain)
             if held:
                 put(self.units[name[1:]], held, leaves[given:])
+        if node.name.startswith(SINK) and any(isinstance(leaf, Deferred) for leaf in leaves):
+            args, kwargs = rebuild_call([whole_of(leaf) for leaf in leaves], args, kwargs, plain)
         # A second run would find on its modules what the next microbatch left there.
         recomputes = self.recompute_depth and node.unit is not None and not held
         out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
+        if any(isinstance(leaf, Deferred) for leaf in out_leaves):
+            out = self._settled(out, out_leaves, template)
         if len(out_leaves) != len(template.leaves):
             raise StepChanged(
                 self._changed(node, f"returned {len(out_leaves)} leaves instead of {len(template.leaves)}")
@@ -231,6 +236,13 @@ class ReplayWatch(StepWatch):
         for place, value in template.written:
             self._note(leaves[place], value)
         return out
+
+    def _settled(self, out: Any, leaves: list[Any], template: Template) -> Any:
+        """What leaves this run of the step leaves it whole; the user then has the whole too."""
+        for place, described in enumerate(template.leaves[: len(leaves)]):
+            if described.value in self._wanted:
+                leaves[place] = settled(leaves[place])
+        return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
 
     def _note(self, tensor: Tensor, value: int) -> None:
         self.mark(tensor, value)

@@ -40,6 +40,10 @@ _WRITTEN = {
 COLLECTIVE = "collective:"
 
 
+class Unwatched:
+    """Base of autograd functions that are called while one operation of a step runs, and are no event themselves."""
+
+
 class Done:
     """What a rehearsed or skipped asynchronous collective returns."""
 
@@ -69,7 +73,7 @@ def _applied(current: Current) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(_SingleLevelFunction, cls).apply
         watch = current.watch
-        if watch is None or watch.inside_unit:
+        if watch is None or watch.inside_unit or issubclass(cls, Unwatched):
             return original(*args, **kwargs)
         return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
 

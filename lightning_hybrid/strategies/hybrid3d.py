@@ -278,7 +278,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         if recorded and self._in_parts_by_layout:
             if planner is not None:
                 self._shards, self._plan_summary = planner.plan(), planner.summary
-                self._runner.shard_units(self._shards.running)
+                self._runner.shard_units(self._shards.running, self._shards.outside_reads)
             self._plan.drop_foreign()
             self._in_parts(module)
             self._read_globally(trainer, module, self._plan)

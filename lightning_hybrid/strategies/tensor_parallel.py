@@ -30,6 +30,7 @@ from lightning_hybrid.tensor.reads import CutReads
 from lightning_hybrid.tensor.search import plan_units
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.tensor.units import Calls, seen_calls, tensor_units
+from lightning_hybrid.tensor.vocabulary import Use, VocabularyUses
 
 
 class TensorPlanner:
@@ -75,6 +76,7 @@ class TensorPlanner:
         self._calls = Calls()
         self._units: dict[str, nn.Module] = {}
         self._read_by_step: dict[str, str] = {}
+        self._uses: dict[str, Use] = {}
 
     @contextlib.contextmanager
     def watching(self, variant: Variant) -> Iterator[None]:
@@ -85,7 +87,11 @@ class TensorPlanner:
             if node.unit is None:
                 self._read_by_step.update(dict.fromkeys(node.parameters, node.line))
         with seen_calls(self._units, units) as self._calls:
-            yield
+            uses = VocabularyUses(self._module, self._units, self._calls.running)
+            with uses:
+                yield
+        if self._axis == "tp":
+            self._uses = uses.uses
 
     def plan(self) -> ModelShards:
         """Find the plans on the first rank, and have them on all; collective over the world.
@@ -132,6 +138,7 @@ class TensorPlanner:
             plan_unit if cache is None else cache.find,
             self._deal,
             wishes_by_unit(self._module, self._units, self._yours, self._own),
+            self._uses,
         )
         if cache is not None:
             self.summary = f"plans of layers: {cache.summary(cache.save())}"
@@ -158,8 +165,10 @@ def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
     Raises:
         LayoutError: Nothing is; the message has the sizes that are in the way, and the modules that have them.
     """
-    if any(plan.num_sharded for plan in plans.values()):
+    if any(plan.num_sharded > len(plan.vocabulary) for plan in plans.values()):
         return
+    if any(plan.vocabulary for plan in plans.values()) and not any(plan.uneven for plan in plans.values()):
+        return  # there is nothing but embeddings and heads that could be cut
     uneven: dict[tuple[int, str], list[str]] = {}
     others: dict[str, list[str]] = {}
     for fqn, plan in plans.items():

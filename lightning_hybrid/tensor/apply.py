@@ -22,17 +22,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from lightning_hybrid.step.deferred import Deferred, settled
 from lightning_hybrid.step.later import whole_of
-from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, unflatten
+from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call, unflatten
 from lightning_hybrid.tensor.attention import sharded_attention
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
 from lightning_hybrid.tensor.placement import Shard, cut
 from lightning_hybrid.tensor.plan import LinearLike, UnitPlan
 from lightning_hybrid.tensor.positions import OwnPositions, dealt_of
+from lightning_hybrid.tensor.products import convolution_of, product_of
 from lightning_hybrid.tensor.ranks import GroupRanks, Ranks, enter, gather, leave, sum_gradients
+from lightning_hybrid.tensor.slices import Vocabulary
+from lightning_hybrid.tensor.vocabulary_slice import represent
 from lightning_hybrid.tensor.watch import RegionWatch, mark, tensors_in
 
 Tensors = Mapping[str, Tensor]
@@ -80,6 +83,8 @@ class ShardedUnit:
         hands_on: Results are handed to the next unit in parts, where positions are dealt.
         last_watch: The watch of the last forward, if there was one.
         last_dealing: While learning, how the positions of the last forward were dealt.
+        vocabularies: Of the parameters that are cut by their vocabulary, by FQN.
+        num_gathers: How many wholes of such parameters, and of what came of them, were needed in forwards.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class ShardedUnit:
         self.hands_on = False
         self.last_watch: RegionWatch | None = None
         self.last_dealing: Dealing | None = None
+        self.num_gathers = 0
         self._watch: RegionWatch | None = None  # of the forward under way
         self._dealing: Dealing | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
@@ -110,6 +116,10 @@ class ShardedUnit:
         self._entered: dict[int, tuple[Tensor, int, Tensor]] = {}
         device = next((p.device for p in unit.parameters()), torch.device("cpu"))
         self._around_draw = around_draw or OwnDraws(self._ranks.rank, device)
+        self.vocabularies = {
+            fqn: Vocabulary(plan.placements[fqn].length, self._ranks)  # type: ignore[union-attr]
+            for fqn in plan.vocabulary
+        }
         self._replaced = {fqn: self._sharded_forward(fqn) for fqn in plan.roles}
         if plan.positions is not None:
             shown = [fqn for fqn in plan.positions.shown if fqn not in plan.roles]
@@ -134,6 +144,10 @@ class ShardedUnit:
 
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded; arguments and results are those of the unit."""
+        leaves, plain = flatten_call(args, kwargs)
+        if any(isinstance(leaf, Deferred) for leaf in leaves):
+            # Inside, what is no slice may be another one on each rank.
+            args, kwargs = rebuild_call([settled(leaf) for leaf in leaves], args, kwargs, plain)
         entered, self._entered = self._entered, {}
         outer, self._watch, self._dealing = (self._watch, self._dealing), None, None
         try:
@@ -168,6 +182,7 @@ class ShardedUnit:
                     undo.enter_context(OwnPositionsDraw(self._dealing, self._around_draw))
                 own = self._replaced.get("", self._forward)
                 output = own(*args, **kwargs)
+            self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
             output = self._gathered_output(output) if self._plan.outputs else output
             return output if self._dealing is None else self._dealing.end(output, handed_on=self.hands_on)
         finally:
@@ -207,13 +222,20 @@ class ShardedUnit:
         for fqn, placement in parts.items():
             local[fqn] = cut(local[fqn], placement, self._ranks.rank, self._ranks.size)
             self._remember(local[fqn], local[fqn])
+        for fqn, vocabulary in self.vocabularies.items():
+            if fqn in local:
+                local[fqn] = represent(local[fqn], plan.vocabulary[fqn], vocabulary)
         for fqn, tensor in local.items():
             for home, name in self._homes[fqn]:
                 if home[name] is not tensor:
                     undo.callback(home.__setitem__, name, home[name])
                     home[name] = tensor
         names = {id(tensor): fqn for fqn, tensor in local.items()}
-        cuts = [fqn for fqn in local if fqn in parts or isinstance(plan.placements[fqn], Shard)]
+        cuts = [
+            fqn
+            for fqn in local
+            if fqn in parts or (isinstance(plan.placements[fqn], Shard) and fqn not in plan.vocabulary)
+        ]
         return names, frozenset(id(local[fqn]) for fqn in cuts)
 
     def _put_attributes(self, undo: contextlib.ExitStack) -> None:
@@ -271,7 +293,7 @@ class ShardedUnit:
             assert isinstance(module, nn.MultiheadAttention)
             return partial(self._unwatched, partial(self._attention, fqn, module))
         linear = self._plan.linears[fqn]
-        run = _convolution(module) if linear.is_convolution else partial(_product, module, linear)
+        run = convolution_of(module) if linear.is_convolution else partial(product_of, module, linear)
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._unwatched, partial(forward, linear, run))
 
@@ -367,25 +389,3 @@ _FAST_PATH = "activation_relu_or_gelu"
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     leaves, _ = flatten_call(args, kwargs)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
-
-
-def _product(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    bias = module._parameters.get("bias") if with_bias else None
-    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
-
-
-def _convolution(module: nn.Module) -> Callable[..., Tensor]:
-    forward = module.forward
-
-    def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:
-        if with_bias:
-            return forward(x, *args, **kwargs)
-        bias, module._parameters["bias"] = module._parameters["bias"], None
-        try:
-            return forward(x, *args, **kwargs)
-        finally:
-            module._parameters["bias"] = bias
-
-    return run

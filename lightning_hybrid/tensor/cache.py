@@ -56,9 +56,11 @@ class PlanCache:
         whole: Mapping[str, str],
         wishes: Wishes,
         deal: Deal = None,
+        vocabulary: Mapping[str, int] | None = None,
     ) -> UnitPlan:
         """As `plan_unit`, which is asked where no plan of the file holds."""
-        key = digest_of(unit, args, kwargs, size, whole, wishes, deal)
+        by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
+        key = digest_of(unit, args, kwargs, size, {**whole, **by_rows}, wishes, deal)
         with contextlib.suppress(Exception):
             read = from_json(self._plans[key]["plan"])
             if not _is_for(read, unit, size, whole):
@@ -69,7 +71,7 @@ class PlanCache:
             if plan is not None:
                 self.num_read += 1
                 return plan
-        plan = plan_unit(unit, args, kwargs, size, whole=whole, wishes=wishes, deal=deal)
+        plan = plan_unit(unit, args, kwargs, size, whole=whole, wishes=wishes, deal=deal, vocabulary=vocabulary)
         self.num_searched += 1
         with contextlib.suppress(TypeError):
             written = to_json(replace(plan, num_trials=0, seconds=0.0))

@@ -8,8 +8,8 @@ mistaken for one of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,30 @@ def make_example(
                 found = attempt
                 break
     return example(found) if found or runs(example(found)) else None
+
+
+def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Example], bool]) -> Example:
+    """The example with whole numbers from all over the vocabularies, so that each rank has some of the rows.
+
+    Args:
+        example: Of a unit that looks something up.
+        lengths: Sizes of the vocabularies.
+        runs: Whether the unit runs on an example; numbers that mean something else (positions) stay as they are.
+    """
+    for length in sorted(lengths, reverse=True):
+        for place, leaf in enumerate(example.leaves):
+            if not isinstance(leaf, Tensor) or leaf.dtype is not torch.int64 or leaf.numel() < 2:
+                continue
+            rows = torch.linspace(0, length - 1, leaf.numel(), dtype=torch.float64).long()
+            # Neighbours far apart: ranks meet in the middle of a row of positions too.
+            rows = rows[torch.arange(leaf.numel()) * _STEP % leaf.numel()].view(leaf.shape)
+            leaves = (*example.leaves[:place], rows, *example.leaves[place + 1 :])
+            if runs(replace(example, leaves=leaves)):
+                example = replace(example, leaves=leaves)
+    return example
+
+
+_STEP = 7919
 
 
 class _Resize(NamedTuple):

@@ -37,6 +37,7 @@ def plan_unit(
     whole: Mapping[str, str] | None = None,
     deal: Deal = None,
     wishes: Wishes | None = None,
+    vocabulary: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> UnitPlan:
     """Find how a unit can be sharded over tensor ranks, and prove it.
@@ -54,6 +55,8 @@ def plan_unit(
         deal: Deal positions of the sequence to the ranks as well ("tensor": sequence parallelism), or them alone
             ("context").
         wishes: What plans ask for its modules.
+        vocabulary: Weights and biases that are to be cut by their vocabulary, by FQN inside the unit, each with the
+            dim along which it lies.
         seed: Of the random weights.
 
     Returns:
@@ -67,18 +70,28 @@ def plan_unit(
         raise ValueError(f"tensor_parallel_size={size}; it must be at least 1")
     wishes = wishes or Wishes()
     with torch.random.fork_rng(devices=[]):
-        proof = proof_of(unit, example_args, example_kwargs or {}, size, seed)
+        proof = proof_of(unit, example_args, example_kwargs or {}, size, seed, vocabulary)
         if isinstance(proof, str):
             plan = UnitPlan.whole(unit, size, proof)
         else:
-            plan = _Search(unit, proof, {**(whole or {}), **wishes.whole(unit)}, wishes, deal).run()
+            kept = {**(whole or {}), **wishes.whole(unit)}
+            plan = _Search(unit, proof, kept, wishes, deal, vocabulary or {}).run()
     check_done(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
 class _Search:
-    def __init__(self, unit: nn.Module, proof: Proof, kept: Mapping[str, str], wishes: Wishes, deal: Deal) -> None:
-        self._user_unit, self._kept, self._wishes, self._deal = unit, kept, wishes, deal
+    def __init__(
+        self,
+        unit: nn.Module,
+        proof: Proof,
+        kept: Mapping[str, str],
+        wishes: Wishes,
+        deal: Deal,
+        vocabulary: Mapping[str, int],
+    ) -> None:
+        self._user_unit, self._kept, self._wishes, self._deal = unit, dict(kept), wishes, deal
+        self._vocabulary = vocabulary
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
         self._found = discover(proof.unit, proof.run_unit)
         self._reasons: dict[str, str] = dict(kept)
@@ -88,12 +101,13 @@ class _Search:
 
     def run(self) -> UnitPlan:
         """Find a plan."""
-        parts = [*self._attentions(), *self._pairs()]
+        parts = [*self._by_vocabulary(), *self._attentions(), *self._pairs()]
         if self._deal == "context":
             return self._in_context(parts)
         parts += self._gathered({fqn for part in parts for fqn in part.roles()})
         plan = self._prove(parts)
-        if self._deal is not None and plan.num_sharded:
+        # Ranks that look up or multiply by their rows need all positions.
+        if self._deal is not None and plan.num_sharded and not plan.vocabulary:
             plan = deal_positions(self._unit, plan, self._proof, self._deal)
         return replace(plan, num_trials=self._ranks.num_trials)
 
@@ -119,6 +133,25 @@ class _Search:
         return replace(self._whole("context ranks hold all parameters"), undealt=plan)
 
     # --- candidates ---------------------------------------------------------------------------------------------------
+
+    def _by_vocabulary(self) -> list[Part]:
+        """Weights of embeddings and heads; what pairs with others is not looked for among them."""
+        parts = []
+        lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._vocabulary.items()}
+        for length in sorted(set(lengths.values())):
+            dims = {name: dim for name, dim in self._vocabulary.items() if lengths[name] == length}
+            cuts = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
+            rows = next(iter(cuts.values())).local_length
+            group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
+            part, reason = self._tried(Part(group, {**cuts}, vocabulary=dims))
+            if part is not None and self._ranks.num_gathers:
+                part, reason = None, "the unit does with it what cannot be done in parts"
+            if part is not None:
+                parts.append(part)
+                self._kept |= dict.fromkeys(dims, "cut by its vocabulary")
+            else:
+                self._keep(list(dims), reason)
+        return parts
 
     def _attentions(self) -> list[Part]:
         parts = []

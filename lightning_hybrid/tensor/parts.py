@@ -28,6 +28,7 @@ class Part:
         outputs: Results of the unit that come out cut: place -> dim.
         watched: Whether it needs a watch.
         avoidable: Whether only for sizes and offsets that another variant might get right by itself.
+        vocabulary: Parameters that are cut by their vocabulary: FQN -> dim.
     """
 
     group: Group
@@ -39,6 +40,7 @@ class Part:
     outputs: dict[int, int] = field(default_factory=dict)
     watched: bool = False
     avoidable: bool = False
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_pair(cls, columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant, origin: str) -> Part:
@@ -48,6 +50,8 @@ class Part:
 
     def roles(self) -> dict[str, Role]:
         """The role of each linear."""
+        if self.group.role == "vocabulary":  # its modules run as they are
+            return {}
         return {**dict.fromkeys(self.group.columns, self.group.role), **dict.fromkeys(self.group.rows, "row")}
 
     def fits(self, unit: nn.Module) -> bool:
@@ -103,6 +107,7 @@ def plan_of(
         rules=merged if rules is None else rules,
         offsets=frozenset(fqn for part in parts if part.offsets for fqn in part.group.columns),
         outputs={place: dim for part in parts for place, dim in part.outputs.items()},
+        vocabulary={fqn: dim for part in parts for fqn, dim in part.vocabulary.items()},
         watched=any(part.watched for part in parts),
         quiet=frozenset(quiet),
         kept={fqn: _reason(fqn, roles, reasons) for fqn, _ in unit.named_parameters() if fqn not in cut},

@@ -8,7 +8,7 @@ A parameter is either whole on every rank, or cut along one dim. What is cut con
     rank 1  q2 q3 | k1 | v1
 
 A piece with fewer parts than ranks (key heads that several query heads read) is repeated: ranks next to each other
-hold the same part.
+hold the same part. A vocabulary that the ranks do not divide has a last part that is smaller than the others.
 """
 
 from __future__ import annotations
@@ -31,20 +31,29 @@ class Piece:
 
     Attributes:
         length: Its size in the whole parameter.
-        parts: Into how many equal parts it is cut; divides the length and the number of ranks.
+        parts: Into how many parts it is cut; divides the number of ranks, and the length if they are equal.
+        uneven: Whether the last part may be smaller than the others.
     """
 
     length: int
     parts: int
+    uneven: bool = False
 
     def __post_init__(self) -> None:
+        if self.uneven and self.parts >= 1 and self.part_length(self.parts - 1) > 0:
+            return
         if self.parts < 1 or self.length % self.parts:
-            raise ValueError(f"a piece of length {self.length} cannot be cut into {self.parts} equal parts")
+            equal = "" if self.uneven else " equal"
+            raise ValueError(f"a piece of length {self.length} cannot be cut into {self.parts}{equal} parts")
 
     @property
     def local_length(self) -> int:
-        """Its size on one rank."""
-        return self.length // self.parts
+        """Its size on one rank; of an uneven piece on all but the last."""
+        return -(-self.length // self.parts)
+
+    def part_length(self, part: int) -> int:
+        """The size of one part."""
+        return min(self.local_length, self.length - part * self.local_length)
 
     def part_of(self, rank: int, size: int) -> int:
         """Which part a rank holds."""
@@ -70,6 +79,24 @@ class Shard:
         """One piece with a part for each rank."""
         return cls(dim, (Piece(length, size),))
 
+    @classmethod
+    def unevenly(cls, dim: int, length: int, size: int) -> Shard:
+        """One piece with a part for each rank, the last one smaller if need be.
+
+        Raises:
+            ValueError: There would be nothing left for the last rank.
+        """
+        return cls(dim, (Piece(length, size, uneven=length % size > 0),))
+
+    def __post_init__(self) -> None:
+        if self.is_uneven and len(self.pieces) > 1:
+            raise ValueError(f"{len(self.pieces)} pieces along one dim cannot have parts of different sizes")
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks hold parts of different sizes."""
+        return any(piece.uneven for piece in self.pieces)
+
     @property
     def length(self) -> int:
         """The size of the dim in the whole parameter."""
@@ -77,7 +104,7 @@ class Shard:
 
     @property
     def local_length(self) -> int:
-        """The size of the dim on one rank."""
+        """The size of the dim on one rank, on the first one if parts differ."""
         return sum(piece.local_length for piece in self.pieces)
 
     def is_repeated(self, size: int) -> bool:
@@ -88,7 +115,8 @@ class Shard:
         """Start and length in the whole of what a rank holds, one for each piece."""
         found, offset = [], 0
         for piece in self.pieces:
-            found.append((offset + piece.part_of(rank, size) * piece.local_length, piece.local_length))
+            part = piece.part_of(rank, size)
+            found.append((offset + part * piece.local_length, piece.part_length(part)))
             offset += piece.length
         return found
 
@@ -137,17 +165,29 @@ def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """The whole parameter from what each rank holds; the inverse of `cut`.
 
     Args:
-        parts: The local tensors in the order of ranks.
+        parts: The local tensors in the order of ranks; `padded` ones will do.
         placement: Where the parts live.
     """
     if isinstance(placement, Replicated):
         return parts[0]
     size, start, found = len(parts), 0, []
     for piece in placement.pieces:
-        holders = [part * size // piece.parts for part in range(piece.parts)]
-        found += [parts[rank].narrow(placement.dim, start, piece.local_length) for rank in holders]
+        found += [
+            parts[part * size // piece.parts].narrow(placement.dim, start, piece.part_length(part))
+            for part in range(piece.parts)
+        ]
         start += piece.local_length
     return torch.cat(found, placement.dim)
+
+
+def padded(local: Tensor, placement: Shard) -> Tensor:
+    """What a rank holds, with zeros at its end if others hold more: ranks exchange tensors of one shape."""
+    missing = placement.local_length - local.shape[placement.dim]
+    if not missing:
+        return local
+    shape = list(local.shape)
+    shape[placement.dim] = missing
+    return torch.cat([local, local.new_zeros(shape)], placement.dim)
 
 
 def spread(local: Tensor, placement: Shard, rank: int, size: int) -> Tensor:

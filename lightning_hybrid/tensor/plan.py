@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
 
-Role = Literal["column", "row", "gathered", "attention"]
+Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
 Rule = tuple[object, ...] | None
 Deal = Literal["tensor", "context"] | None  # whether positions are dealt beside features, alone, or not
@@ -52,8 +52,9 @@ class Group:
 
     Attributes:
         role: "column" for columns that feed rows, "gathered" for one whose output is gathered, "attention" for an
-            `nn.MultiheadAttention`.
-        columns: FQNs of the linears cut by output features; for "attention", of the module.
+            `nn.MultiheadAttention`, "vocabulary" for weights of embeddings and heads that are cut by their vocabulary.
+        columns: FQNs of the linears cut by output features; for "attention", of the module; for "vocabulary", of the
+            parameters.
         rows: FQNs of the linears cut by input features.
         how: In words, which variant was proved, or why an output is gathered.
         origin: In words, who says that these are cut.
@@ -117,6 +118,8 @@ class UnitPlan:
         rules: What is rewritten at which call of the user's code.
         offsets: Columns into whose outputs the code writes offsets in terms of the whole.
         outputs: Results of the unit that are cut: place among the leaves of its output -> dim; they are gathered.
+        vocabulary: Parameters that are used as wholes of which each rank has its rows: FQN -> dim.
+        outside: Those of them that code outside of the unit uses too.
         watched: Whether operations are watched while the unit runs, to rewrite sizes or to let side values enter.
         quiet: Places among the leaves of the example's arguments that may need a gradient without a watch.
         kept: Parameters that stay whole on every rank, each with the reason.
@@ -139,6 +142,8 @@ class UnitPlan:
     rules: Mapping[Site, Rule] = field(default_factory=dict)
     offsets: frozenset[str] = frozenset()
     outputs: Mapping[int, int] = field(default_factory=dict)
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
     watched: bool = False
     quiet: frozenset[int] = frozenset()
     kept: Mapping[str, str] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.tensor.examples import Example, make_example
+from lightning_hybrid.tensor.examples import Example, make_example, spread_rows
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.trial import (
     Exact,
@@ -128,7 +129,14 @@ class Proof:
         _run(self.unit, self.example, self.dtype)
 
 
-def proof_of(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, seed: int) -> Proof | str:
+def proof_of(
+    unit: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    size: int,
+    seed: int,
+    vocabulary: Mapping[str, int] | None = None,
+) -> Proof | str:
     """What plans of a unit are compared with, or why there is nothing.
 
     Args:
@@ -137,6 +145,7 @@ def proof_of(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], siz
         kwargs: Its keyword arguments.
         size: Number of tensor ranks.
         seed: Of the random weights.
+        vocabulary: What is cut by its vocabulary: FQN -> dim; each rank is asked for some of its rows.
     """
     if size == 1:
         return "there is one tensor rank"
@@ -151,6 +160,9 @@ def proof_of(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], siz
         runs = partial(_runs, twin, dtype, errors)
         example = make_example(args, kwargs, twin, size, runs, generator, dtype)
         if example is not None:
+            if vocabulary:
+                lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
+                example = spread_rows(example, lengths, runs)
             return Proof(twin, example, TrialRanks(twin, size), dtype)
     return f"a copy of the unit with random weights does not run: {errors[-1]}"
 
@@ -185,7 +197,7 @@ def prove_again(
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        proof = proof_of(unit, args, kwargs, plan.size, seed)
+        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary)
         if isinstance(proof, str) or proof.first_failure(plan) is not None:
             return None
     return replace(plan, num_trials=proof.ranks.num_trials, seconds=time.perf_counter() - began)

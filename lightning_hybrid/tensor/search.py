@@ -17,6 +17,8 @@ from lightning_hybrid.tensor.patterns import TensorPlanError
 from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.units import Calls, compiled_modules
+from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts
+from lightning_hybrid.tensor.vocabulary_proof import cross_entropy_failure
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -30,6 +32,7 @@ def plan_units(
     find: Callable[..., UnitPlan] = plan_unit,
     deal: Deal = None,
     wishes: Mapping[str, Wishes] | None = None,
+    uses: Mapping[str, Use] | None = None,
 ) -> dict[str, UnitPlan]:
     """A proved plan for each unit.
 
@@ -42,19 +45,58 @@ def plan_units(
         find: Plans one unit.
         deal: As for ``plan_unit``.
         wishes: What plans ask for each unit.
+        uses: What the step does with each parameter, by its first FQN in the root; what is cut by vocabulary follows.
 
     Raises:
         TensorPlanError: The user's plan cannot be followed, or is not proved.
     """
+    cuts, kept = choose_cuts(root, uses or {}, size)
+    said = _said_by_user(root, units, wishes or {})
+    cuts = {name: cut for name, cut in cuts.items() if name not in said}
+    parameters = dict(root.named_parameters())
+    heads = {name: parameters[name].shape[cut.dim] for name, cut in cuts.items() if cut.is_head}
+    failures = {length: cross_entropy_failure(length, size) for length in set(heads.values())}
+    wrong = {name: failures[length] for name, length in heads.items()}
+    kept |= {name: failure for name, failure in wrong.items() if failure is not None}
+    cuts = {name: cut for name, cut in cuts.items() if name not in kept}
+    while True:
+        plans = _planned(root, units, calls, read_by_step, size, partial(find, deal=deal), wishes or {}, cuts, kept)
+        refused = _refused(root, units, calls, plans, cuts)
+        if not refused:
+            return plans
+        # A weight is cut in all of its units or in none.
+        kept |= refused
+        cuts = {name: cut for name, cut in cuts.items() if name not in refused}
+
+
+def _planned(
+    root: nn.Module,
+    units: Mapping[str, nn.Module],
+    calls: Calls,
+    read_by_step: Mapping[str, str],
+    size: int,
+    find: Callable[..., UnitPlan],
+    wishes: Mapping[str, Wishes],
+    cuts: Mapping[str, VocabularyCut],
+    kept: Mapping[str, str],
+) -> dict[str, UnitPlan]:
     shared, compiled = _shared(root, units), compiled_modules(root)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    elsewhere = {names[key] for key in _outside_of_units(root, units)}
     plans: dict[str, UnitPlan] = {}
     known: dict[Hashable, UnitPlan] = {}
     for fqn, unit in units.items():
-        asked = (wishes or {}).get(fqn, Wishes(fqn))
+        asked = wishes.get(fqn, Wishes(fqn))
         whole: dict[str, str] = {}
+        vocabulary: dict[str, int] = {}
         for name, parameter in unit.named_parameters():
             full = f"{fqn}.{name}"
-            if id(parameter) in shared:
+            first = names[id(parameter)]
+            if first in cuts:
+                vocabulary[name] = cuts[first].dim
+            elif first in kept:
+                whole[name] = kept[first]
+            elif id(parameter) in shared:
                 whole[name] = "used by several units"
             elif full in read_by_step:
                 whole[name] = f"read by the step at {read_by_step[full]}"
@@ -65,31 +107,75 @@ def plan_units(
             check_done(asked, plans[fqn])
             continue
         if fqn not in calls.arguments:
-            plans[fqn] = UnitPlan.whole(unit, size, "the step does not call it")
+            plan = UnitPlan.whole(unit, size, "the step does not call it")
+            plans[fqn] = _with_slices(plan, unit, vocabulary) if vocabulary else plan
             continue
         args, kwargs = calls.arguments[fqn]
-        key = unit_key(fqn, unit), _call_key(args, kwargs), tuple(whole.items()), asked.key
+        options = {"whole": whole, "vocabulary": vocabulary} if vocabulary else {"whole": whole}
+        key = (
+            *(unit_key(fqn, unit), _call_key(args, kwargs), asked.key),
+            *(tuple(whole.items()), tuple(vocabulary.items())),
+        )
         if key in known:
-            plans[fqn] = replace(known[key], num_trials=0, seconds=0.0)
+            plan = replace(known[key], num_trials=0, seconds=0.0)
         else:
-            found = _found(partial(find, deal=deal), unit, args, kwargs, size, whole, asked)
-            plans[fqn] = known[key] = _without_cut_buffers(unit, found)
-            check_done(asked, plans[fqn])
+            found = _found(find, unit, args, kwargs, size, {**options, "wishes": asked})
+            plan = known[key] = _without_cut_buffers(unit, found)
+            check_done(asked, plan)
+        firsts = {name: names[id(unit.get_parameter(name))] for name in plan.vocabulary}
+        outside = [name for name, first in firsts.items() if cuts[first].outside or first in elsewhere]
+        plans[fqn] = replace(plan, outside=tuple(outside))
     return plans
 
 
+def _said_by_user(root: nn.Module, units: Mapping[str, nn.Module], wishes: Mapping[str, Wishes]) -> set[str]:
+    """First FQNs in the root of parameters that the user's plan speaks of."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    found: set[str] = set()
+    for fqn, asked in wishes.items():
+        inside = dict(units[fqn].named_parameters())
+        found |= {names[id(inside[name])] for name in asked.whole(units[fqn]) if name in inside}
+        for inner in asked.yours:
+            found |= {names[id(parameter)] for parameter in units[fqn].get_submodule(inner).parameters()}
+    return found
+
+
+def _refused(
+    root: nn.Module,
+    units: Mapping[str, nn.Module],
+    calls: Calls,
+    plans: Mapping[str, UnitPlan],
+    cuts: Mapping[str, VocabularyCut],
+) -> dict[str, str]:
+    """Why some of what several units share by vocabulary cannot be cut after all, by first FQN in the root."""
+    refused: dict[str, str] = {}
+    shared = _shared(root, units)
+    for name, parameter in root.named_parameters():
+        if name not in cuts or not (id(parameter) in shared or cuts[name].outside):
+            continue
+        for fqn, unit in units.items():
+            for inner, held in unit.named_parameters():
+                if held is parameter and fqn in calls.arguments and inner not in plans[fqn].vocabulary:
+                    reason = plans[fqn].kept.get(inner, "it is cut in another way there")
+                    refused[name] = f"used by several units, and by {fqn} not by its vocabulary: {reason}"
+    return refused
+
+
+def _with_slices(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping[str, int]) -> UnitPlan:
+    """Another step may call it: it holds parts of what others use by vocabulary, and works with slices."""
+    cuts = {
+        name: Shard.unevenly(dim, unit.get_parameter(name).shape[dim], plan.size) for name, dim in vocabulary.items()
+    }
+    kept = {name: reason for name, reason in plan.kept.items() if name not in cuts}
+    return replace(plan, placements={**plan.placements, **cuts}, vocabulary=vocabulary, kept=kept)
+
+
 def _found(
-    find: Callable[..., UnitPlan],
-    unit: nn.Module,
-    args: Any,
-    kwargs: Any,
-    size: int,
-    whole: Mapping[str, str],
-    wishes: Wishes,
+    find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int, options: Mapping[str, Any]
 ) -> UnitPlan:
     """A unit that cannot be tried stays whole, which is always right."""
     try:
-        return find(unit, args, kwargs, size, whole=whole, wishes=wishes)
+        return find(unit, args, kwargs, size, **options)
     except TensorPlanError:
         raise
     except Exception as error:
@@ -99,16 +185,20 @@ def _found(
 
 def _shared(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
     """Ids of parameters that lie in several units, or also outside of one."""
-    inside = {id(module) for unit in units.values() for module in unit.modules()}
     holders: dict[int, set[str]] = {}
     for fqn, unit in units.items():
         for parameter in unit.parameters():
             holders.setdefault(id(parameter), set()).add(fqn)
-    for module in root.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                holders.setdefault(id(parameter), set()).add("")
+    for key in _outside_of_units(root, units):
+        holders.setdefault(key, set()).add("")
     return {key for key, names in holders.items() if len(names) > 1}
+
+
+def _outside_of_units(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
+    """Ids of parameters that modules hold which are in no unit."""
+    inside = {id(module) for unit in units.values() for module in unit.modules()}
+    modules = [module for module in root.modules() if id(module) not in inside]
+    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def _without_cut_buffers(unit: nn.Module, plan: UnitPlan) -> UnitPlan:

@@ -20,7 +20,8 @@ from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.draws import AroundDraw
-from lightning_hybrid.tensor.placement import Placement, Replicated, Shard, cut, join
+from lightning_hybrid.tensor.outside import OutsideReads
+from lightning_hybrid.tensor.placement import Placement, Replicated, Shard, cut, join, padded
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.ranks import GroupRanks
 from lightning_hybrid.tensor.units import compiled_modules
@@ -94,6 +95,19 @@ class ModelShards:
         """What this rank holds of a whole tensor."""
         return cut(whole, placement, self._rank, self._size)
 
+    def outside_reads(self) -> AbstractContextManager[Any]:
+        """Entered around the user's step, if code outside of units uses what is cut by its vocabulary."""
+        parameters = dict(self._root.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found = {}
+        for fqn, plan in self.plans.items():
+            unit = self._root.get_submodule(fqn)
+            for inner in plan.outside:
+                parameter = unit.get_parameter(inner)
+                if WHOLE_SHAPE in parameter.__dict__:
+                    found[id(parameter)] = self.placements[names[id(parameter)]]
+        return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
+
     def running(self) -> AbstractContextManager[None]:
         """The units run sharded inside."""
         units = {fqn: self._root.get_submodule(fqn) for fqn in self._runners}
@@ -103,7 +117,7 @@ class ModelShards:
         """The whole tensor of what each tensor rank holds; collective."""
         if isinstance(placement, Replicated):
             return local
-        return join(GroupRanks(self._group).all_gather(local.detach()), placement)
+        return join(GroupRanks(self._group).all_gather(padded(local.detach(), placement)), placement)
 
     def joined_buffer(self, whole: Tensor, placement: Shard) -> Tensor:
         """A buffer of which each rank has written its own part; collective."""

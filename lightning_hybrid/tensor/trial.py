@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.step.deferred import settled
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
@@ -26,6 +27,7 @@ from lightning_hybrid.tensor.placement import Placement, Shard, cut, join
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.watch import RegionWatch
 
+_T = TypeVar("_T")
 _TIMEOUT = 60.0
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {"float", "half", "bfloat16"}
@@ -151,7 +153,7 @@ def run_whole(unit: nn.Module, example: Example, setting: Setting) -> Outcome:
 def _run(unit: nn.Module, example: Example, setting: Setting, parameters: Mapping[str, Tensor]) -> Outcome:
     with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
         args, kwargs, inputs = example.call()
-        outputs = flatten(unit(*args, **kwargs))[0]
+        outputs = [settled(output) for output in flatten(unit(*args, **kwargs))[0]]
     if not setting.grad:
         return Outcome(outputs)
     wanted = {**{f"input {place}": tensor for place, tensor in inputs.items()}, **parameters}
@@ -215,6 +217,40 @@ class ThreadRanks:
         return received
 
 
+def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
+    """What a function gives on each rank, all of them run at once in threads.
+
+    Args:
+        size: Number of ranks.
+        run: Called with one rank.
+
+    Raises:
+        TrialFailed: A rank raised, or the ranks did not exchange the same things.
+    """
+    meeting = _Meeting(size)
+    found: dict[int, _T] = {}
+    errors: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = run(ThreadRanks(rank, meeting))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
+        if first is None:
+            raise TrialFailed("the ranks did not exchange the same things")
+        raise TrialFailed(f"{type(first).__name__}: {first}") from first
+    return [found[rank] for rank in range(size)]
+
+
 class TrialRanks:
     """Copies of a unit for each rank, used for many trials of plans."""
 
@@ -227,6 +263,7 @@ class TrialRanks:
         self._parts: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
         self.watches: list[RegionWatch | None] = []
         self.dealings: list[Dealing | None] = []
+        self.num_gathers = 0  # of what is cut by its vocabulary, in the last trial
 
     def run(self, plan: UnitPlan, example: Example, setting: Setting, *, learning: bool = False) -> list[Outcome]:
         """Run the unit on all ranks.
@@ -241,30 +278,9 @@ class TrialRanks:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
         """
         self.num_trials += 1
-        meeting = _Meeting(self.size)
-        outcomes: list[Outcome | None] = [None] * self.size
-        errors: list[BaseException] = []
         self.watches = [None] * self.size
         self.dealings = [None] * self.size
-
-        def one(rank: int) -> None:
-            try:
-                outcomes[rank] = self._one(rank, plan, example, setting, learning, meeting)
-            except BaseException as error:
-                errors.append(error)
-                meeting.barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
-            if first is None:
-                raise TrialFailed("the ranks did not exchange the same things")
-            raise TrialFailed(f"{type(first).__name__}: {first}") from first
-        return [outcome for outcome in outcomes if outcome is not None]
+        return on_ranks(self.size, lambda ranks: self._one(ranks, plan, example, setting, learning))
 
     def _part(self, fqn: str, whole: Tensor, placement: Placement, rank: int) -> Tensor:
         """A rank's part of a parameter; weights, which units do not write, are cut once for all trials of a plan."""
@@ -275,9 +291,8 @@ class TrialRanks:
             known = self._parts[fqn, rank] = placement, cut(whole, placement, rank, self.size)
         return known[1].detach()
 
-    def _one(
-        self, rank: int, plan: UnitPlan, example: Example, setting: Setting, learning: bool, meeting: _Meeting
-    ) -> Outcome:
+    def _one(self, ranks: ThreadRanks, plan: UnitPlan, example: Example, setting: Setting, learning: bool) -> Outcome:
+        rank = ranks.rank
         unit = self._copies[rank].train(setting.training)
         local: dict[str, Tensor] = {}
         for fqn, tensor in self._whole.named_parameters():
@@ -287,12 +302,13 @@ class TrialRanks:
         for fqn, buffer in self._whole.named_buffers():
             local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: local[fqn] for fqn, p in self._whole.named_parameters() if p.requires_grad}
-        with sharded(unit, plan, ThreadRanks(rank, meeting), tensors=lambda: local) as runner:
+        with sharded(unit, plan, ranks, tensors=lambda: local) as runner:
             runner.learning = learning
             try:
                 outcome = _run(unit, example, setting, parameters)
             finally:
                 self.watches[rank], self.dealings[rank] = runner.last_watch, runner.last_dealing
+                self.num_gathers = runner.num_gathers
         outcome.buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
         return outcome
 

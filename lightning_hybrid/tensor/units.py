@@ -71,10 +71,12 @@ class Calls:
     Attributes:
         arguments: Positional and keyword arguments of one call of each unit that is called.
         read_outside: For each unit, FQNs inside it of parameters that code outside of it reads.
+        running: FQNs of the units that run right now.
     """
 
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     read_outside: dict[str, set[str]] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -86,7 +88,7 @@ def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.M
         pipeline_units: What the recording runs as one operation; it does not look inside, so that is done here.
     """
     calls = Calls()
-    running: list[str] = []
+    running = calls.running
 
     def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def seen(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.tensor.placement import Piece, Replicated, Shard, cut, join, spread
+from lightning_hybrid.tensor.placement import Piece, Replicated, Shard, cut, join, padded, spread
 
 PLACEMENTS = [
     Replicated(),
@@ -24,6 +24,20 @@ def test_join_is_the_inverse_of_cut(placement):
 def test_every_rank_gets_its_part_of_each_piece():
     placement = Shard(0, (Piece(4, 4), Piece(2, 2)))
     assert [cut(torch.arange(6), placement, rank, 4).tolist() for rank in range(4)] == [[0, 4], [1, 4], [2, 5], [3, 5]]
+
+
+def test_the_last_part_of_an_uneven_piece_is_smaller():
+    placement = Shard.unevenly(1, 13, 4)
+    whole = torch.arange(26.0).view(2, 13)
+    parts = [cut(whole, placement, rank, 4) for rank in range(4)]
+    assert [part.shape[1] for part in parts] == [4, 4, 4, 1]
+    assert torch.equal(join(parts, placement), whole)
+    assert torch.equal(join([padded(part, placement) for part in parts], placement), whole)
+    assert torch.equal(sum(spread(part, placement, rank, 4) for rank, part in enumerate(parts)), whole)
+    with pytest.raises(ValueError, match="length 5 cannot be cut into 4 parts"):
+        Shard.unevenly(0, 5, 4)
+    with pytest.raises(ValueError, match="2 pieces along one dim"):
+        Shard(0, (Piece(5, 2, uneven=True), Piece(4, 2)))
 
 
 def test_spread_parts_sum_to_the_whole_times_the_holders():

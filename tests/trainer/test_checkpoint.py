@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from models import GPT2, Layers, Samples, Tied, batch_of, make
+from models import GPT2, Decoder, Layers, Samples, Tied, batch_of, make
 from one_process.in_process import assert_same_gradients
 from torch.utils.data import DataLoader
 from trainer.fitting import trainer_of
@@ -31,7 +31,7 @@ class OwnOptimizer(Tied):
         return [self.own], [torch.optim.lr_scheduler.StepLR(self.own, 1)]
 
 
-MODULES = {"GPT2": GPT2, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer}
+MODULES = {"GPT2": GPT2, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,15 @@ def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
     for layout in layouts:
         for state, reached in worlds.run(layout.world_size, train, case, layout, 2, path):
             assert reached == steps == 4, layout
+            assert_same_state(state, expected)
+
+
+def test_rows_of_which_ranks_hold_unequal_parts(worlds, tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    [(expected, _)] = worlds.run(1, train, "Decoder", PLAIN, 2)
+    worlds.run(2, train_and_save, "Decoder", TP2, path)
+    for layout in (PLAIN, PP2TP2):
+        for state, _ in worlds.run(layout.world_size, train, "Decoder", layout, 2, path):
             assert_same_state(state, expected)
 
 

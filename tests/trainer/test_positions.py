@@ -87,9 +87,10 @@ def test_a_sum_becomes_a_gathering_and_a_scattering(worlds):
     regions = 4 * 2
     for steps in worlds.run(2, count_exchanges, Run("GPT2", tp=2, microbatches=1, sequence=True)):
         # Gathered on the way in and behind the last block; backward: what was scattered, what was saved in parts, and
-        # the gradient of the first block's input. The sums are of whole parameters, one for each block.
+        # the gradient of the first block's input. The sums are of whole parameters, one for each block, and four of
+        # what is cut by vocabulary: two lookups, the targets' logits, what enters the head.
         forward, backward = regions + 1, 2 * regions + 1
-        assert steps == [{"gathered": forward + backward, "exchange": 2 * regions, "all_reduce": 4}] * 3
+        assert steps == [{"gathered": forward + backward, "exchange": 2 * regions, "all_reduce": 4 + 4}] * 3
 
 
 def test_context_ranks_exchange_positions_for_heads(worlds):
