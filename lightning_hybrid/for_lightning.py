@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from lightning_hybrid.namespaces import PUBLIC, public_names
 
 if TYPE_CHECKING:
+    from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.precision.hybrid import HybridPrecision
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
-__all__ = ["AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
+__all__ = ["ActivationCheckpointing", "AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
 
 __getattr__ = public_names(__name__, *PUBLIC)

@@ -21,6 +21,7 @@ from typing import Any
 PUBLIC = {
     "Hybrid3DStrategy": "strategies.hybrid3d",
     "HybridPrecision": "precision.hybrid",
+    "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "AdaScale": "callbacks.adascale",
     "PipelineTimeline": "callbacks.pipeline_timeline",
 }

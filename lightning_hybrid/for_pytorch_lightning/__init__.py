@@ -9,12 +9,13 @@ from lightning_hybrid.namespaces import PUBLIC, public_names
 from lightning_hybrid.twins import find_twins
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
+ActivationCheckpointing: Any
 AdaScale: Any
 Hybrid3DStrategy: Any
 HybridPrecision: Any
 PipelineTimeline: Any
 
-__all__ = ["AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
+__all__ = ["ActivationCheckpointing", "AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
 
 find_twins()
 __getattr__ = public_names(__name__, *PUBLIC)

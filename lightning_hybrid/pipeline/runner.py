@@ -6,9 +6,10 @@ requires_grad everywhere. A batch of another length, or a parameter unfrozen mid
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -135,6 +136,17 @@ class StepRunner:
         """Enter a context around each job, which replaces the forwards of units, and one around each run of a step."""
         self._executor.around_units = around
         self._executor.around_step = around_step
+
+    def wrap_layers(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a further context around each job, inside the others: what it replaces runs around theirs."""
+        outer = self._executor.around_units
+
+        @contextlib.contextmanager
+        def both() -> Iterator[None]:
+            with outer(), around():
+                yield
+
+        self._executor.around_units = both
 
     def run(
         self,

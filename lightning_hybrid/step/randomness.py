@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -212,6 +213,7 @@ class KeyedRandomness:
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` for a second run, later: it draws what it draws when it runs now."""
         base, stack, drawn, drawing = self._base, list(self._module), Counter(self._drawn), self._drawing
+        watched = self.watched
         if base is None:
             return function
 
@@ -219,8 +221,10 @@ class KeyedRandomness:
             saved = self._base, self._module, self._drawn
             self._base, self._module, self._drawn = base, list(stack), Counter(drawn)
             try:
-                # No function mode of the first run is active in a backward.
-                with self.isolated(), self.modules(drawing), self.watching(True), _DrawWatch(self):
+                # No function mode of the first run is active in a backward. Where none was, each drawing module enters
+                # its own, below what else watches it.
+                watch = _DrawWatch(self) if watched else contextlib.nullcontext()
+                with self.isolated(), self.modules(drawing), self.watching(watched), watch:
                     return function(*args, **kwargs)
             finally:
                 self._base, self._module, self._drawn = saved
@@ -242,7 +246,12 @@ class KeyedRandomness:
             finally:
                 self._module.pop()
 
+        # Who replaces this forward by another one has that keyed too.
+        setattr(forward, AROUND, partial(self._keyed, fqn))
         return forward
+
+
+AROUND = "_hybrid_around"
 
 
 class _Microbatch(AbstractContextManager[None]):

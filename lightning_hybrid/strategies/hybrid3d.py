@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import LBFGS
 
 from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.memory.recompute import Policy, Recompute
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
 from lightning_hybrid.pipeline.global_reads import GlobalReads
@@ -34,8 +35,13 @@ from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
-from lightning_hybrid.strategies.options import check_options
+from lightning_hybrid.strategies.options import check_module, check_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
+from lightning_hybrid.strategies.recomputed_layers import (
+    describe_policies,
+    recompute_layers,
+    recompute_plain_layers,
+)
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
@@ -71,6 +77,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
+        recompute: Layers that keep their inputs alone and are computed again in the backward: "full" for all, n for
+            every n-th, names with wildcards, or a mapping of names to "full" or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens; their numbers of samples if None.
         tensor_parallel_plan: How linears are cut, by patterns of their names, such as
@@ -106,6 +114,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         *,
         context_parallel_size: int = 1,
         sequence_parallel: bool = False,
+        recompute: Recompute | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         example_batch: Any = None,
@@ -126,6 +135,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         check_options(
             sizes,
             sequence_parallel=sequence_parallel,
+            recompute=recompute,
             schedule=schedule,
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
@@ -152,6 +162,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._stages_per_rank = stages_per_rank
         self._cuts = pipeline_cuts
         self._sequence_parallel = sequence_parallel
+        self._recompute, self._policies = recompute, dict[str, Policy]()
         self._tensor_plan, self._plan_summary = tensor_parallel_plan, ""
         self._splitter = batch_splitter
         self._example_batch = example_batch
@@ -169,7 +180,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         assert module is not None
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self._check(module, is_fitting)
+        if is_fitting:
+            check_module(module, self.layout, self._layer_sync, self._num_microbatches, in_parts=self._needs_runner())
         if is_fitting:
             self.begin_verification(module)
         empty = self._adopt_empty()
@@ -182,6 +194,10 @@ class Hybrid3DStrategy(VerifyingStrategy):
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = self._shards = None
+        self._recomputing, self._policies = None, {}
+        if self._recompute is not None and not self._needs_runner():
+            recomputation, self._policies = recompute_plain_layers(module, self._recompute)
+            self._recomputing = recomputation.running
         if self._needs_runner():
             self._record(trainer, module, KeyedRandomness(self._seed, self.root_device))
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
@@ -205,6 +221,16 @@ class Hybrid3DStrategy(VerifyingStrategy):
             self._in_parts_by_layout or num_stages > 1 or (self._num_microbatches or 1) > 1 or self._weight is not None
         )
 
+    def ask_to_recompute(self, recompute: Recompute) -> None:
+        """Recompute layers as a callback asks.
+
+        Raises:
+            ValueError: Something else was asked for.
+        """
+        if self._recompute is not None and self._recompute != recompute:
+            raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
+        self._recompute = recompute
+
     @property
     def _in_parts_by_layout(self) -> bool:
         """Whether a rank holds a part of the module only."""
@@ -214,22 +240,6 @@ class Hybrid3DStrategy(VerifyingStrategy):
     def _shares_layers(self) -> bool:
         """Whether several ranks do each layer together."""
         return self.layout.tensor_parallel_size > 1 or self.layout.context_parallel_size > 1
-
-    def _check(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        if is_fitting and self._layer_sync is not None:
-            raise ValueError(
-                f"sync_batchnorm=True (layer_sync={type(self._layer_sync).__name__}) is not there yet: statistics would"
-                f" be those of one microbatch of one of the {self.layout.data_parallel_size} replicas; leave it out, or"
-                " use GroupNorm or LayerNorm"
-            )
-        if is_fitting and self._needs_runner() and not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"
-                f" parts of layers (pipeline_parallel_size={self.layout.pipeline_parallel_size}, tensor_parallel_size="
-                f"{self.layout.tensor_parallel_size}, context_parallel_size={self.layout.context_parallel_size},"
-                f" num_microbatches={self._num_microbatches or 'auto'}); set pipeline_parallel_size=1,"
-                " tensor_parallel_size=1, context_parallel_size=1 and num_microbatches=1"
-            )
 
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
         """Record the run's first step on an example batch and keep only this rank's part of the module."""
@@ -275,10 +285,16 @@ class Hybrid3DStrategy(VerifyingStrategy):
             splitter=self._splitter,
             context=self._context,
         )
+        if recorded and planner is not None:
+            self._shards, self._plan_summary = planner.plan(), planner.summary
+            self._runner.shard_units(self._shards.running, self._shards.outside_reads)
+        if recorded and self._recompute is not None:
+            assert self._plan.first is not None
+            recomputation, self._policies = recompute_layers(
+                module, self._recompute, self._plan.first, self._plan.stages
+            )
+            self._runner.wrap_layers(recomputation.running)
         if recorded and self._in_parts_by_layout:
-            if planner is not None:
-                self._shards, self._plan_summary = planner.plan(), planner.summary
-                self._runner.shard_units(self._shards.running, self._shards.outside_reads)
             self._plan.drop_foreign()
             self._in_parts(module)
             self._read_globally(trainer, module, self._plan)
@@ -315,6 +331,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         text = describe(self.layout, first, self._schedule, self.layout.pipeline_parallel_size)
         if self._shards is not None:
             text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
+        if self._policies:
+            text = f"{text}\n{describe_policies(self._policies)}"
         rank_zero_info(text)
 
     def _connect_gradients(self, module: pl.LightningModule) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_hybrid.layout import LayoutError
+import lightning.pytorch as pl
+
+from lightning_hybrid.layout import LayoutError, ParallelLayout
+from lightning_hybrid.memory.recompute import check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES
 from lightning_hybrid.tensor.patterns import check_styles
 
@@ -14,6 +17,7 @@ def check_options(
     sizes: Mapping[str, Any],
     *,
     sequence_parallel: Any,
+    recompute: Any,
     schedule: Any,
     num_microbatches: Any,
     stages_per_rank: Any,
@@ -27,6 +31,7 @@ def check_options(
     Args:
         sizes: The user's parallel sizes by name; "auto" stands for what is left.
         sequence_parallel: Whether positions are dealt to tensor ranks.
+        recompute: Which layers are computed again.
         schedule: Name of the order of actions.
         num_microbatches: A count or "auto".
         stages_per_rank: A count.
@@ -57,6 +62,7 @@ def check_options(
             f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of them"
             " to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
         )
+    check_recompute(recompute)
     if schedule not in SCHEDULE_NAMES:
         raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
     if num_microbatches != "auto" and not _is_count(num_microbatches):
@@ -76,6 +82,42 @@ def check_options(
         raise TypeError(f"microbatch_weight={microbatch_weight!r}; use function(microbatch) -> count")
     if tensor_parallel_plan is not None:
         check_styles(tensor_parallel_plan)
+
+
+def check_module(
+    module: pl.LightningModule,
+    layout: ParallelLayout,
+    layer_sync: Any,
+    num_microbatches: int | None,
+    *,
+    in_parts: bool,
+) -> None:
+    """Refuse to fit a module that the layout cannot.
+
+    Args:
+        module: The user's.
+        layout: The sizes.
+        layer_sync: What the Trainer made of ``sync_batchnorm``.
+        num_microbatches: A count, or None for "auto".
+        in_parts: Whether its step is run in parts.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if layer_sync is not None:
+        raise ValueError(
+            f"sync_batchnorm=True (layer_sync={type(layer_sync).__name__}) is not there yet: statistics would be those"
+            f" of one microbatch of one of the {layout.data_parallel_size} replicas; leave it out, or use GroupNorm or"
+            " LayerNorm"
+        )
+    if in_parts and not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"
+            f" parts of layers (pipeline_parallel_size={layout.pipeline_parallel_size}, tensor_parallel_size="
+            f"{layout.tensor_parallel_size}, context_parallel_size={layout.context_parallel_size},"
+            f" num_microbatches={num_microbatches or 'auto'}); set pipeline_parallel_size=1,"
+            " tensor_parallel_size=1, context_parallel_size=1 and num_microbatches=1"
+        )
 
 
 def _is_count(value: Any) -> bool:

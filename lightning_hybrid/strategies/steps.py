@@ -45,6 +45,7 @@ class SteppingStrategy(StagedStrategy):
         self._backward_syncs = True
         self._grads_complete = True  # summed over stages and averaged over replicas
         self._evaluated = 0
+        self._recomputing: Callable[[], AbstractContextManager[None]] | None = None  # where steps run as they are
         self._finish_logs: Callable[[], None] | None = None
         self.spans: list[Span] = []
 
@@ -155,6 +156,7 @@ class SteppingStrategy(StagedStrategy):
     def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, f"{short}_step_context")
+        again = self._recomputing if name == "training_step" else None
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
@@ -163,7 +165,7 @@ class SteppingStrategy(StagedStrategy):
                 module = self.lightning_module
                 assert module is not None
                 loggers = contextlib.nullcontext() if self._runner is None else noted_loggers(module)
-                with self.user_world(), precision(), loggers:
+                with self.user_world(), precision(), loggers, contextlib.nullcontext() if again is None else again():
                     yield
             finally:
                 self._in_step = before

@@ -20,6 +20,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
+from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.tensor.authority import wishes_by_unit
 from lightning_hybrid.tensor.cache import PlanCache
@@ -29,7 +30,7 @@ from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, UnitPlan
 from lightning_hybrid.tensor.reads import CutReads
 from lightning_hybrid.tensor.search import plan_units
 from lightning_hybrid.tensor.shards import ModelShards
-from lightning_hybrid.tensor.units import Calls, seen_calls, tensor_units
+from lightning_hybrid.tensor.units import Calls, seen_calls
 from lightning_hybrid.tensor.vocabulary import Use, VocabularyUses
 
 
@@ -82,7 +83,7 @@ class TensorPlanner:
     def watching(self, variant: Variant) -> Iterator[None]:
         """See the units while the step is recorded inside."""
         units = variant.recording.units
-        self._units = tensor_units(units)
+        self._units = find_layers(units)
         for node in variant.recording.graph.nodes:
             if node.unit is None:
                 self._read_by_step.update(dict.fromkeys(node.parameters, node.line))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.step.deferred import Deferred, settled
 from lightning_hybrid.step.later import whole_of
+from lightning_hybrid.step.randomness import AROUND
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call, unflatten
 from lightning_hybrid.tensor.attention import sharded_attention
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
@@ -251,7 +252,8 @@ class ShardedUnit:
                     undo.callback(attributes.__setitem__, "forward", attributes["forward"])
                 else:
                     undo.callback(attributes.__delitem__, "forward")
-                attributes["forward"] = forward
+                around = getattr(attributes.get("forward"), AROUND, None)  # keys what the module draws
+                attributes["forward"] = forward if around is None else around(forward)
         for module in self._modules.values():
             # Torch's encoder layer reads the weights past the attention's forward in eval mode, unless this is 0.
             if isinstance(module, nn.TransformerEncoderLayer):
@@ -380,7 +382,12 @@ class ShardedUnit:
 
 def _saved_in_parts(x: Tensor) -> AbstractContextManager[Any]:
     """Of a value whose positions are dealt, each rank saves its own for the backward."""
-    return x.regathered() if isinstance(x, OwnPositions) and torch.is_grad_enabled() else contextlib.nullcontext()
+    if not isinstance(x, OwnPositions) or not torch.is_grad_enabled() or _TOP_HOOKS(True) is not None:
+        return contextlib.nullcontext()  # others that decide what is saved (a layer that is recomputed) have the say
+    return x.regathered()
+
+
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 _FAST_PATH = "activation_relu_or_gelu"

@@ -1,8 +1,4 @@
-"""Which modules are planned one by one, and with what arguments the step calls them.
-
-A tensor unit is the smallest module that holds whole pairs of linears, a transformer block or a residual block. Where
-the pipeline's units are larger (with one stage, the whole network is one), what lies in their lists of layers is taken.
-"""
+"""With what arguments the step calls the modules that are planned one by one: its layers."""
 
 from __future__ import annotations
 
@@ -18,44 +14,7 @@ from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.examples import copied
 
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def tensor_units(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules to plan, by FQN in the root.
-
-    Args:
-        units: Of the pipeline, by FQN; what is found lies inside one of them each.
-    """
-    found: dict[str, nn.Module] = {}
-
-    def descend(fqn: str, module: nn.Module) -> None:
-        if _num_weights(module) == 0:
-            return
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module):
-            for name, child in module.named_children():
-                descend(f"{fqn}.{name}", child)
-        elif not any(module is other for other in found.values()):
-            found[fqn] = module
-
-    for fqn, unit in units.items():
-        descend(fqn, unit)
-    return found
-
-
-def _has_layers(module: nn.Module) -> bool:
-    """Whether there is a list of layers inside: two of one class that hold more than one weight each."""
-    for inner in module.modules():
-        if isinstance(inner, _LISTS):
-            classes = [type(child) for child in inner.children() if _num_weights(child) > 1]
-            if len(classes) > len(set(classes)):
-                return True
-    return False
-
-
-def _num_weights(module: nn.Module) -> int:
-    return sum(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def compiled_modules(root: nn.Module) -> set[int]:

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from living import Living
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 from worlds_plugin import RankError
 
@@ -97,25 +96,6 @@ def test_context_ranks_exchange_positions_for_heads(worlds):
     """Four attentions: there (queries, keys and values in one) and back, and the same backward."""
     for steps in worlds.run(2, count_exchanges, Run("GPT2", cp=2, microbatches=1)):
         assert steps == [{"exchange": 4 * 2 * 2, "gathered": 2, "all_reduce": 4}] * 3
-
-
-class Living(TorchDispatchMode):
-    """The storages that were made inside and still live."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def count(self, nbytes):
-        return sum(size == nbytes for reference, size in self.made.values() if not reference.expired())
 
 
 class Block(torch.nn.Module):

@@ -1,0 +1,1 @@
+"""What layers keep for their backward, and what they compute again."""

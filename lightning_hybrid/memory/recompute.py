@@ -1,0 +1,142 @@
+"""Activation checkpointing: layers that keep their inputs alone and are computed again in the backward.
+
+A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. A layer is computed again
+as it ran: with the random numbers, the buffers and the parts of parameters of its first run, so results are bitwise
+those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's non-reentrant checkpoint).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_hybrid.step.randomness import replaced_forwards
+
+Policy: TypeAlias = Literal["keep", "full"]
+Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]
+POLICIES = ("keep", "full")
+
+
+class RecomputeError(ValueError):
+    """What is to be recomputed is not there, or cannot be."""
+
+
+def check_recompute(recompute: Any) -> None:
+    """Refuse what says nothing.
+
+    Args:
+        recompute: As ``layer_policies`` takes it, or None.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if recompute is None or recompute in POLICIES:
+        return
+    if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 1:
+        return
+    if isinstance(recompute, Mapping) and all(policy in POLICIES for policy in recompute.values()):
+        recompute = list(recompute)
+    is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
+    if is_list and all(isinstance(name, str) for name in recompute):
+        return
+    raise ValueError(
+        f"recompute={recompute!r}; use 'full' for all layers, a number n for every n-th, a list of names of layers such"
+        " as ['model.layers.*'], or a mapping of names to 'full' or 'keep'"
+    )
+
+
+def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict[str, Policy]:
+    """What each layer does.
+
+    Args:
+        recompute: "full" or "keep" for all; n for every n-th layer, beginning with the first; FQNs with wildcards
+            (``*``) of layers that are recomputed; or such patterns with a policy each, of which the last that matches
+            a layer counts.
+        layers: FQNs of all layers of the module, in order.
+
+    Raises:
+        RecomputeError: A pattern matches no layer.
+    """
+    if recompute is None or isinstance(recompute, str):
+        return dict.fromkeys(layers, "full" if recompute == "full" else "keep")
+    if isinstance(recompute, int):
+        return {fqn: "keep" if number % recompute else "full" for number, fqn in enumerate(layers)}
+    patterns: Mapping[str, Policy] = recompute if isinstance(recompute, Mapping) else dict.fromkeys(recompute, "full")
+    policies: dict[str, Policy] = dict.fromkeys(layers, "keep")
+    for pattern, policy in patterns.items():
+        matched = fnmatch.filter(layers, pattern)
+        if not matched:
+            near = ", ".join(difflib.get_close_matches(pattern, layers, n=3, cutoff=0.0))
+            raise RecomputeError(f"recompute: {pattern!r} is the name of no layer; the nearest are {near}")
+        policies |= dict.fromkeys(matched, policy)
+    return policies
+
+
+class Recomputation:
+    """The layers of one module on this rank, some of which are computed again."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], policies: Mapping[str, Policy], *, keyed: bool = False) -> None:
+        """Say what is recomputed.
+
+        Args:
+            layers: Of the module that are here, by FQN.
+            policies: Of all its layers.
+            keyed: Random numbers are keyed, so that no state of a generator need be kept.
+        """
+        self._keyed = keyed
+        self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, the layers' forwards keep their inputs alone."""
+        return replaced_forwards(self._layers, self._checkpointed)
+
+    def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        layer = self._layers[fqn]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            first = _Buffers(layer)
+            is_again = False
+
+            def once() -> Any:
+                nonlocal is_again
+                if not is_again:
+                    is_again = True
+                    return forward(*args, **kwargs)
+                with first.put():
+                    return forward(*args, **kwargs)
+
+            return torch.utils.checkpoint.checkpoint(once, use_reentrant=False, preserve_rng_state=not self._keyed)
+
+        return run
+
+
+class _Buffers:
+    """The buffers of a layer as they are before it runs: its second run must see them, and write to none of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._held: list[tuple[dict[str, Any], str, Tensor]] = []
+        if layer.training:
+            for module in layer.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        self._held.append((module._buffers, name, buffer.detach().clone()))
+
+    @contextmanager
+    def put(self) -> Iterator[None]:
+        now = [buffers[name] for buffers, name, _ in self._held]
+        for buffers, name, before in self._held:
+            buffers[name] = before.clone()
+        try:
+            yield
+        finally:
+            for (buffers, name, _), buffer in zip(self._held, now, strict=True):
+                buffers[name] = buffer

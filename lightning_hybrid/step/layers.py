@@ -1,0 +1,49 @@
+"""Find the layers: the smallest modules that repeat, a transformer block or a residual block.
+
+The pipeline's units may be larger (with one stage, the whole network is one): there, what lies in their lists of layers
+is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_layers(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The layers in these units, by FQN in the root; a unit without any is one itself.
+
+    Args:
+        units: Of the pipeline, by FQN; what is found lies inside one of them each.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def descend(fqn: str, module: nn.Module) -> None:
+        if _num_weights(module) == 0:
+            return
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module):
+            for name, child in module.named_children():
+                descend(f"{fqn}.{name}", child)
+        elif not any(module is other for other in found.values()):
+            found[fqn] = module
+
+    for fqn, unit in units.items():
+        descend(fqn, unit)
+    return found
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Whether there is a list of layers inside: two of one class that hold more than one weight each."""
+    for inner in module.modules():
+        if isinstance(inner, _LISTS):
+            classes = [type(child) for child in inner.children() if _num_weights(child) > 1]
+            if len(classes) > len(set(classes)):
+                return True
+    return False
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.dim() > 1 for parameter in module.parameters())

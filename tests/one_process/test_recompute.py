@@ -1,0 +1,44 @@
+"""What layers that are computed again keep for their backward."""
+
+import torch
+from living import Living
+from torch import nn
+
+from lightning_hybrid.memory.recompute import Recomputation, layer_policies
+from lightning_hybrid.step.layers import find_layers
+
+
+def block(width):
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def test_a_layer_keeps_its_input_alone():
+    """Twelve layers: of the eleven values that each keeps, one is its input."""
+    model = nn.Sequential(*(block(16) for _ in range(12)))
+    x = torch.randn(64, 16, requires_grad=True)
+    layers = find_layers({"": model})
+    assert len(layers) == 12
+    kept, grads = {}, {}
+    for recompute in ("keep", "full", 3):
+        policies = layer_policies(recompute, list(layers))
+        with Living() as living, Recomputation(layers, policies).running():
+            out = model(x)
+        kept[recompute] = living.bytes()
+        grads[recompute] = torch.autograd.grad(out.sin().sum(), list(model.parameters()))
+    assert kept["full"] < 0.25 * kept["keep"] and kept["full"] < kept[3] < kept["keep"]
+    for recompute in ("full", 3):
+        assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[recompute], strict=True))
+
+
+def test_statistics_are_written_once():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    again = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    again.load_state_dict(model.state_dict())
+    x = torch.randn(8, 4)
+    model(x).sum().backward()
+    with Recomputation({"0": again[0]}, {"0": "full"}).running():
+        out = again(x)
+        out.sum().backward()
+    for (name, one), (_, other) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+    assert "forward" not in again[0].__dict__
