@@ -185,9 +185,16 @@ class ModelShards:
         return whole if value.shape == whole.shape else self.part(whole, self.placements[name])
 
     def whole_like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """The whole of what an optimizer keeps for a parameter, if it is cut as that is; collective."""
-        placement = self._placement_of(parameter)
-        return value if placement is None or value.shape != parameter.shape else self.joined(value, placement)
+        """The whole of what an optimizer keeps for a parameter, if it is cut as that is; collective.
+
+        After a fit the parameter is whole again, and what the optimizer keeps still is a part.
+        """
+        placement = self.placements.get(self._names.get(id(parameter), ""))
+        if placement is None:
+            return value
+        part = list(parameter.shape)
+        part[placement.dim] = placement.local_length
+        return self.joined(value, placement) if list(value.shape) == part else value
 
     def part_like(self, parameter: Tensor, value: Any) -> Any:
         """What this rank keeps of a whole that has the shape of the whole parameter."""

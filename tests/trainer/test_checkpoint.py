@@ -66,7 +66,7 @@ def train(case: str, layout: Layout, max_epochs: int, resume: str | None = None,
     # Each replica sees every second sample of a batch: the union is the batch that one process sees.
     sampler = torch.utils.data.DistributedSampler(range(16), layout.dp, 0, shuffle=False) if layout.dp > 1 else None
     if sampler is not None:
-        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) % layout.dp
+        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) // layout.tp % layout.dp
     loader = DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp, sampler=sampler)
     trainer.fit(module, loader, ckpt_path=resume)
     if save is not None:

@@ -1,0 +1,139 @@
+"""Modules as in `models.py` that only some tests take: experts, blocks in the manner of nanoGPT, and a ResNet."""
+
+import math
+
+import torch
+from models import LENGTH, VOCABULARY, WIDTH, Causal, Lit
+from torch import nn
+from torch.nn import functional as F
+
+HEADS = 2
+
+
+class Mixtral(Causal):
+    """The experts of a layer are batched in one parameter."""
+
+    def build(self, transformers):
+        config = transformers.MixtralConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=self.layers,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16,
+            bos_token_id=0, eos_token_id=0, experts_implementation="batched_mm",  # the default has no float64
+        )  # fmt: skip
+        return transformers.MixtralForCausalLM(config)
+
+
+class CausalSelfAttention(nn.Module):
+    """One projection for queries, keys and values, a mask in a buffer, and sizes in terms of the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.n_head, self.n_embd = HEADS, WIDTH
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
+        nn.init.zeros_(self.c_proj.weight)  # any cut of c_attn would pass with this
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        y = self.attn_dropout(F.softmax(att, dim=-1)) @ v
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C)))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), CausalSelfAttention()
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(Lit):
+    kind = "tokens"
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(VOCABULARY, WIDTH),
+                wpe=nn.Embedding(16, WIDTH),
+                h=nn.ModuleList(Block() for _ in range(4)),
+                ln_f=nn.LayerNorm(WIDTH),
+            )
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, ids):
+        positions = torch.arange(ids.size(1), device=ids.device)
+        x = self.transformer.wte(ids) + self.transformer.wpe(positions)
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x))
+
+    def loss(self, batch):
+        assert batch["input_ids"].shape[1] == LENGTH
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, in_channels, channels, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = None
+        if stride != 1 or in_channels != channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x):
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(Lit):
+    """Statistics over the images of each microbatch of each replica."""
+
+    kind = "images"
+    optimizer = "sgd"
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
+        self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        self.layer1 = nn.Sequential(BasicBlock(8, 8), BasicBlock(8, 8))
+        self.layer2 = nn.Sequential(BasicBlock(8, 16, 2), BasicBlock(16, 16))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer2(self.layer1(x))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["pixel_values"]), batch["labels"])
