@@ -137,3 +137,33 @@ class ResNet(Lit):
 
     def loss(self, batch):
         return F.cross_entropy(self(batch["pixel_values"]), batch["labels"])
+
+
+class Routed(nn.Module):
+    """Asks how many samples take each of two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 1)
+        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        left = self.router(x).squeeze(-1) > 0
+        order = left.int().argsort(descending=True, stable=True)
+        sizes = torch.stack([left.sum(), (~left).sum()]).tolist()
+        parts = [way(part) for way, part in zip(self.ways, x[order].split(sizes), strict=True)]
+        x = x + torch.zeros_like(x).index_copy(0, order, torch.cat(parts))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Routers(Lit):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(4))
+
+    def loss(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, batch["y"])

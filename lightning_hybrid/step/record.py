@@ -311,7 +311,8 @@ class RecordWatch(StepWatch):
         except NO_FAKE_KERNEL as error:
             if before is not None:
                 before.restore()
-            return run_on_stand_ins(name, run, args, kwargs, error), True
+            unit = self.units[name[1:]] if name.startswith("@") else None
+            return run_on_stand_ins(run, args, kwargs, error, unit), True
 
     def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
         for place, given in enumerate(inputs):

@@ -97,17 +97,19 @@ def slow_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def run_on_stand_ins(name: str, run: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Any:
+def run_on_stand_ins(
+    run: Callable[..., Any], args: Any, kwargs: Any, error: Exception, unit: nn.Module | None = None
+) -> Any:
     """The result of ``run`` on real values of the right shapes, made absent again.
 
     Args:
-        name: Name of the operation, for messages.
         run: The operation, or the forward of a unit.
         args: Its arguments; absent ones are replaced by small random values (integers by zeros).
         kwargs: Likewise.
         error: Why the fake kernels did not do; raised again if the real ones fail too.
+        unit: Whose forward it is; if None, the object that ``run`` is a method of.
     """
-    owner = getattr(run, "__self__", None)
+    owner = getattr(run, "__self__", None) if unit is None else unit
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     memo: dict[int, Tensor] = {}
     saved = []

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from trainer.fitting import Run, assert_parity, fit, fit_reference
+from wider_models import Routers
 from worlds_plugin import RankError
 
 from lightning_hybrid.tensor.ranks import GroupRanks
@@ -54,6 +55,12 @@ def test_parity(worlds, run):
             # The model brings a plan along.
             origin = "the model's own plan" if run.case == "Llama" else "found"
             assert all(group.origin == origin for group in plan.groups), plan.lines()
+
+
+def test_a_layer_that_asks_for_numbers(worlds):
+    ranks, _ = check(worlds, Run(Routers, tp=2))
+    for fqn, plan in ranks[0].plans.items():
+        assert plan.roles == {"up": "column", "down": "row"}, (fqn, plan.lines())
 
 
 def test_running_statistics_of_channels(worlds):
