@@ -207,6 +207,45 @@ class Bottleneck(nn.Module):
         return x + self.n3(self.project(self.act(self.n2(self.depthwise(h)))))
 
 
+class SqueezeAndExcite(nn.Module):
+    """Channels are weighed by what their means over all places say."""
+
+    def __init__(self):
+        super().__init__()
+        self.expand, self.n1 = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+        self.squeeze, self.excite = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.project = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x):
+        h = F.relu(self.n1(self.expand(x)))
+        weights = self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(h, 1)))).sigmoid()
+        return x + self.project(h * weights)
+
+
+class LoneFirst(nn.Module):
+    """A linear without a partner before an MLP; its output cannot be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class CastsByHand(nn.Module):
+    """In another dtype than float32 it runs only where casts are watched."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)).to(torch.float32))
+
+
 class Convolutions(nn.Module):
     """General convolutions, and a linear that reads flattened channels."""
 
@@ -316,6 +355,9 @@ BLOCKS = {
     "adapted": lambda: (Adapted(), (tokens(),)),
     "batch norm": lambda: (Bottleneck(nn.BatchNorm2d), (images(8),)),
     "group norm": lambda: (Bottleneck(lambda channels: nn.GroupNorm(4, channels)), (images(8),)),
+    "squeeze and excite": lambda: (SqueezeAndExcite(), (images(8),)),
+    "lone linear before a pair": lambda: (LoneFirst(), (tokens(),)),
+    "casts by hand": lambda: (CastsByHand(), (tokens(),)),
     "convolutions": lambda: (Convolutions(), (images(3),)),
     "transposed": lambda: (
         nn.Sequential(nn.ConvTranspose1d(8, 16, 2, stride=2), nn.ReLU(), nn.ConvTranspose1d(16, 4, 3)),

@@ -64,25 +64,28 @@ class Discovery:
     arrangements: dict[str, Arrangement] = field(default_factory=dict)
     attentions: list[str] = field(default_factory=list)
 
-    def candidates(self, taken: Collection[str] = ()) -> list[Pair]:
+    def candidates(self, taken: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
         """Columns and the rows they feed, in the order of their run; each linear in one candidate at most.
 
         Args:
             taken: Linears whose role is fixed.
+            no_rows: Those that are known to be no rows; they may be columns.
         """
         groups: list[tuple[set[str], list[str]]] = []
         used: set[str] = set(taken)
         rows: set[str] = set(taken)  # what these give is whole
         for row in self.linears:
             columns = {column for column in self.sources[row] if column not in rows}
-            if not columns or row in columns or row in used:
+            if not columns or row in columns or row in used or row in no_rows:
                 continue
             joined = next((group for group in groups if group[0] & columns), None)
             if joined is not None:
-                if columns <= joined[0]:
+                # It may read others as well: weights of channels that were made from sums over them, say.
+                if not (columns - joined[0]) & used:
+                    joined[0].update(columns)
                     joined[1].append(row)
                     rows.add(row)
-                    used.add(row)
+                    used |= columns | {row}
                 continue
             groups.append((columns, [row]))
             rows.add(row)

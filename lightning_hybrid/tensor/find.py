@@ -190,23 +190,34 @@ class _Search:
         pairs, problems = wished_pairs(self._found, own, taken)
         for fqn, problem in problems.items():
             self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
-        failed: dict[Pair, str] = {}
+        tried: dict[Pair, tuple[Part | None, str]] = {}
         for pair in pairs:
             part, reason = self._best(pair, "the model's own plan")
             if part is not None:
                 parts.append(part)
                 taken |= part.roles().keys()
             else:
-                failed[pair] = reason
+                tried[pair] = None, reason
                 self._notes.append(f"the model's own plan is not followed: {_words(pair)}: {reason}")
-        for pair in self._found.candidates(taken):
-            part, reason = (None, failed[pair]) if pair in failed else self._best(pair, "found")
-            if part is not None:
-                parts.append(part)
-            else:
-                self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
+        parts += self._found_pairs(taken, tried)
         order = list(self._found.linears)
         return sorted(parts, key=lambda part: order.index(part.group.rows[0]))
+
+    def _found_pairs(self, taken: set[str], tried: dict[Pair, tuple[Part | None, str]]) -> list[Part]:
+        """What pairs by itself; where that is wrong the row is none, and what it stood in the way of is tried."""
+        no_rows: set[str] = set()
+        while True:
+            pairs = self._found.candidates(taken, no_rows)
+            for pair in pairs:
+                if pair not in tried:
+                    tried[pair] = self._best(pair, "found")
+            wrong = [pair for pair in pairs if tried[pair][0] is None]
+            if not wrong:
+                return [part for pair in pairs if (part := tried[pair][0]) is not None]
+            for pair in wrong:
+                reason = tried[pair][1]
+                self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
+            no_rows.add(wrong[0][1][-1])
 
     def _best(self, pair: Pair, origin: Origin) -> tuple[Part | None, str]:
         """The best variant of a pair that is right, or None and what is wrong."""
