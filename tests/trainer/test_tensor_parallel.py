@@ -60,7 +60,7 @@ def test_parity(worlds, run):
 def test_a_layer_that_asks_for_numbers(worlds):
     ranks, _ = check(worlds, Run(Routers, tp=2))
     for fqn, plan in ranks[0].plans.items():
-        assert plan.roles == {"up": "column", "down": "row"}, (fqn, plan.lines())
+        assert (plan.roles["up"], plan.roles["down"]) == ("column", "row"), (fqn, plan.lines())
 
 
 def test_running_statistics_of_channels(worlds):

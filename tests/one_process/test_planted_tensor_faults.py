@@ -1,0 +1,133 @@
+"""Faults that a sharded run could have, planted one by one: the proof finds each of them, whatever the weights are."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
+from torch import nn
+
+from lightning_hybrid.tensor import apply, positions
+from lightning_hybrid.tensor.apply import ShardedUnit
+from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.plan import PositionsPlan
+from lightning_hybrid.tensor.prove import proof_of
+
+DEALT = ["tensor", "context"]
+
+
+def planned(unit, size=2, deal=None):
+    """The plan of a unit, and a proof of it that passes."""
+    args = (tokens(),)
+    plan = plan_unit(unit, args, {}, size, deal=deal)
+    proof = proof_of(unit, args, {}, size, seed=1)
+    assert proof.first_failure(plan) is None
+    return plan, proof
+
+
+@functools.cache
+def fused(deal=None):
+    return planned(Block(FusedAttention()), deal=deal)
+
+
+def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
+    plan, proof = fused()
+    monkeypatch.setattr(apply, "enter", lambda tensor, ranks, **_: tensor)
+    assert "relative difference" in proof.first_failure(plan)
+
+
+def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
+    plan, proof = planned(GroupedQueries(HEADS, norm=True), size=4)
+    assert plan.summed == ("q_norm.weight",)
+    assert "grad of q_norm.weight" in proof.first_failure(replace(plan, summed=()))
+
+
+@pytest.mark.parametrize("deal", DEALT)
+@pytest.mark.parametrize("name", ["ln_1.weight", "attn.c_proj.bias"])
+def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(deal, name):
+    plan, proof = fused(deal)
+    kept = tuple(other for other in plan.positions.summed if other != name)
+    assert len(kept) == len(plan.positions.summed) - 1
+    assert f"grad of {name}" in proof.first_failure(replace(plan, positions=replace(plan.positions, summed=kept)))
+
+
+@pytest.mark.parametrize("deal", [None, "tensor"])
+def test_a_bias_that_every_rank_adds(monkeypatch, deal):
+    plan, proof = fused(deal)
+
+    def row(self, linear, run, x, *args, **kwargs):
+        return self._leave(run(x, True, *args, **kwargs))
+
+    monkeypatch.setattr(ShardedUnit, "_row", row)
+    assert "output 0" in proof.first_failure(plan)
+
+
+def test_a_wrong_cut_of_a_fused_projection_whose_output_projection_is_zero():
+    """With the user's weights no output and no gradient of an input would tell."""
+    unit = FusedAttention()
+    nn.init.zeros_(unit.c_proj.weight)
+    nn.init.zeros_(unit.c_proj.bias)
+    plan, proof = planned(unit)
+    assert len(plan.placements["c_attn.weight"].pieces) == 3
+    wrong = {name: Shard.evenly(0, 3 * WIDTH, 2) for name in ("c_attn.weight", "c_attn.bias")}
+    assert "relative difference" in proof.first_failure(replace(plan, placements={**plan.placements, **wrong}))
+
+
+@pytest.mark.parametrize("deal", DEALT)
+def test_features_dealt_for_positions(deal):
+    plan, proof = fused(deal)
+    assert plan.positions.dim == 1
+    assert proof.first_failure(replace(plan, positions=replace(plan.positions, dim=2))) is not None
+
+
+class Centred(nn.Module):
+    """Mixes positions where every rank would have its own; all shapes fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x - x.mean(1, keepdim=True))))
+
+
+def test_positions_dealt_that_are_mixed():
+    plan, proof = planned(Centred())
+    along = PositionsPlan(by="tensor", place=0, dim=1, num_dims=3, outputs=(0,), summed=("down.bias",))
+    inputs = {"up": (0,)}
+    assert "output 0" in proof.first_failure(replace(plan, positions=replace(along, inputs=inputs)))
+    assert proof.first_failure(replace(plan, positions=replace(along, inputs=inputs, dim=0))) is None
+    found, _ = planned(Centred(), deal="tensor")
+    assert found.positions is None or found.positions.dim == 0
+
+
+def test_positions_of_sums_that_are_not_summed(monkeypatch):
+    plan, proof = fused("tensor")
+    monkeypatch.setattr(positions, "leave", lambda addend, dealt: positions.dealt_of(addend, dealt))
+    assert "output 0" in proof.first_failure(plan)
+
+
+def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch):
+    plan, proof = fused("tensor")
+
+    class OwnGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, local, dealt):
+            ctx.dealt = dealt
+            return dealt.gathered(local)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.dealt.own(grad), None
+
+    monkeypatch.setattr(positions, "_Enter", OwnGradient)
+    assert "grad of" in proof.first_failure(plan)
+
+
+def test_heads_exchanged_in_a_wrong_arrangement():
+    plan, proof = fused("context")
+    assert list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
+    features = {**plan.positions.features, "attn.c_attn": Shard.evenly(-1, 3 * WIDTH, 2)}
+    assert proof.first_failure(replace(plan, positions=replace(plan.positions, features=features))) is not None
