@@ -1,9 +1,9 @@
-"""Draw architectures from transformers and report which of them train over pipeline stages, to which numbers.
+"""Draw architectures from transformers and report which of them train over stages and tensor ranks, to which numbers.
 
     python benchmarks/compatibility.py --write docs/compatibility.md
 
 Each is built tiny from its own configuration by general rules (tests/drawn.py), and its step is run in one process,
-whole and cut into stages; some of them are trained by a Trainer on processes as well.
+whole and cut into stages. A Trainer trains each on two tensor ranks, and some of them over stages as well.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def main() -> None:
         else:
             rows.append((name, class_name, results))
             print(name, class_name, *(trial.outcome for trial in results.values()), file=sys.stderr, flush=True)
+    tensor = tensor_trials([class_name for _, class_name, _ in rows])
     trained = [(row[1], *trained_rows(row[1])) for row in rows[: options.trained]]
-    report = text_of(rows, again, trained, options)
+    report = text_of(rows, again, trained, tensor, options)
     if options.write is None:
         print(report)
     else:
@@ -91,6 +92,20 @@ def in_a_child(function: Callable[[], Any]) -> Any:
         child.join()
 
 
+def tensor_trials(class_names: Sequence[str]) -> dict[str, Any]:
+    """What comes of each architecture on two tensor ranks."""
+    from drawn_tensor import tensor_trial
+    from worlds_plugin import Worlds
+
+    worlds = Worlds(capture=True)
+    found = {}
+    for name in class_names:
+        found[name] = tensor_trial(name, worlds.run)
+        print(name, "on 2 tensor ranks:", found[name].outcome, found[name].cut.share, file=sys.stderr, flush=True)
+    worlds.stop()
+    return found
+
+
 def trained_rows(class_name: str) -> list[str]:
     """The precision, and what training comes to under each layout."""
     from drawn_runs import data_of, module_of
@@ -115,7 +130,9 @@ def precision(class_name: str) -> str:
     return precision_of(class_name)
 
 
-def text_of(rows: list[Any], again: list[Any], trained: list[Any], options: argparse.Namespace) -> str:
+def text_of(
+    rows: list[Any], again: list[Any], trained: list[Any], tensor: dict[str, Any], options: argparse.Namespace
+) -> str:
     """The report in Markdown."""
     from importlib.metadata import version
 
@@ -138,37 +155,79 @@ def text_of(rows: list[Any], again: list[Any], trained: list[Any], options: argp
         " *Refused*: an error of this package that says what to do. *Failed*: any other. *Wrong*: other numbers."
         " The package was mended on seed 0, which tests use; other seeds say more about what was never seen.",
         "",
-        "| stages | " + " | ".join(OUTCOMES) + " |",
+        "On two tensor ranks a Trainer trains two steps, against one process, in float32 where the model computes in"
+        " float32; losses, logged values and the update of every parameter are the same.",
+        "",
+        "| | " + " | ".join(OUTCOMES) + " |",
         "|---|" + "---|" * len(OUTCOMES),
     ]
     for number in options.stages:
         counts = Counter(results[number].outcome for _, _, results in rows)
-        lines.append(f"| {number} | " + " | ".join(str(counts[outcome]) for outcome in OUTCOMES) + " |")
+        lines.append(f"| {number} stages | " + " | ".join(str(counts[outcome]) for outcome in OUTCOMES) + " |")
+    counts = Counter(trial.outcome for trial in tensor.values())
+    lines.append("| 2 tensor ranks | " + " | ".join(str(counts[outcome]) for outcome in OUTCOMES) + " |")
+    lines += ["", *shares(tensor)]
     if trained:
-        lines += ["", "## Trained", "", f"The first {len(trained)} by a Trainer on processes, three steps, against"]
+        lines += [
+            "",
+            "## Trained over stages",
+            "",
+            f"The first {len(trained)} by a Trainer on processes, three steps, against",
+        ]
         lines[-1] += " one process: losses, logged values and the update of every parameter."
         lines[-1] += " In float32 where the model computes its loss in float32, though its parameters be float64."
         lines += ["", "| class | precision | " + " | ".join(layouts) + " |", "|---|---|" + "---|" * len(layouts)]
         lines += ["| " + " | ".join(map(plain, row)) + " |" for row in trained]
     lines += ["", "## Drawn", ""]
     heads = [f"{number} stages" for number in options.stages]
-    lines += ["| architecture | class | numbers | " + " | ".join(heads) + " | largest gradient error | noise |"]
-    lines += ["|---|---|---|" + "---|" * len(heads) + "---|---|"]
+    heads += ["largest gradient error", "noise", "2 tensor ranks", "sharded"]
+    lines += ["| architecture | class | numbers | " + " | ".join(heads) + " |"]
+    lines += ["|---|---|---|" + "---|" * len(heads)]
     for name, class_name, results in rows:
         each = list(results.values())
         cells = [name, class_name, each[0].dtype, *(trial.outcome for trial in each)]
-        lines.append("| " + " | ".join([*cells, figure(each), f"{max(t.noise for t in each):.0e}"]) + " |")
+        cells += [figure(each), f"{max(t.noise for t in each):.0e}", tensor[class_name].outcome]
+        lines.append("| " + " | ".join([*cells, percent(tensor[class_name].cut.share)]) + " |")
     missed = [
         f"- {name}, {number} stages: {trial.outcome}: {plain(trial.message)}"
         for name, _, results in rows
         for number, trial in results.items()
         if trial.outcome != "parity"
     ]
+    missed += [
+        f"- {name}, 2 tensor ranks: {tensor[class_name].outcome}: {plain(tensor[class_name].message)}"
+        for name, class_name, _ in rows
+        if tensor[class_name].outcome != "parity"
+    ]
     if missed:
         lines += ["", "## Why not", "", *missed]
+    lines += ["", "## What is not sharded", "", "Weights of layers, in elements, that are not cut as pairs:", ""]
+    for name, class_name, _ in rows:
+        why = sorted(tensor[class_name].cut.why.items(), key=lambda item: -item[1])
+        if why:
+            lines.append(f"- {name}: " + "; ".join(f"{plain(reason)} ({count})" for reason, count in why))
     lines += ["", "## Drawn again", "", f"{len(again)} could not be built, or not run in one process, by these rules:"]
     lines += ["", *(f"- {name} ({class_name}): {plain(why)}" for name, class_name, why in again)]
     return "\n".join(lines) + "\n"
+
+
+def shares(tensor: dict[str, Any]) -> list[str]:
+    """How much of the layers is cut as pairs, over all architectures."""
+    cuts = [trial.cut for trial in tensor.values() if trial.cut.share is not None]
+    whole, without = [c.share for c in cuts], [c.share_without_experts for c in cuts]
+    full = sum(share == 1 for share in without)
+    without = [share for share in without if share is not None]
+    return [
+        "*Sharded*: the share of the weights of attentions, MLPs and convolutions in the layers that is cut as pairs,"
+        f" one sum over ranks for both; not gathered, and not whole. It is {percent(sum(whole) / max(len(whole), 1))} on"
+        f" average over {len(cuts)} architectures, and {percent(sum(without) / max(len(without), 1))} without experts in"
+        f" one parameter, which belong to expert parallelism; {full} architectures are sharded throughout."
+        " Layers that the step does not call are left out."
+    ]
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def figure(each: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.plan import UnitPlan
@@ -23,6 +24,7 @@ class Cut:
         sharded: Elements in pairs: cut on both sides, one sum for both.
         gathered: Elements that are cut alone, with their output gathered.
         whole: Elements that every rank holds.
+        batched: Those of them that lie in one parameter for all experts.
         why: Reason -> elements that are whole for it; FQNs of those gathered -> their elements.
         seconds: For each unit that was searched, and not found like another one, how long that took.
     """
@@ -30,6 +32,7 @@ class Cut:
     sharded: int = 0
     gathered: int = 0
     whole: int = 0
+    batched: int = 0
     why: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -37,6 +40,12 @@ class Cut:
     def share(self) -> float | None:
         """The sharded part; None if there is no such weight."""
         total = self.sharded + self.gathered + self.whole
+        return self.sharded / total if total else None
+
+    @property
+    def share_without_experts(self) -> float | None:
+        """The same of what is not batched."""
+        total = self.sharded + self.gathered + self.whole - self.batched
         return self.sharded / total if total else None
 
 
@@ -48,7 +57,7 @@ def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "") 
         plans: Of its tensor units, by FQN.
         within: Only parameters whose FQN has this in it.
     """
-    counts = dict.fromkeys(("sharded", "gathered", "whole"), 0)
+    counts = dict.fromkeys(("sharded", "gathered", "whole", "batched"), 0)
     why: dict[str, int] = {}
     for fqn, plan in plans.items():
         if not any(name.isdecimal() for name in fqn.split(".")) or _UNCALLED in plan.kept.values():
@@ -65,6 +74,8 @@ def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "") 
                 elif plan.roles.get(owner_fqn) == "gathered":
                     kind, reason = "gathered", f"gathered: {full}"
                 counts[kind] += parameter.numel()
+                if kind == "whole" and parameter.dim() == 3 and not isinstance(owner, _ConvNd):
+                    counts["batched"] += parameter.numel()
                 if reason:
                     why[reason] = why.get(reason, 0) + parameter.numel()
     return Cut(**counts, why=why, seconds={fqn: plan.seconds for fqn, plan in plans.items() if plan.seconds})

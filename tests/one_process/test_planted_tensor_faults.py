@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hybrid.tensor import apply, positions
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.placement import Replicated, Shard
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.prove import proof_of
 
@@ -40,7 +40,7 @@ def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
 
 def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
     plan, proof = planned(GroupedQueries(HEADS, norm=True), size=4)
-    assert plan.summed == ("q_norm.weight",)
+    assert plan.summed == ("q_norm.weight",) and plan.placements["q_norm.weight"] == Replicated()
     assert "grad of q_norm.weight" in proof.first_failure(replace(plan, summed=()))
 
 

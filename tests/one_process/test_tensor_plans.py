@@ -101,13 +101,6 @@ def test_key_heads_fewer_than_ranks_are_repeated():
     assert plan.shared_pieces == ("k_proj.weight", "v_proj.weight")
 
 
-def test_a_norm_on_local_heads_is_whole_and_its_gradient_summed():
-    unit, args = BLOCKS["norm on heads"]()
-    plan = plan_unit(unit, args, {}, 4)
-    assert plan.summed == ("q_norm.weight",) and plan.placements["q_norm.weight"] == Replicated()
-    assert "grad of q_norm.weight" in proof_of(unit, args, 4).first_failure(dataclasses.replace(plan, summed=()))
-
-
 def test_a_variant_that_needs_no_watch_is_preferred():
     unit, args = BLOCKS["norm on heads"]()
     plan = plan_unit(unit, args, {}, 2)

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from cut_noted import Noting, NotesCut, cut_of
+from cut_noted import NotesCut, Noting, cut_of
 from models import CASES, Samples, make
 from torch.utils.data import DataLoader
 from trainer import test_checkpoint as checkpoint
