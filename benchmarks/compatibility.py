@@ -168,13 +168,8 @@ def text_of(
     lines.append("| 2 tensor ranks | " + " | ".join(str(counts[outcome]) for outcome in OUTCOMES) + " |")
     lines += ["", *shares(tensor)]
     if trained:
-        lines += [
-            "",
-            "## Trained over stages",
-            "",
-            f"The first {len(trained)} by a Trainer on processes, three steps, against",
-        ]
-        lines[-1] += " one process: losses, logged values and the update of every parameter."
+        lines += ["", "## Trained over stages", "", f"The first {len(trained)} by a Trainer on processes, three steps,"]
+        lines[-1] += " against one process: losses, logged values and the update of every parameter."
         lines[-1] += " In float32 where the model computes its loss in float32, though its parameters be float64."
         lines += ["", "| class | precision | " + " | ".join(layouts) + " |", "|---|---|" + "---|" * len(layouts)]
         lines += ["| " + " | ".join(map(plain, row)) + " |" for row in trained]
@@ -216,14 +211,18 @@ def shares(tensor: dict[str, Any]) -> list[str]:
     cuts = [trial.cut for trial in tensor.values() if trial.cut.share is not None]
     whole, without = [c.share for c in cuts], [c.share_without_experts for c in cuts]
     full = sum(share == 1 for share in without)
-    without = [share for share in without if share is not None]
     return [
         "*Sharded*: the share of the weights of attentions, MLPs and convolutions in the layers that is cut as pairs,"
-        f" one sum over ranks for both; not gathered, and not whole. It is {percent(sum(whole) / max(len(whole), 1))} on"
-        f" average over {len(cuts)} architectures, and {percent(sum(without) / max(len(without), 1))} without experts in"
-        f" one parameter, which belong to expert parallelism; {full} architectures are sharded throughout."
+        f" one sum over ranks for both; not gathered, and not whole. It is {mean(whole)} on average over"
+        f" {len(cuts)} architectures, and {mean(without)} without experts in one parameter, which belong to expert"
+        f" parallelism; {full} architectures are sharded throughout but for those."
         " Layers that the step does not call are left out."
     ]
+
+
+def mean(shares: Sequence[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    return percent(sum(known) / len(known)) if known else ""
 
 
 def percent(share: float | None) -> str:

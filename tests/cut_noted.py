@@ -25,7 +25,7 @@ class Cut:
         gathered: Elements that are cut alone, with their output gathered.
         whole: Elements that every rank holds.
         batched: Those of them that lie in one parameter for all experts.
-        why: Reason -> elements that are whole for it; FQNs of those gathered -> their elements.
+        why: FQN inside the unit and reason -> elements that are gathered or whole for it.
         seconds: For each unit that was searched, and not found like another one, how long that took.
     """
 
@@ -70,9 +70,10 @@ def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "") 
                     continue
                 kind, reason = "sharded", ""
                 if not isinstance(plan.placements.get(full), Shard):
-                    kind, reason = "whole", f"{plan.kept.get(full, 'no reason')}: {full}"
+                    kind, reason = "whole", f"{full}: {plan.kept.get(full, 'no reason')}"
                 elif plan.roles.get(owner_fqn) == "gathered":
-                    kind, reason = "gathered", f"gathered: {full}"
+                    [how] = [group.how for group in plan.groups if owner_fqn in group.columns]
+                    kind, reason = "gathered", f"{full}: {how}"
                 counts[kind] += parameter.numel()
                 if kind == "whole" and parameter.dim() == 3 and not isinstance(owner, _ConvNd):
                     counts["batched"] += parameter.numel()
