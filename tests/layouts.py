@@ -6,7 +6,7 @@ and tensor ranks are covered by nothing that has none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -14,17 +14,22 @@ import pytest
 from lightning_hybrid.verify import Layout
 
 
-def under(layouts: Iterable[Layout], *, also: Iterable[Layout] = ()) -> pytest.MarkDecorator:
+def under(
+    layouts: Iterable[Layout], *, also: Iterable[Layout] = (), slow: Iterable[Layout] = ()
+) -> pytest.MarkDecorator:
     """Run a test once per `layout`, the covered ones as slow tests.
 
     Args:
         layouts: Of the test.
         also: Covered ones that run by default all the same: with this test they come to something else.
+        slow: Further ones that only the slow tests run.
     """
     named = {layout.name: layout for layout in layouts}
     kept = {layout.name for layout in also}
     assert kept <= named.keys()
-    return _parametrize("layout", named, {name: sizes_of(layout) for name, layout in named.items()}, kept)
+    later = {layout.name: layout for layout in slow}
+    sizes = {name: sizes_of(layout) for name, layout in named.items()}
+    return _parametrize("layout", {**named, **later}, sizes, kept, set(later))
 
 
 def under_sizes(layouts: Mapping[str, tuple[int, ...]], *, also: Iterable[str] = ()) -> pytest.MarkDecorator:
@@ -65,9 +70,13 @@ def covered(sizes: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 
 def _parametrize(
-    names: str | tuple[str, ...], values: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...]], kept: set[str]
+    names: str | tuple[str, ...],
+    values: Mapping[str, Any],
+    sizes: Mapping[str, tuple[int, ...]],
+    kept: set[str],
+    later: Collection[str] = (),
 ) -> pytest.MarkDecorator:
-    slow = covered(sizes) - kept
+    slow = covered(sizes) - kept | set(later)
     each = []
     for name, value in values.items():
         value = value if isinstance(value, tuple) else (value,)

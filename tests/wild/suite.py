@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.verify import LAYOUTS, Experiment, Layout, Verification
 
-__all__ = ["COMBINED", "LAYOUTS", "check", "regression_data", "verifications"]
+__all__ = ["COMBINED", "LAYOUTS", "TENSOR", "check", "regression_data", "verifications"]
 
 # Replicas of stages, several on each rank: covers all others, so long lists of modules run under it alone by default.
 COMBINED = Layout("dp2 x pp2 x 2 stages", devices=4, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2})
+# Two tensor ranks in each of two stages.
+TENSOR = Layout("pp2 x tp2", devices=4, strategy={"pipeline_parallel_size": 2, "tensor_parallel_size": 2})
 FEATURES = 6
 verifications = {}  # references are run once per experiment and way to cut the data
 

@@ -12,11 +12,11 @@ from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 from lightning_hybrid.verify import Layout
 
-by_layout = under([*LAYOUTS[2:], COMBINED])
+by_layout = under([*LAYOUTS[2:], COMBINED], slow=[TENSOR])
 WHOLE = {"num_microbatches": None}  # the strategy chooses: one microbatch where a batch cannot be split
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.nn import functional as F
 from wild.bases import BOTH, Regression
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 
 class MadeInSetup(Regression):
@@ -191,7 +191,7 @@ class FreezesHead(Callback):
         pl_module.head.requires_grad_(batch_idx % 2 == 0)
 
 
-@under([*LAYOUTS, COMBINED])
+@under([*LAYOUTS, COMBINED], slow=[TENSOR])
 @pytest.mark.parametrize("module", [Finetuned, TogglesByHand, FreezesByCallback], ids=lambda module: module.__name__)
 def test_parameters_are_frozen_and_unfrozen(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)

@@ -7,7 +7,7 @@ import torch
 from layouts import under
 from torch import nn
 from wild.bases import Regression
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 
 def salt():
@@ -52,7 +52,7 @@ class MadeLate(HashOrdered):
         self.head = nn.Linear(FEATURES, 1).double()
 
 
-@under([*LAYOUTS, COMBINED])
+@under([*LAYOUTS, COMBINED], slow=[TENSOR])
 @pytest.mark.parametrize("module", [HashOrdered, DrawsMoreElsewhere], ids=lambda module: module.__name__)
 def test_the_weights_of_the_first_rank_count(worlds, module, layout):
     report = check(worlds, module, layout)

@@ -8,7 +8,7 @@ from layouts import under
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 from wild.test_inside_forward import Regressor, mlp
 
 
@@ -251,7 +251,7 @@ MODULES = [
 ]
 
 
-@under([*LAYOUTS, COMBINED])
+@under([*LAYOUTS, COMBINED], slow=[TENSOR])
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)

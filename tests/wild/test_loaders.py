@@ -17,10 +17,10 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check, regression_data
 
 STAGES = [layout for layout in LAYOUTS if layout.replicas == 1]
-by_layout = under([*LAYOUTS[1:], COMBINED])
+by_layout = under([*LAYOUTS[1:], COMBINED], slow=[TENSOR])
 one_replica = under(STAGES)
 DP_PP = LAYOUTS[2]
 

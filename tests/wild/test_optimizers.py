@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from wild.bases import BOTH, REPLICAS, STAGES, Manual, Regression
 from wild.hand_written import Lamb, ScaledByNorm
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 # --- the forms of configure_optimizers -------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ def test_accumulating(worlds):
     assert report.outcome == "same", str(report)
 
 
-@under([*LAYOUTS, COMBINED])
+@under([*LAYOUTS, COMBINED], slow=[TENSOR])
 def test_tied_weights_count_once_in_an_optimizer(worlds, layout):
     report = check(worlds, TiedLamb, layout)
     assert report.outcome == "same", str(report)

@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check, regression_data
 
-by_layout = under([*LAYOUTS[1:], COMBINED])
+by_layout = under([*LAYOUTS[1:], COMBINED], slow=[TENSOR])
 DP, DP_PP = LAYOUTS[1], LAYOUTS[2]
 
 
