@@ -206,11 +206,15 @@ class _Search:
     def _found_pairs(self, taken: set[str], tried: dict[Pair, tuple[Part | None, str]]) -> list[Part]:
         """What pairs by itself; where that is wrong the row is none, and what it stood in the way of is tried."""
         no_rows: set[str] = set()
+        uneven: dict[str, tuple[int, str]] | None = None
         while True:
             pairs = self._found.candidates(taken, no_rows)
             for pair in pairs:
                 if pair not in tried:
                     tried[pair] = self._best(pair, "found")
+            # What is tried later was not meant by whoever wrote the unit: its sizes need not divide.
+            uneven = dict(self._uneven) if uneven is None else uneven
+            self._uneven = dict(uneven)
             wrong = [pair for pair in pairs if tried[pair][0] is None]
             if not wrong:
                 return [part for pair in pairs if (part := tried[pair][0]) is not None]

@@ -193,7 +193,7 @@ class ModelShards:
         if placement is None:
             return value
         part = list(parameter.shape)
-        part[placement.dim] = placement.local_length
+        part[placement.dim] = sum(length for _, length in placement.ranges(self._rank, self._size))
         return self.joined(value, placement) if list(value.shape) == part else value
 
     def part_like(self, parameter: Tensor, value: Any) -> Any:
