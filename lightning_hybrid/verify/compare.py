@@ -186,6 +186,10 @@ def _in_order(observed: Observed, losses: Sequence[float | None] | None) -> Iter
         yield Key(AT_THE_END, 1, "metric", name), _number(metric)
     for name, buffer in observed.buffers.items():
         yield Key(AT_THE_END, 2, "buffer", name), buffer
+    for name, metric in observed.tests.items():
+        yield Key(AT_THE_END, 3, "metric after test:", name), _number(metric)
+    for name, predicted in observed.predictions.items():
+        yield Key(AT_THE_END, 4, "prediction", name), predicted
 
 
 def _of_replica(reference: Observed, replica: int) -> dict[Key, Tensor]:
@@ -196,6 +200,10 @@ def _of_replica(reference: Observed, replica: int) -> dict[Key, Tensor]:
     if reference.replica_buffers:
         for name, buffer in reference.replica_buffers[min(replica, len(reference.replica_buffers) - 1)].items():
             values[Key(AT_THE_END, 2, "buffer", name)] = buffer
+    if reference.replica_predictions:
+        predictions = reference.replica_predictions[min(replica, len(reference.replica_predictions) - 1)]
+        values = {key: value for key, value in values.items() if key.what != "prediction"}
+        values.update({Key(AT_THE_END, 4, "prediction", name): value for name, value in predictions.items()})
     return values
 
 
