@@ -55,6 +55,7 @@ class Observed:
     Attributes:
         replica: Which replica's batches this rank saw.
         start: The parameters that this rank holds before the first step.
+        perturbed: The same with what was added to them, if anything was.
         steps: One entry per training batch.
         validations: ``trainer.callback_metrics`` after each validation.
         metrics: The same after the run.
@@ -72,6 +73,7 @@ class Observed:
 
     replica: int = 0
     start: dict[str, Tensor] = field(default_factory=dict)
+    perturbed: dict[str, Tensor] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Notes:
         self.observed.replica = getattr(trainer.strategy, "data_rank", trainer.global_rank)
         if self._perturbation:
             perturb(pl_module, self._perturbation)
+            self.observed.perturbed = held(pl_module.named_parameters(), trainer)
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_step(trainer, pl_module))
 
