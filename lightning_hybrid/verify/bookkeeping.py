@@ -9,7 +9,6 @@ nothing of the model, such as one that counts, count once per microbatch, as the
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.transaction import ModuleState, Place, inside, reachable
+from lightning_hybrid.step.transaction import ModuleState, Place, inside, is_state, reachable
 from lightning_hybrid.verify.undone import equal, perturbed, undone
 
 # Large enough to change what a step makes of its results, whatever that is.
@@ -32,63 +31,65 @@ Leaves = dict[Place, Any]
 class BatchBookkeeping:
     """That of one module in one batch of one replica."""
 
-    def __init__(self, module: nn.Module, run: Callable[[Any], Any]) -> None:
-        """Args: module: of the replica. run: the user's step, on a batch or a part of it."""
-        self._module, self._run = module, run
+    def __init__(self, module: nn.Module, run: Callable[[Any], Any], batch: Any) -> None:
+        """Args: module: of the replica. run: the user's step, on a batch or a part. batch: all of the replica's."""
+        self._module, self._run, self._batch = module, run, batch
         self._others = {inner for inner in module.modules() if inner is not module}
         self._start = self._state()
         self._before = self._leaves()
         self._parts: list[Leaves] = []
-        self._keeps = False
+        self._whole: tuple[ModuleState, Any] | None = None  # what the whole batch leaves behind, and its loss
 
     def before_part(self) -> None:
         """Each sees the module's own attributes as the batch found them, if the step keeps something of the model."""
-        if self._keeps:
-            self._start.restore()
+        if self._whole is not None:
+            self._restore(self._start)
 
     def after_part(self, part: Any) -> None:
         """Note what a part has left behind; after the first, find out whether that is of the model."""
         self._parts.append(self._leaves())
         if len(self._parts) == 1 and not _same(self._parts[0], self._before):
-            self._keeps = self._changes_with_weights(part)
+            after = self._state()
+            if self._changes_with_weights(part):
+                self._whole = self._run_whole(part)
+            self._restore(after)
 
-    def finish(self, batch: Any, losses: Sequence[float], weights: Sequence[float]) -> None:
+    def finish(self, losses: Sequence[float], weights: Sequence[float]) -> None:
         """After the last part.
 
         Args:
-            batch: All of the replica's.
             losses: Of the parts; empty if the step has none.
             weights: Shares of the parts in the batch.
         """
-        if not self._keeps:
+        if self._whole is None:
             return
-        last = self._state()
-        self._start.restore()
-        try:
-            with undone(self._module, but_its_own=True):
-                loss = self._run(batch)
-        except Exception:  # it need not take a whole batch: what the last part left stays, joined
-            last.restore()
-            self._join(weights)
-            return
+        state, loss = self._whole
+        self._restore(state)
         mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) if losses else math.nan
         if losses and loss is not None and not math.isclose(float(loss), mean, rel_tol=_SAME_LOSS, abs_tol=1e-12):
             self._join(weights)
 
     def _changes_with_weights(self, part: Any) -> bool:
         """Whether other weights leave something else behind."""
-        after = self._state()
-        self._start.restore()
+        self._restore(self._start)
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(undone(self._module, but_its_own=True))
-                stack.enter_context(perturbed(self._module, _OTHER_WEIGHTS))
+            with undone(self._module, but_its_own=True), perturbed(self._module, _OTHER_WEIGHTS):
                 self._run(part)
             return not _same(self._leaves(), self._parts[0])
         except Exception:  # such weights are of nobody's making
             return False
-        finally:
-            after.restore()
+
+    def _run_whole(self, part: Any) -> tuple[ModuleState, Any] | None:
+        """None where no part can go on with what the whole batch leaves, such as hidden states of all its samples."""
+        self._restore(self._start)
+        try:
+            with undone(self._module, but_its_own=True):
+                loss = self._run(self._batch)
+                state = self._state()
+                self._run(part)
+            return state, loss
+        except Exception:  # it need not take a whole batch; then it keeps things once per microbatch
+            return None
 
     def _join(self, weights: Sequence[float]) -> None:
         """Put in place of each number that the parts left what they come to together."""
@@ -96,6 +97,15 @@ class BatchBookkeeping:
             parts = [leaves[place] for leaves in self._parts if place in leaves]
             if len(parts) == len(self._parts) and not equal(whole, self._before.get(place)):
                 _put(self._module, place, _joined(parts, weights, whole, self._before.get(place)))
+
+    def _restore(self, state: ModuleState) -> None:
+        """All but what belongs to the machinery around the module, such as a `log` that is caught."""
+        members = self._module.__dict__
+        machinery = {name: value for name, value in members.items() if not is_state(name)}
+        state.restore()
+        for name in [name for name in members if not is_state(name)]:
+            del members[name]
+        members.update(machinery)
 
     def _state(self) -> ModuleState:
         return ModuleState(self._module, buffers=False, without=self._others)

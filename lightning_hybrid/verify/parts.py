@@ -219,7 +219,7 @@ class PartsReference:
                 with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):
                     return _detached(_loss_of(self._plain[name](batch, *rest)))
 
-            kept = BatchBookkeeping(module, once_more) if len(mine) > 1 else None
+            kept = BatchBookkeeping(module, once_more, batch) if len(mine) > 1 else None
             for place, part in mine:
                 if kept is not None:
                     kept.before_part()
@@ -231,7 +231,7 @@ class PartsReference:
                 share = sum(part.weight for _, part in mine)
                 losses = [_loss_of(outputs[place]) for place, _ in mine] if name == "training_step" else []
                 numbers = [float(loss) for loss in losses if loss is not None]
-                kept.finish(batch, numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
+                kept.finish(numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
         self._replicas.after_step()
         self._log(logs.entries(), parts)
         return outputs
