@@ -5,6 +5,7 @@ of its first use, and one rule then gives every operation its stage::
 
     stage(op) = max over the stages of its inputs and the homes of its parameters
 
+What a derivative inside the step goes through is all on the latest of its stages, where the derivative is taken.
 So the loss lands on the last stage by itself, a value made on stage i and read on stage j > i becomes a portal i -> j,
 and a parameter read on several stages is shared by them.
 """
@@ -163,7 +164,7 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
             break
         sinks = later
     _check_views(graph, node_stage, value_stage)
-    _check_derivatives(graph, node_stage)
+    _check_derivatives(graph, node_stage, num_stages)
     holders: dict[str, set[int]] = {}
     portals: dict[tuple[int, int], set[int]] = {}
     for node, stage in zip(graph.nodes, node_stage, strict=True):
@@ -196,25 +197,38 @@ def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Seque
             )
 
 
-def _check_derivatives(graph: StepGraph, node_stage: Sequence[int]) -> None:
-    for node in graph.nodes:
-        stages = sorted({node_stage[index] for index in (*node.together, node.index)} if node.together else ())
-        if len(stages) > 1:
-            raise PartitionError(
-                f"{node.line}: torch.autograd.grad takes a derivative through stages {stages}, but each rank has only"
-                " the part of the graph that it made; choose pipeline_cuts that keep all of it on one stage, or set"
-                " pipeline_parallel_size=1"
-            )
+def _check_derivatives(graph: StepGraph, node_stage: Sequence[int], num_stages: int) -> None:
+    """A derivative draws all that it goes through to its latest stage; a stage may have nothing left to do."""
+    line = next((node.line for node in graph.nodes if node.together), None)
+    empty = sorted(set(range(num_stages)).difference(node_stage))
+    if line is not None and empty:
+        raise PartitionError(
+            f"{line}: torch.autograd.grad takes a derivative that must be on one stage with all it goes through, and"
+            f" leaves nothing to stages {empty}; choose pipeline_cuts outside of it, or set pipeline_parallel_size=1"
+        )
 
 
 def _stages(graph: StepGraph, homes: Mapping[str, int]) -> tuple[list[int], list[int]]:
     """The stage of each node and of each value."""
+    derivatives = [(*node.together, node.index) for node in graph.nodes if node.together]
+    least = [0] * len(graph.nodes)
+    while True:
+        node_stage, value_stage = _stages_from(graph, homes, least)
+        tops = [(nodes, max(node_stage[index] for index in nodes)) for nodes in derivatives]
+        raised = [(index, top) for nodes, top in tops for index in nodes if node_stage[index] < top]
+        if not raised:
+            return node_stage, value_stage
+        for index, top in raised:
+            least[index] = max(least[index], top)
+
+
+def _stages_from(graph: StepGraph, homes: Mapping[str, int], least: Sequence[int]) -> tuple[list[int], list[int]]:
     value_stage = [0] * len(graph.values)
     made: set[int] = set()
     node_stage: list[int] = []
     for node in graph.nodes:
         needed = [value_stage[value] for value in (*node.inputs, *node.reads)]
-        stage = max(needed + [homes[name] for name in node.parameters], default=0)
+        stage = max([least[node.index], *needed, *(homes[name] for name in node.parameters)])
         node_stage.append(stage)
         for value in node.outputs:
             if value not in made:  # a unit may hand an input through: it stays where it was made

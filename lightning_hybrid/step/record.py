@@ -229,7 +229,8 @@ class RecordWatch(StepWatch):
         if is_derivative(name):
             if self._alike is not None and self._alike.reused:
                 raise GraphWanted
-            through = gone_through(self._nodes, args, kwargs, self.mark_of, self.parameters)
+            made = [out for _, out in self._kept_alive]
+            through = gone_through(self._nodes, made, args, kwargs, self.mark_of, self.parameters)
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
         if name.startswith("@") and self._alike is not None:

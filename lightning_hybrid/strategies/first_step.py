@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
+from lightning_hybrid.strategies.early_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.example_batch import take_example
 from lightning_hybrid.strategies.user_code import current_hook, step_arguments
 
@@ -71,7 +73,12 @@ def record_first_step(
         module.eval()
     try:
         with torch.set_grad_enabled(is_fitting), current_hook(module, name):
-            runner.record(name, getattr(module, name), step_arguments(module, name, batch), context(name))
+            arguments = step_arguments(module, name, batch)
+            record = partial(runner.record, name, getattr(module, name), arguments, context(name))
+            if is_fitting:
+                record_with_optimizers(trainer, module, record)
+            else:
+                record()
     finally:
         for part, mode_before in was_training.items():
             part.training = mode_before

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.microbatch import batch_size_of, join, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
-from lightning_hybrid.step.transaction import ModuleState
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import Current
-from lightning_hybrid.verify.observed import perturb
+from lightning_hybrid.verify.undone import perturbed, undone
 
 # Seeds of the two runs that show whether a module draws random numbers.
 _SEEDS = (-1, -2)
@@ -126,14 +123,8 @@ class StepAlone:
         if not self.result.losses:
             self._compare_whole(call, given, losses)
         self.result.losses.append(losses)
-        weights = [parameter.detach().to("cpu", copy=True) for parameter in self._module.parameters()]
-        try:
-            perturb(self._module, self._perturbation)
+        with perturbed(self._module, self._perturbation):
             noisy = self._parts(call, given, self.result.noisy_gradients)
-        finally:
-            with torch.no_grad():
-                for parameter, weight in zip(self._module.parameters(), weights, strict=True):
-                    parameter.copy_(weight)
         self.result.noisy_losses.append(losses if noisy is None else noisy)
         return True
 
@@ -170,7 +161,7 @@ class StepAlone:
         self, call: Call, given: Given, replica: int, parts: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
-        with self._undone(), self._randomness.isolated(), torch.enable_grad():
+        with undone(self._module), self._randomness.isolated(), torch.enable_grad():
             for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
                 with self._draws(call.number, replica * given.count + index, given):
                     with call.context():
@@ -196,7 +187,7 @@ class StepAlone:
                 return
             at_once = []
             for seed in _SEEDS:
-                with self._undone(), self._randomness.isolated(), torch.no_grad():
+                with undone(self._module), self._randomness.isolated(), torch.no_grad():
                     with self._randomness.microbatch(seed, call.number):
                         pass
                     with call.context():
@@ -224,30 +215,6 @@ class StepAlone:
             _DrawWatch(self._keyed),
         ):
             yield
-
-    @contextlib.contextmanager
-    def _undone(self) -> Iterator[None]:
-        """What steps log inside is not logged, and what they leave on the modules is put back."""
-        state = ModuleState(self._module, buffers=False)
-        metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
-        states = [getattr(metric, name) for metric in metrics for name in metric._defaults]
-        # BatchNorm writes its running averages without a trace in their versions.
-        written = [*self._module.buffers(), *(value for value in states if isinstance(value, Tensor))]
-        contents = [(value, value.detach().clone()) for value in written if not is_absent(value)]
-        for metric in metrics:
-            metric.distributed_available_fn = _nowhere
-        try:
-            with replaced_log(self._module, lambda *_, **__: None):
-                yield
-        finally:
-            state.restore()
-            for value, content in contents:
-                value.detach().copy_(content)
-
-
-def _nowhere() -> bool:
-    """Whether a metric may ask other processes."""
-    return False
 
 
 def _loss_of(output: Any) -> Any:

@@ -55,29 +55,37 @@ class Observed:
     Attributes:
         replica: Which replica's batches this rank saw.
         start: The parameters that this rank holds before the first step.
+        perturbed: The same with what was added to them, if anything was.
         steps: One entry per training batch.
         validations: ``trainer.callback_metrics`` after each validation.
         metrics: The same after the run.
+        tests: The same after a test, if the module and its data have one.
+        predictions: Tensors and numbers of what a prediction returned, by where they are in it; likewise.
         coarse: Names of metrics that are kept in less than float64.
         weights: All parameters after the run.
         buffers: All buffers after the run.
         trained: FQNs of the parameters that want gradients.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
+        replica_predictions: The predictions of each replica; in a reference.
         failure: How it failed.
     """
 
     replica: int = 0
     start: dict[str, Tensor] = field(default_factory=dict)
+    perturbed: dict[str, Tensor] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    tests: dict[str, float] = field(default_factory=dict)
+    predictions: dict[str, Tensor] = field(default_factory=dict)
     coarse: set[str] = field(default_factory=set)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
     failure: Failure | None = None
 
 
@@ -97,6 +105,7 @@ class Notes:
         self.observed.replica = getattr(trainer.strategy, "data_rank", trainer.global_rank)
         if self._perturbation:
             perturb(pl_module, self._perturbation)
+            self.observed.perturbed = held(pl_module.named_parameters(), trainer)
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_step(trainer, pl_module))
 
@@ -140,6 +149,14 @@ class Notes:
         self.observed.buffers = held(module.named_buffers(), trainer)
         return self.observed
 
+    def note_test(self, trainer: Any) -> None:
+        """Note what a test logged."""
+        self.observed.tests = self._numbers(trainer.callback_metrics)
+
+    def note_predictions(self, predictions: Any, num_loaders: int) -> None:
+        """Note what came out of a prediction from so many loaders."""
+        self.observed.predictions = leaves_of([predictions] if num_loaders == 1 else predictions)
+
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)
         return {name: float(value) for name, value in metrics.items()}
@@ -157,6 +174,16 @@ def held(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str
         name: (tensor if shards is None else shards.whole_of(name, tensor)).detach().to("cpu", copy=True)
         for name, tensor in tensors
         if not is_absent(tensor) and not tensor.is_meta
+    }
+
+
+def leaves_of(loaders: list[Any]) -> dict[str, Tensor]:
+    """Tensors and numbers of predictions, by where they are: loader, batch, and place in what the step returned."""
+    leaves = torch.utils._pytree.tree_flatten_with_path(loaders)[0]
+    return {
+        torch.utils._pytree.keystr(path): torch.as_tensor(leaf).detach().to("cpu", copy=True)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor | float | int)
     }
 
 

@@ -7,10 +7,11 @@ them. Nothing of the pipeline takes part; parts are accumulated like batches in 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,11 +22,14 @@ from torchmetrics import Metric
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, split
 from lightning_hybrid.step.randomness import KeyedRandomness, _DrawWatch
-from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import Current
+from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
 from lightning_hybrid.verify.dealt import DealtLoader, deal
-from lightning_hybrid.verify.observed import Observed, held
+from lightning_hybrid.verify.observed import Observed, held, leaves_of
+from lightning_hybrid.verify.replicas import Replicas
+
+_EVALUATIONS = ("validation_step", "test_step", "predict_step")
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class PartsReference:
         self._cut, self._keyed, self._reseed, self._whole = cut, keyed, reseed, whole
         self._usual: dict[str, tuple[int, int]] = {}
         self._taken: tuple[Any, list[Any]] | None = None
-        self._modules: list[Any] = []
         self._losses: list[list[float]] = []
+        self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(cut.replicas)]
         self._evaluated = 0
 
     # -- what `run_once` asks for -------------------------------------------------------------------------------------
@@ -82,14 +86,15 @@ class PartsReference:
         """Lightning's own for one device, with its steps replaced on this instance."""
         strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
         self._strategy: Any = strategy
-        self._plain = {name: getattr(strategy, name) for name in ("training_step", "validation_step")}
+        self._plain = {name: getattr(strategy, name) for name in ("training_step", *_EVALUATIONS)}
         strategy.training_step = self._training_step
-        strategy.validation_step = self._validation_step
+        for name in _EVALUATIONS:
+            setattr(strategy, name, partial(self._evaluation_step, name))
         return strategy
 
     def connect(self, trainer: Any, module: Any) -> None:
         """Deal the data of several replicas."""
-        self._trainer, self._modules = trainer, [module]
+        self._trainer, self._replicas = trainer, Replicas(module, trainer)
         self._randomness = KeyedRandomness(torch.default_generator.initial_seed() & 0x7FFFFFFF, torch.device("cpu"))
         connector, replicas = trainer._data_connector, self._cut.replicas
         if replicas > 1:
@@ -100,13 +105,19 @@ class PartsReference:
     def finish(self, observed: Observed) -> None:
         """Add what is known of each replica."""
         observed.replica_losses = self._losses
-        if len(self._modules) > 1:
-            observed.replica_buffers = [held(module.named_buffers()) for module in self._modules]
+        observed.replica_predictions = [leaves_of(list(loaders.values())) for loaders in self._predicted]
+        if len(self._replicas.modules) > 1:
+            self._replicas.before_step()
+            observed.replica_buffers = [held(module.named_buffers()) for module in self._replicas.modules]
+
+    @property
+    def _module(self) -> Any:
+        return self._replicas.modules[0]
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _training_step(self, batch: Any, *rest: Any) -> Any:
-        module = self._modules[0]
+        module = self._module
         batches = self._batches(batch, self._trainer.fit_loop._combined_loader, None)
         if self._whole or not module.automatic_optimization:
             return self._at_once(batches, rest)
@@ -128,7 +139,7 @@ class PartsReference:
             return _detached(output)
 
         with deposit:
-            outputs = self._run("training_step", parts, rest, number, backward)
+            outputs = self._run("training_step", batches, parts, rest, number, backward)
         if any(_loss_of(output) is None for output in outputs):
             return None
         self._note(
@@ -147,8 +158,10 @@ class PartsReference:
         # What callbacks are shown has been divided by the number of accumulated batches.
         self._losses.append([loss / self._trainer.accumulate_grad_batches for loss in losses])
 
-    def _validation_step(self, batch: Any, *rest: Any) -> Any:
-        loop = self._trainer.fit_loop.epoch_loop.val_loop
+    def _evaluation_step(self, name: str, batch: Any, *rest: Any) -> Any:
+        trainer = self._trainer
+        fitting = trainer.fit_loop.epoch_loop.val_loop
+        loop = {"test_step": trainer.test_loop, "predict_step": trainer.predict_loop}.get(name, fitting)
         index = rest[1] if len(rest) > 1 else 0
         batches = self._batches(batch, loop._combined_loader, index)
         sizes = [batch_size_of(batch) for batch in batches]
@@ -156,12 +169,19 @@ class PartsReference:
         if len(known) < len(batches):
             known = [1] * len(batches)
         shares = [size / sum(known) for size in known]
-        parts = self._parts("validation_step", batches, shares)
+        parts = self._parts(name, batches, shares)
         self._evaluated += 1
         if len(parts) == 1 and not self._keyed:
-            return self._plain["validation_step"](batch, *rest)
-        outputs = self._run("validation_step", parts, rest, -1 - self._evaluated, lambda part, output: output)
-        return _join(outputs, parts)
+            outputs = [self._plain[name](batch, *rest)]
+        else:
+            outputs = self._run(name, batches, parts, rest, -1 - self._evaluated, lambda part, output: output)
+        if name != "predict_step":
+            return _join(outputs, parts)
+        for replica in range(len(batches)):
+            mine = [place for place, part in enumerate(parts) if part.replica == replica]
+            predicted = _join([outputs[place] for place in mine], [parts[place] for place in mine])
+            self._predicted[replica].setdefault(index, []).append(predicted)
+        return self._predicted[0][index][-1]
 
     def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
         sizes = [batch_size_of(batch) for batch in batches]
@@ -176,6 +196,7 @@ class PartsReference:
     def _run(
         self,
         name: str,
+        batches: list[Any],
         parts: list[_Part],
         rest: tuple[Any, ...],
         number: int,
@@ -184,18 +205,39 @@ class PartsReference:
         """The user's step on each part; what it logs is logged once."""
         logs = LogCapture(len(parts))
         outputs = []
-        for metric in (m for m in self._modules[0].modules() if isinstance(m, Metric)):
+        for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
             metric._forward_cache = None
-        self._module_of(parts[-1].replica)  # copied before any of them has run
-        for place, part in enumerate(parts):
-            module = self._module_of(part.replica)
-            with self._draws(number, part), logs.microbatch(module, place), self._as_model(module):
-                outputs.append(after(part, self._plain[name](part.batch, *rest)))
+        self._replicas.before_step()
+        self._replicas[parts[-1].replica]  # copied before any of them has run
+        for replica, batch in enumerate(batches):
+            mine = [(place, part) for place, part in enumerate(parts) if part.replica == replica]
+            if not mine:
+                continue
+            module, first = self._replicas[replica], mine[0][1]
+
+            def once_more(batch: Any, module: Any = module, first: _Part = first) -> Any:
+                with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):
+                    return _detached(_loss_of(self._plain[name](batch, *rest)))
+
+            kept = BatchBookkeeping(module, once_more, batch) if len(mine) > 1 else None
+            for place, part in mine:
+                if kept is not None:
+                    kept.before_part()
+                with self._draws(number, part), logs.microbatch(module, place), self._as_model(module):
+                    outputs.append(after(part, self._plain[name](part.batch, *rest)))
+                if kept is not None:
+                    kept.after_part(part.batch)
+            if kept is not None:
+                share = sum(part.weight for _, part in mine)
+                losses = [_loss_of(outputs[place]) for place, _ in mine] if name == "training_step" else []
+                numbers = [float(loss) for loss in losses if loss is not None]
+                kept.finish(numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
+        self._replicas.after_step()
         self._log(logs.entries(), parts)
         return outputs
 
     def _log(self, entries: list[Entry], parts: list[_Part]) -> None:
-        module = self._modules[0]
+        module = self._module
         sizes = [batch_size_of(part.batch) for part in parts]
         replicas = sorted({part.replica for part in parts})
         shares = [sum(part.weight for part in parts if part.replica == replica) for replica in replicas]
@@ -242,7 +284,7 @@ class PartsReference:
 
     def _transferred(self, batch: Any, loader: int) -> Any:
         batch = self._strategy.precision_plugin.convert_input(batch)
-        batch = self._modules[0]._on_before_batch_transfer(batch, dataloader_idx=loader)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=loader)
         return self._strategy.batch_to_device(batch, dataloader_idx=loader)
 
     def _parts(self, name: str, batches: list[Any], shares: list[float]) -> list[_Part]:
@@ -269,24 +311,6 @@ class PartsReference:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def _module_of(self, replica: int) -> Any:
-        """The module of a replica: parameters are one and the same, buffers and counters its own."""
-        original = self._modules[0]
-        while len(self._modules) <= replica:
-            shared = [*original.parameters(), *(m for m in original.modules() if isinstance(m, Metric)), self._trainer]
-            memo = {id(value): value for value in shared}
-            # torch copies no tensor of a graph, such as the weight that its old weight_norm leaves on a layer.
-            computed = (leaf for _, leaf in reachable(original) if isinstance(leaf, Tensor) and not leaf.is_leaf)
-            memo.update((id(leaf), leaf.detach().clone()) for leaf in computed)
-            self._modules.append(copy.deepcopy(original, memo))
-            self._modules[-1].trainer = self._trainer  # copies of a LightningModule forget it
-        module = self._modules[replica]
-        if module is not original:
-            for ours, theirs in zip(original.modules(), module.modules(), strict=True):
-                theirs.training = ours.training
-            module._current_fx_name = original._current_fx_name
-        return module
-
     @contextlib.contextmanager
     def _as_model(self, module: Any) -> Iterator[None]:
         strategy = self._strategy
@@ -307,7 +331,7 @@ class PartsReference:
                         pass
                 yield
                 return
-            names = {name: module for name, module in self._module_of(part.replica).named_modules() if name}
+            names = {name: module for name, module in self._replicas[part.replica].named_modules() if name}
             with (
                 self._randomness.microbatch(number, part.number),
                 self._randomness.modules(names),

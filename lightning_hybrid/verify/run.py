@@ -21,6 +21,7 @@ from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.observed import Notes, Observed, describe_failure
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+_AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
 # How long a rank that failed waits for the others to fail in the same way.
 _PATIENCE_SECONDS = 5.0
 
@@ -32,7 +33,7 @@ class Experiment:
     Attributes:
         make_module: Makes the LightningModule.
         make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
-            has loaders of its own.
+            has loaders of its own. In a dict, ``test_dataloaders`` and ``predict_dataloaders`` are for what follows.
         steps: Batches of an epoch, and of a validation, at most.
         epochs: How many.
         num_microbatches: Parts of each replica's batch, where the layout names none.
@@ -63,7 +64,7 @@ class Connection(Protocol):
         """Called once the Trainer is there."""
 
     def finish(self, observed: Observed) -> None:
-        """Called after the run."""
+        """Called after all."""
 
 
 def namespace_of(module: Any) -> ModuleType:
@@ -108,6 +109,7 @@ def _run_in(
 ) -> Observed:
     _seed(experiment.seed)
     notes: Any = None
+    fitted = False
     try:
         module = experiment.make_module()
         data = None if experiment.make_data is None else experiment.make_data()
@@ -121,13 +123,46 @@ def _run_in(
             trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
             connection.connect(trainer, module)
             trainer.fit(module, **_fit_arguments(pl, data))
-        observed: Observed = notes.finish(trainer, module)
+            observed: Observed = notes.finish(trainer, module)
+            if not only_first_step:
+                fitted = True
+                _test_and_predict(pl, trainer, module, data, notes)
         connection.finish(observed)
         return observed
     except Exception as error:
         observed = Observed() if notes is None else notes.observed
-        observed.failure = describe_failure(error, steps_done=len(observed.steps))
+        # What comes after the fit changes no parameter.
+        observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
         return observed
+
+
+def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, notes: Notes) -> None:
+    """Test and predict with what was trained, where the module has such a step and there are loaders for it."""
+    if (
+        _overrides(module, pl.LightningModule, "test_step")
+        and (given := _loading(pl, module, data, "test")) is not None
+    ):
+        trainer.test(module, **given, verbose=False)
+        notes.note_test(trainer)
+    given = _loading(pl, module, data, "predict")
+    if given is not None:
+        predictions = trainer.predict(module, **given)
+        notes.note_predictions(predictions, trainer.predict_loop.num_dataloaders)
+
+
+def _loading(pl: ModuleType, module: Any, data: Any, kind: str) -> dict[str, Any] | None:
+    """Arguments of ``Trainer.test`` or ``Trainer.predict``; None if there are no loaders."""
+    hook = f"{kind}_dataloader"
+    if isinstance(data, dict) and f"{hook}s" in data:
+        return {"dataloaders": data[f"{hook}s"]}
+    datamodule = data.get("datamodule") if isinstance(data, dict) else data
+    if isinstance(datamodule, pl.LightningDataModule) and _overrides(datamodule, pl.LightningDataModule, hook):
+        return {"datamodule": datamodule}
+    return {} if _overrides(module, pl.LightningModule, hook) else None
+
+
+def _overrides(thing: Any, base: type, name: str) -> bool:
+    return getattr(type(thing), name) is not getattr(base, name)
 
 
 def _seed(seed: int) -> None:
@@ -147,6 +182,8 @@ def _arguments(experiment: Experiment, folder: str, only_first_step: bool) -> di
         "max_epochs": experiment.epochs,
         "limit_train_batches": experiment.steps,
         "limit_val_batches": experiment.steps,
+        "limit_test_batches": experiment.steps,
+        "limit_predict_batches": experiment.steps,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
         "default_root_dir": folder,
@@ -164,7 +201,9 @@ def _fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
     if isinstance(data, pl.LightningDataModule):
         return {"datamodule": data}
     loading = {"train_dataloaders", "val_dataloaders", "datamodule"}
-    return dict(data) if isinstance(data, dict) and data.keys() <= loading else {"train_dataloaders": data}
+    if not isinstance(data, dict) or not data.keys() <= loading | _AFTER_FIT:
+        return {"train_dataloaders": data}
+    return {name: value for name, value in data.items() if name in loading}
 
 
 class UnderLayout:

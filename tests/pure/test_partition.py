@@ -1,5 +1,6 @@
 """Cutting a step graph: the balance is exact, the rule gives every operation its stage, and refusals name names."""
 
+import dataclasses
 import itertools
 import random
 
@@ -195,3 +196,22 @@ def test_a_recurrent_step_is_refused():
     graph = graph_of(*rows)
     with pytest.raises(PartitionError, match=r"recurrent through its stages: \d+ of 16 .*'blocks\.\d\.weight'.*=1"):
         check_shared(assign(graph, find_homes(graph, 4), 4))
+
+
+def with_derivative(graph, through):
+    """The last node takes a derivative through others."""
+    *nodes, last = graph.nodes
+    last = dataclasses.replace(last, together=through)
+    return dataclasses.replace(graph, nodes=(*nodes, last))
+
+
+def test_what_a_derivative_goes_through_is_on_its_latest_stage():
+    graph = with_derivative(chain(4), (2, 3))
+    assert find_homes(graph, 3)["blocks.3.weight"] == find_homes(graph, 3)["blocks.2.weight"] == 2
+    # A cut by name inside of it: what comes before the cut follows.
+    assert assign(graph, find_homes(graph, 2, ["blocks.3"]), 2).node_stage == (0, 0, 1, 1, 1)
+    whole = with_derivative(chain(4), (0, 1, 2, 3))
+    with pytest.raises(PartitionError, match=r"leaves nothing to stages \[0\]"):
+        assign(whole, find_homes(whole, 2, ["blocks.2"]), 2)
+    with pytest.raises(PartitionError, match="only 1 units with parameters, counting all that the derivative"):
+        find_homes(whole, 2)

@@ -238,3 +238,38 @@ def test_the_table_says_why():
     reports = [Report("pp=2", "same", steps=4, floor=1e-15), Report("dp=2", "different", "step 1: loss is 1")]
     for text in (table(reports), _plain(["layout", "why"], [[r.layout, r.message] for r in reports])):
         assert "pp=2" in text and "step 1: loss is 1" in text
+
+
+def in_32_bits(observed, step):
+    """Weights around 1 that each training step moves by `step`."""
+    observed.start = {"w": torch.linspace(1.0, 1.5, 5)}
+    for index, one in enumerate(observed.steps):
+        one.weights = {"w": observed.start["w"] + (index + 1) * step}
+    observed.weights = observed.steps[-1].weights
+    observed.trained = ["w"]
+
+
+def test_the_perturbation_of_a_weight_is_no_noise_of_its_update():
+    reference, noisy, seen = run_of(), run_of(), run_of()
+    for observed in (reference, noisy, seen):
+        in_32_bits(observed, 3e-6)
+    # Half of the update is missing; the perturbation is as large, but stays what it was at the start.
+    noisy.perturbed = {"w": noisy.start["w"] + 3e-6}
+    for one in noisy.steps:
+        one.weights = {"w": one.weights["w"] + 3e-6}
+    noisy.weights = noisy.steps[-1].weights
+    for one in seen.steps:
+        one.weights = {"w": (seen.start["w"] + one.weights["w"]) / 2}
+    seen.replica_losses = []
+    different = compare([seen], reference, noisy, precision="32-true")
+    assert different and str(different[0].key) == "update of w", different
+
+
+@pytest.mark.parametrize(("digits", "outcome"), [(2, False), (40, True)])
+def test_the_last_digits_of_a_weight_may_be_off_whatever_its_update(digits, outcome):
+    reference, seen = run_of(), run_of()
+    for observed in (reference, seen):
+        in_32_bits(observed, 3e-6)
+    seen.steps[0].weights = {"w": seen.steps[0].weights["w"] + digits * torch.finfo(torch.float32).eps}
+    seen.replica_losses = []
+    assert bool(compare([seen], reference, reference, precision="32-true")) == outcome

@@ -1,7 +1,9 @@
 """The reference is right where a module makes it hard: what it recomputes, what its hooks edit."""
 
+import pytest
 import torch.utils.checkpoint
-from wild.suite import check
+from torch import nn
+from wild.suite import check, regression_data
 from wild.test_first import Dropping, Plain
 
 from lightning_hybrid.verify import Layout
@@ -33,3 +35,106 @@ def test_recomputed_dropout(worlds):
 def test_gradients_edited_after_the_backward(worlds):
     report = check(worlds, Squares, Layout("dp2", 2), num_microbatches=1)
     assert report.outcome == "same", str(report)
+
+
+class Phases(Plain):
+    """Its hooks set what its step goes by, in place and anew; each replica also counts for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.weights, self.seen = 0, {"loss": 1.0}, []
+        self.register_buffer("shift", torch.zeros(()))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.phase = batch_idx + 1
+        self.weights["loss"] /= 2
+        self.shift += 0.5
+        self.seen.clear()
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch_idx)
+        return super().training_step(batch, batch_idx) * self.phase * self.weights["loss"] * len(self.seen) + (
+            self.shift * self.head.weight.sum()
+        )
+
+
+class Keeps(Dropping):
+    """Its loss goes by what its steps have kept, which is once per batch, of all its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.seen, self.losses = 0.0, 0, []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss = loss * (1 + self.total + self.seen / 10 + len(self.losses))
+        self.total += loss.item()
+        self.seen += len(batch[0])
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Counts(Plain):
+    """Keeps nothing of the model, so it counts its microbatches."""
+
+    calls = 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * self.calls
+
+
+def test_what_hooks_set_is_set_on_all_replicas(worlds):
+    report = check(worlds, Phases, Layout("dp2", 2), num_microbatches=1)
+    assert report.outcome == "same", str(report)
+
+
+@pytest.mark.parametrize("module", [Keeps, Counts], ids=lambda module: module.__name__)
+def test_what_steps_keep_is_kept_once_per_batch(worlds, module):
+    report = check(worlds, module, Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2}))
+    assert report.outcome == "same", str(report)
+
+
+class Evaluated(Plain):
+    """Has every kind of step."""
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_loss", nn.functional.mse_loss(self(x), y) * (1 + self.fault()))
+
+    def predict_step(self, batch, batch_idx):
+        return {"y": self(batch[0]), "first": batch[0][:, 0]}
+
+    def fault(self):
+        return 0
+
+
+class WrongTest(Evaluated):
+    def fault(self):
+        return self.trainer.world_size - 1
+
+
+class WrongPrediction(Evaluated):
+    def predict_step(self, batch, batch_idx):
+        return {"y": self(batch[0]) * self.trainer.world_size, "first": batch[0][:, 0]}
+
+
+def all_loaders():
+    loaders = regression_data(num_val=13)  # replicas have batches of different sizes
+    return {
+        **loaders,
+        "test_dataloaders": loaders["val_dataloaders"],
+        "predict_dataloaders": loaders["val_dataloaders"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "first"),
+    [(Evaluated, None), (WrongTest, "metric after test: test_loss"), (WrongPrediction, "prediction [0][0]['y']")],
+    ids=["right", "test", "prediction"],
+)
+def test_test_and_prediction_are_compared(worlds, module, first):
+    layout = Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2}) if first is None else Layout("dp2", 2)
+    report = check(worlds, module, layout, make_data=all_loaders, steps=2)
+    assert report.outcome == ("same" if first is None else "different"), str(report)
+    assert first is None or str(report.first.key) == first, str(report)

@@ -84,6 +84,56 @@ class ForcesOfPart(Regressor):
         return F.mse_loss(energy + self.readout(self.correction(features)), target)
 
 
+class ForcesOfSpecies(Regressor):
+    """What the energies know besides the positions comes from layers that no derivative goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.species, self.layers, self.readout = mlp(4), mlp(2), nn.Linear(FEATURES, 1)
+
+    def shared_step(self, batch):
+        positions, target = batch
+        kinds = self.species(torch.cos(positions))
+        with torch.enable_grad():
+            positions = positions.clone().requires_grad_(True)
+            distances = positions.square() + 0.1 * positions
+            energy = self.readout(self.layers(distances + kinds) * positions)
+            (gradient,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return F.mse_loss(energy, target) + 0.1 * F.mse_loss(-gradient, torch.sin(positions.detach()))
+
+
+class ForcesThroughShared(ForcesOfSpecies):
+    """A layer before the derivative is one of those that it goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(self.species[0], *self.layers)
+
+
+class ForcesKept(ForcesOfSpecies):
+    """A layer finds the positions on itself, and not among its arguments."""
+
+    class Scaled(nn.Linear):
+        positions = None
+
+        def forward(self, x):
+            return super().forward(x) * self.positions
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = self.Scaled(FEATURES, FEATURES)
+
+    def shared_step(self, batch):
+        positions, target = batch
+        with torch.enable_grad():
+            positions = positions.clone().requires_grad_(True)
+            self.layers[0].positions = positions
+            energy = self.readout(self.layers(self.species(torch.cos(positions.detach()))))
+            (gradient,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        self.layers[0].positions = None
+        return F.mse_loss(energy, target) + 0.1 * F.mse_loss(-gradient, torch.sin(positions.detach()))
+
+
 class GradientPenalty(Regressor):
     """The derivative of the output by a hidden layer, penalised."""
 
@@ -294,6 +344,9 @@ class CompiledPart(Regressor):
 
 SAME = [
     ForcesOfPart,
+    ForcesOfSpecies,
+    ForcesThroughShared,
+    ForcesKept,
     GradientPenalty,
     LazyMask,
     MaskLikeHidden,

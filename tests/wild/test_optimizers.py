@@ -61,6 +61,32 @@ def test_no_optimizer_trains_nothing(worlds):
     assert any("did not move" in note for note in report.notes)
 
 
+class LooksAtRates(ReturnsTwoLists):
+    """Logs the learning rate, and lets the loss go by it; what `configure_optimizers` counts, it counts once."""
+
+    calls = 0
+
+    def training_step(self, batch, batch_idx):
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.log("lr", rate)
+        self.log("same", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("next", self.lr_schedulers().get_last_lr()[0])
+        self.log("calls", float(self.calls))
+        return super().training_step(batch, batch_idx) * (1 + 10 * rate)
+
+    def configure_optimizers(self):
+        self.calls += 1
+        for parameter in self.layers[0].parameters():
+            parameter.requires_grad_(False)
+        return super().configure_optimizers()
+
+
+@under([STAGES, BOTH])
+def test_steps_that_look_at_their_optimizers(worlds, layout):
+    report = check(worlds, LooksAtRates, layout, epochs=2, steps=2)
+    assert report.outcome == "same", str(report)
+
+
 class TwoDicts(Manual):
     """A tuple of dicts, one per optimizer; both are stepped by hand."""
 
