@@ -11,7 +11,7 @@ import contextlib
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 _DRAWING_NAMES = frozenset(
     {
@@ -146,12 +147,15 @@ class KeyedRandomness:
     Attributes:
         seed: The run's seed; stored in checkpoints.
         watched: Whether a function mode that reseeds before each draw is active; one draw is keyed once.
+        as_one: Modules, by FQN, that are seeded where they are entered and not at each of their draws, because nothing
+            can look inside.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         """Args: seed: the same on every rank. device: where the step draws, beside the CPU."""
         self.seed = seed
         self.watched = False
+        self.as_one: Collection[str] = ()
         self.device = device
         self._base: int | None = None
         self._module = [0]
@@ -204,8 +208,9 @@ class KeyedRandomness:
             yield
             return
         self._drawing = drawing
+        each = {fqn: module for fqn, module in drawing.items() if not _is_within(fqn, self.as_one)}
         try:
-            with replaced_forwards(drawing, self._keyed):
+            with replaced_forwards(each, self._keyed):
                 yield
         finally:
             self._drawing = {}
@@ -250,6 +255,29 @@ class KeyedRandomness:
         setattr(forward, AROUND, partial(self._keyed, fqn))
         return forward
 
+    def keyed_as_one(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What a module of ``as_one`` runs, seeded where it is entered; also when it is computed again."""
+        code = zlib.crc32(fqn.encode())
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._base is None:
+                return original(*args, **kwargs)
+            self._module.append(code)
+            try:
+                self.reseed()
+                return original(*args, **kwargs)
+            finally:
+                self._module.pop()
+
+        return forward
+
+
+def _is_within(fqn: str, modules: Collection[str]) -> bool:
+    """Whether one of these modules is this one or around it."""
+    while fqn and fqn not in modules:
+        fqn = fqn.rpartition(".")[0]
+    return bool(fqn)
+
 
 AROUND = "_hybrid_around"
 
@@ -284,6 +312,29 @@ class _DrawWatch(TorchFunctionMode):
         if draws(getattr(func, "__name__", ""), args, kwargs):
             self._randomness.reseed()
         return func(*args, **kwargs)
+
+
+def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without the modes of this file, which would be traced with it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _len_torch_function_stack() or not any(
+            isinstance(mode, _DrawWatch) for mode in _get_current_function_mode_stack()
+        ):
+            return function(*args, **kwargs)
+        modes = [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+        for mode in modes:
+            if not isinstance(mode, _DrawWatch):
+                _push_mode(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in range(_len_torch_function_stack()):
+                _pop_mode()
+            for mode in modes:
+                _push_mode(mode)
+
+    return run
 
 
 @contextlib.contextmanager

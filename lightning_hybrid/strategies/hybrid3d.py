@@ -32,16 +32,11 @@ from lightning_hybrid.step.microbatch import BatchSplitter
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
 from lightning_hybrid.strategies.averages import Averages
-from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
-from lightning_hybrid.strategies.options import check_module, check_options
+from lightning_hybrid.strategies.options import check_module, check_options, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
-from lightning_hybrid.strategies.recomputed_layers import (
-    describe_policies,
-    recompute_layers,
-    recompute_plain_layers,
-)
+from lightning_hybrid.strategies.recomputed_layers import describe_policies, recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
@@ -84,6 +79,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
         tensor_parallel_plan: How linears are cut, by patterns of their names, such as
             ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; what it does not
             name goes by the model's own plan (``tp_plan`` of transformers) or is searched, and all is proved.
+        compile: "units" runs each layer through ``torch.compile``; a mapping does too, with its options (``backend``,
+            ``mode``, ``dynamic``, ``fullgraph``, ``options``), such as ``{"backend": "inductor", "dynamic": False}``.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient is another one there.
@@ -117,6 +114,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         recompute: Recompute | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
+        compile: Literal["units"] | dict[str, Any] | None = None,
         example_batch: Any = None,
         verify_first_step: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
@@ -143,6 +141,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
             batch_splitter=batch_splitter,
             microbatch_weight=microbatch_weight,
             tensor_parallel_plan=tensor_parallel_plan,
+            compile=compile,
         )
         super().__init__(
             verify_first_step=verify_first_step,
@@ -164,6 +163,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._sequence_parallel = sequence_parallel
         self._recompute, self._policies = recompute, dict[str, Policy]()
         self._tensor_plan, self._plan_summary = tensor_parallel_plan, ""
+        self._compile = compile_options(compile)
         self._splitter = batch_splitter
         self._example_batch = example_batch
         self._whole_again: pl.Callback | None = None
@@ -193,19 +193,21 @@ class Hybrid3DStrategy(VerifyingStrategy):
         self._averages = Averages(trainer)
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
-        self._plan = self._runner = self._shards = None
+        self._plan = self._runner = self._shards = self._compiled = None
         self._recomputing, self._policies = None, {}
         if self._recompute is not None and not self._needs_runner():
             recomputation, self._policies = recompute_plain_layers(module, self._recompute)
             self._recomputing = recomputation.running
+        randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
-            self._record(trainer, module, KeyedRandomness(self._seed, self.root_device))
+            self._record(trainer, module, randomness)
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
         shards = self.shards
         if shards is not None:
             shards.cut(KeyedDraws(shards.rank, self.root_device))
         self._averages.follow(module, None if self._is_whole else self._plan, shards, lambda: self.data_rank == 0)
+        self._compile_units(module, self._compile, randomness)
         self._announce()
         if is_fitting:
             # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
@@ -287,7 +289,9 @@ class Hybrid3DStrategy(VerifyingStrategy):
         )
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(), planner.summary
-            self._runner.shard_units(self._shards.running, self._shards.outside_reads)
+        if recorded:
+            reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
+            self._runner.shard_units(self._units, reads)
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
             recomputation, self._policies = recompute_layers(
@@ -333,6 +337,8 @@ class Hybrid3DStrategy(VerifyingStrategy):
             text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
         if self._policies:
             text = f"{text}\n{describe_policies(self._policies)}"
+        if self._compiled is not None:
+            text = "\n".join([text, *self._compiled.lines()])
         rank_zero_info(text)
 
     def _connect_gradients(self, module: pl.LightningModule) -> None:
@@ -368,11 +374,6 @@ class Hybrid3DStrategy(VerifyingStrategy):
                 for reducer in self._reducers.values():
                     reducer.observer = callback
 
-    def model_to_device(self) -> None:
-        """Move the module to this rank's device."""
-        assert self.lightning_module is not None
-        move_to_device(self.lightning_module, self.root_device)
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
@@ -382,6 +383,7 @@ class Hybrid3DStrategy(VerifyingStrategy):
             forget_calls(self.lightning_module)
         if self._averages is not None:
             self._averages.leave()
+        self._stop_compiling()
         self._stop_reads.close()
         self._reads = self._hook_reads = None
         self._watched = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import check_recompute
@@ -25,6 +26,7 @@ def check_options(
     batch_splitter: Any,
     microbatch_weight: Any,
     tensor_parallel_plan: Any,
+    compile: Any,
 ) -> None:
     """Refuse options that can be right in no world.
 
@@ -39,10 +41,11 @@ def check_options(
         batch_splitter: A function or None.
         microbatch_weight: A function or None.
         tensor_parallel_plan: Module names and styles, or None.
+        compile: "units", options of ``torch.compile`` for them, or None.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
-        ValueError: An unknown schedule or style, or a count that is none.
+        ValueError: An unknown schedule, style or option of the compiler, or a count that is none.
         TypeError: Cuts that are no list of names, a plan that is none of names and styles, or a splitter that cannot be
             called.
     """
@@ -82,6 +85,53 @@ def check_options(
         raise TypeError(f"microbatch_weight={microbatch_weight!r}; use function(microbatch) -> count")
     if tensor_parallel_plan is not None:
         check_styles(tensor_parallel_plan)
+    compile_options(compile)
+
+
+def compile_options(compile: Any) -> dict[str, Any] | None:
+    """The options of ``torch.compile`` that a user means.
+
+    Args:
+        compile: "units", a mapping, or None.
+
+    Returns:
+        None where nothing is compiled.
+
+    Raises:
+        ValueError: It is something else, or holds what ``torch.compile`` does not know.
+    """
+    if compile is None:
+        return None
+    if compile == "units":
+        return {}
+    if not isinstance(compile, Mapping):
+        raise ValueError(
+            f"compile={compile!r}; use None, 'units', or a mapping with options of torch.compile for the units:"
+            f" {', '.join(_COMPILE_OPTIONS)}"
+        )
+    if unknown := sorted(str(name) for name in compile if name not in _COMPILE_OPTIONS):
+        raise ValueError(
+            f"compile={dict(compile)!r} has {', '.join(unknown)}; allowed are {', '.join(_COMPILE_OPTIONS)}"
+        )
+    options = {name: value for name, value in compile.items() if value is not None}
+    allowed: dict[str, list[Any]] = {"dynamic": [True, False], "fullgraph": [True, False]}
+    if isinstance(options.get("backend"), str):
+        allowed["backend"] = torch.compiler.list_backends(())
+    if options.get("backend", "inductor") == "inductor" and "mode" in options:
+        allowed["mode"] = list(torch._inductor.list_mode_options())
+    for name, values in allowed.items():
+        if name in options and options[name] not in values:
+            raise ValueError(f"compile={{{name!r}: {options[name]!r}}} is unknown; allowed are {_listed(values)}")
+    if "mode" in options and "options" in options:
+        raise ValueError("compile has both a mode and options; torch.compile takes one of them")
+    return options
+
+
+_COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
 
 
 def check_module(

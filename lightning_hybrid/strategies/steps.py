@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,9 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
+from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.saved_state import StagedStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
@@ -47,6 +50,9 @@ class SteppingStrategy(StagedStrategy):
         self._evaluated = 0
         self._recomputing: Callable[[], AbstractContextManager[None]] | None = None  # where steps run as they are
         self._finish_logs: Callable[[], None] | None = None
+        self._compiled: CompiledUnits | None = None
+        self._compiler_config = contextlib.ExitStack()
+        self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
         self.spans: list[Span] = []
 
     @property
@@ -95,6 +101,46 @@ class SteppingStrategy(StagedStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        assert self.lightning_module is not None
+        move_to_device(self.lightning_module, self.root_device)
+
+    # -- what is done around units ------------------------------------------------------------------------------------
+
+    def _compile_units(
+        self, module: pl.LightningModule, options: Mapping[str, Any] | None, randomness: KeyedRandomness
+    ) -> None:
+        """Let the units that this rank holds run compiled from now on, if the user wants it."""
+        if options is None:
+            return
+        self._compiled = CompiledUnits(module, options, self.root_device, in_parts=self._runner is not None)
+        if self._runner is None:
+            self._compiled.choose()
+        elif self._plan is not None and self._plan.first is not None:
+            recording = self._plan.first.recording
+            self._compiled.choose(recording.units, self._shards, recording.graph.draws, randomness)
+        self._compiler_config.enter_context(one_share_of_cores(self.num_processes))
+
+    def _stop_compiling(self) -> None:
+        self._until_backward.close()
+        self._compiler_config.close()
+        self._compiled = None
+
+    @property
+    def _is_compiling(self) -> bool:
+        return self._compiled is not None
+
+    @contextlib.contextmanager
+    def _units(self) -> Iterator[None]:
+        """Units run sharded and compiled inside."""
+        sharded = nullcontext() if self._shards is None else self._shards.running()
+        compiled = self._compiled.running() if self._compiled is not None and self._is_compiling else nullcontext()
+        with sharded, compiled:
+            yield
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
     def _before_last_backward(self, stage: int) -> None:
         if self._backward_syncs and stage in self._reducers:
             self._reducers[stage].arm()
@@ -130,6 +176,17 @@ class SteppingStrategy(StagedStrategy):
         return result
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
+        if self._compiled is None:
+            return self._step_alone(name, args)
+        self._until_backward.close()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._units())
+            output = self._step_alone(name, args)
+            if name == "training_step":
+                self._until_backward = stack.pop_all()
+        return output
+
+    def _step_alone(self, name: str, args: Sequence[Any]) -> Any:
         """The user's step as it is; only what it logs is caught, to be the same on every replica."""
         module = self.lightning_module
         assert module is not None
@@ -208,6 +265,7 @@ class SteppingStrategy(StagedStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Without stages, wait for the reduction; first for the logs, which tell if another replica takes no part."""
+        self._until_backward.close()
         if self._finish_logs is not None:
             assert self.lightning_module is not None
             with current_hook(self.lightning_module, "training_step"):

@@ -86,6 +86,7 @@ class ShardedUnit:
         last_dealing: While learning, how the positions of the last forward were dealt.
         vocabularies: Of the parameters that are cut by their vocabulary, by FQN.
         num_gathers: How many wholes of such parameters, and of what came of them, were needed in forwards.
+        compiled: Runs the unit's own forward where nothing has to be watched, with forwards for its linears; if given.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ShardedUnit:
         self.last_watch: RegionWatch | None = None
         self.last_dealing: Dealing | None = None
         self.num_gathers = 0
+        self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._watch: RegionWatch | None = None  # of the forward under way
         self._dealing: Dealing | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
@@ -164,8 +166,11 @@ class ShardedUnit:
                 args, kwargs = map_leaves(whole_of, (args, kwargs))
             with contextlib.ExitStack() as undo:
                 names, cut_ids = self._put_tensors(undo)
-                self._put_attributes(undo)
-                if self.learning or self._plan.watched or self._has_new_gradients(args, kwargs):
+                is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
+                compiled = None if is_watched or self._dealing is not None else self.compiled
+                own, forwards = compiled or (self._replaced.get("", self._forward), self._replaced)
+                self._put_attributes(undo, forwards)
+                if is_watched:
                     self._watch = self.last_watch = RegionWatch(
                         self._ranks.rank,
                         self._ranks.size,
@@ -174,14 +179,15 @@ class ShardedUnit:
                         enter=self._enter,
                         names=names,
                         cut_ids=cut_ids,
-                        batch=_batch_size(args, kwargs),
+                        batch=next(
+                            (len(x) for x in flatten_call(args, kwargs)[0] if isinstance(x, Tensor) and x.dim()), 1
+                        ),
                         around_draw=self._around_draw,
                         positions=None if self._dealing is None else self._dealing.dealt.two_lengths,
                     )
                     undo.enter_context(self._watch)
                 if self._dealing is not None and self._unit.training:
                     undo.enter_context(OwnPositionsDraw(self._dealing, self._around_draw))
-                own = self._replaced.get("", self._forward)
                 output = own(*args, **kwargs)
             self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
             output = self._gathered_output(output) if self._plan.outputs else output
@@ -239,13 +245,13 @@ class ShardedUnit:
         ]
         return names, frozenset(id(local[fqn]) for fqn in cuts)
 
-    def _put_attributes(self, undo: contextlib.ExitStack) -> None:
+    def _put_attributes(self, undo: contextlib.ExitStack, forwards: Mapping[str, Callable[..., Any]]) -> None:
         for fqn, values in self._plan.attributes.items():
             attributes = self._modules[fqn].__dict__
             for name, value in values.items():
                 undo.callback(attributes.__setitem__, name, attributes[name])
                 attributes[name] = value
-        for fqn, forward in self._replaced.items():
+        for fqn, forward in forwards.items():
             if fqn:
                 attributes = self._modules[fqn].__dict__
                 if "forward" in attributes:
@@ -391,8 +397,3 @@ _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lam
 
 
 _FAST_PATH = "activation_relu_or_gelu"
-
-
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    leaves, _ = flatten_call(args, kwargs)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)

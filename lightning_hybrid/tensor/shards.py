@@ -8,7 +8,7 @@ part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_hybrid.tensor.outside import OutsideReads
 from lightning_hybrid.tensor.placement import Placement, Replicated, Shard, cut, join, padded
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.traced import Entered, traced_forwards
 from lightning_hybrid.tensor.units import compiled_modules
 
 
@@ -42,6 +43,7 @@ class ModelShards:
         self._group = group
         self._rank, self._size = group.rank(), group.size()
         self._runners: dict[str, ShardedUnit] = {}
+        self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
         self.placements: dict[str, Shard] = {}
@@ -85,6 +87,31 @@ class ModelShards:
         shape = parameter.shape
         parameter.data = self.part(parameter.detach(), placement).contiguous()
         parameter.__dict__[WHOLE_SHAPE] = shape
+
+    def compile(self, fqn: str, run: Callable[..., Any]) -> None:
+        """Let a unit that this rank holds run compiled, where `why_not_traced` finds no reason against it.
+
+        Args:
+            fqn: Of the unit.
+            run: ``run(unit, entered, args, kwargs)``, compiled: the unit's own forward.
+        """
+        runner = self._runners.get(fqn)
+        if runner is None:
+            return
+        unit, entered = self._root.get_submodule(fqn), Entered()
+        forwards = traced_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
+        self._compiled[runner] = lambda *args, **kwargs: run(unit, entered, args, kwargs), forwards
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Units of which `compile` was told run compiled inside."""
+        for runner, compiled in self._compiled.items():
+            runner.compiled = compiled
+        try:
+            yield
+        finally:
+            for runner in self._compiled:
+                runner.compiled = None
 
     @property
     def has_repeated(self) -> bool:
@@ -139,7 +166,7 @@ class ModelShards:
             if name in self.placements and not is_absent(buffer):
                 buffer.copy_(self.joined_buffer(buffer, self.placements[name]))
         if root is None:
-            self._runners = {}
+            self._runners, self._compiled = {}, {}
 
     @contextlib.contextmanager
     @torch.no_grad()
