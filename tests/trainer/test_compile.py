@@ -82,6 +82,10 @@ def test_parity(worlds, run, graphs):
     assert not any("not compiled" in line for line in ranks[0].extra["lines"])
 
 
+def by_sgd(module):
+    module.optimizer = "sgd"  # Adam makes differences of float32's size in tiny gradients large
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -89,7 +93,7 @@ def test_parity(worlds, run, graphs):
         slow(Run("Layers", dp=2, microbatches=1, strategy={"compile": "units"})),
         slow(Run("GPT2", pp=2, strategy={"compile": {"backend": "inductor", "dynamic": False}})),
         slow(Run("GPT2", tp=2, strategy={"compile": "units"})),
-        slow(Run("Llama", pp=2, tp=2, strategy={"compile": "units"})),
+        slow(Run("Llama", pp=2, tp=2, strategy={"compile": "units"}, change=by_sgd)),
     ],
     ids=name_of,
 )
@@ -109,7 +113,6 @@ def test_like_layers_share_what_is_compiled_and_evaluation_has_a_graph_of_its_ow
     run = Run(TwelveLayers, last=3, validate=True, strategy=QUICK)
     for rank in check(worlds, run):
         assert rank.extra["graphs"] <= 8, "fewer than layers"
-        print(rank.extra)
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {}], ids=str)
