@@ -207,7 +207,7 @@ def one_shard_for_all_replicas(patch):
 def buffers_not_shared(patch):
     from lightning_hybrid.pipeline import plan
 
-    patch.setattr(plan, "_broadcast_buffer", lambda *_: None)
+    patch.setattr(plan, "broadcast_buffer", lambda *_: None)
 
 
 def gradients_not_cleared(patch):
