@@ -26,7 +26,7 @@ _METADATA = frozenset(
 )  # fmt: skip
 
 
-class Later(Tensor):
+class Later(Deferred):
     """A tensor whose whole is made when it is looked at."""
 
     _made: Tensor | None
@@ -65,11 +65,6 @@ class Later(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Nothing comes here with the part alone."""
         return func(*_with_wholes(args), **{key: _with_wholes(value) for key, value in (kwargs or {}).items()})
-
-
-def whole_of(value: Any) -> Any:
-    """A value itself, or its whole if it is one that is made later."""
-    return value.whole() if isinstance(value, Later | Deferred) else value
 
 
 def _with_wholes(value: Any) -> Any:

@@ -237,26 +237,28 @@ class KeyedRandomness:
         return run
 
     def _keyed(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        code = zlib.crc32(fqn.encode())
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._base is None:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.watched:
                 return original(*args, **kwargs)
-            self._module.append(code)
-            try:
-                if self.watched:
-                    return original(*args, **kwargs)
-                with self.watching(True), _DrawWatch(self):
-                    return original(*args, **kwargs)
-            finally:
-                self._module.pop()
+            with self.watching(True), _DrawWatch(self):
+                return original(*args, **kwargs)
 
+        forward = self._named(fqn, original, run)
         # Who replaces this forward by another one has that keyed too.
         setattr(forward, AROUND, partial(self._keyed, fqn))
         return forward
 
     def keyed_as_one(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """What a module of ``as_one`` runs, seeded where it is entered; also when it is computed again."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.reseed()
+            return original(*args, **kwargs)
+
+        return self._named(fqn, original, run)
+
+    def _named(self, fqn: str, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, whose draws have the name of a module in their keys; ``original`` where nothing is keyed."""
         code = zlib.crc32(fqn.encode())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -264,8 +266,7 @@ class KeyedRandomness:
                 return original(*args, **kwargs)
             self._module.append(code)
             try:
-                self.reseed()
-                return original(*args, **kwargs)
+                return run(*args, **kwargs)
             finally:
                 self._module.pop()
 

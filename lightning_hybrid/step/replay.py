@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
-from lightning_hybrid.step.deferred import Deferred, settled
+from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
 from lightning_hybrid.step.graph import SINK, Node
 from lightning_hybrid.step.held import look_up, put
-from lightning_hybrid.step.later import whole_of
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError, Template
@@ -218,8 +217,8 @@ class ReplayWatch(StepWatch):
             args, kwargs = rebuild_call(leaves[:given], args, kwargs, plain)
             if held:
                 put(self.units[name[1:]], held, leaves[given:])
-        if node.name.startswith(SINK) and any(isinstance(leaf, Deferred) for leaf in leaves):
-            args, kwargs = rebuild_call([whole_of(leaf) for leaf in leaves], args, kwargs, plain)
+        if node.name.startswith(SINK):
+            args, kwargs = with_wholes(args, kwargs)
         # A second run would find on its modules what the next microbatch left there.
         recomputes = self.recompute_depth and node.unit is not None and not held
         out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
@@ -241,7 +240,7 @@ class ReplayWatch(StepWatch):
         """What leaves this run of the step leaves it whole; the user then has the whole too."""
         for place, described in enumerate(template.leaves[: len(leaves)]):
             if described.value in self._wanted:
-                leaves[place] = settled(leaves[place])
+                leaves[place] = whole_of(leaves[place])
         return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
 
     def _note(self, tensor: Tensor, value: int) -> None:

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
-from lightning_hybrid.step.deferred import Deferred, settled
+from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards, unwatched
-from lightning_hybrid.step.tree import flatten_call, rebuild_call
 from lightning_hybrid.step.units import choose_units
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.tensor.traced import Entered, why_not_traced
@@ -192,9 +191,7 @@ def _settling(run: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler does not know what stands for a whole of which each rank has a slice."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, plain = flatten_call(args, kwargs)
-        if any(isinstance(leaf, Deferred) for leaf in leaves):
-            args, kwargs = rebuild_call([settled(leaf) for leaf in leaves], args, kwargs, plain)
+        args, kwargs = with_wholes(args, kwargs)
         return run(*args, **kwargs)
 
     return call

@@ -182,7 +182,6 @@ class Hybrid3DStrategy(VerifyingStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             check_module(module, self.layout, self._layer_sync, self._num_microbatches, in_parts=self._needs_runner())
-        if is_fitting:
             self.begin_verification(module)
         empty = self._adopt_empty()
         self.model = self.precision_plugin.convert_module(self.model)

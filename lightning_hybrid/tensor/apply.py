@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.step.deferred import Deferred, settled
-from lightning_hybrid.step.later import whole_of
+from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.randomness import AROUND
-from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call, unflatten
+from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.attention import sharded_attention
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
@@ -147,23 +145,20 @@ class ShardedUnit:
 
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded; arguments and results are those of the unit."""
-        leaves, plain = flatten_call(args, kwargs)
-        if any(isinstance(leaf, Deferred) for leaf in leaves):
-            # Inside, what is no slice may be another one on each rank.
-            args, kwargs = rebuild_call([settled(leaf) for leaf in leaves], args, kwargs, plain)
         entered, self._entered = self._entered, {}
         outer, self._watch, self._dealing = (self._watch, self._dealing), None, None
         try:
             if (positions := self._plan.positions) is not None:
                 dealing = Dealing.of_call(positions, self._ranks, args, kwargs, learning=self.learning)
                 if dealing is None and positions.by == "context":
+                    args, kwargs = with_wholes(args, kwargs)
                     return self._forward(*args, **kwargs)
                 self._dealing = dealing
                 self.last_dealing = dealing if self.learning else None
             if self._dealing is not None:
                 args, kwargs = self._dealing.begin(args, kwargs)
-            elif self.hands_on:  # another unit may have handed on parts
-                args, kwargs = map_leaves(whole_of, (args, kwargs))
+            else:  # inside, what is no part may be another one on each rank
+                args, kwargs = with_wholes(args, kwargs)
             with contextlib.ExitStack() as undo:
                 names, cut_ids = self._put_tensors(undo)
                 is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
@@ -353,7 +348,7 @@ class ShardedUnit:
         if isinstance(x, OwnPositions):
             out = self._dealing.to_heads(run(dealt_of(x, self._dealing.dealt), True), linear.fqn)
         else:  # another sequence, whole on every rank
-            out = cut(run(self._enter(x), True), replace(features, dim=-1), self._ranks.rank, self._ranks.size)
+            out = cut(run(self._enter(x), True), features, self._ranks.rank, self._ranks.size)
         return mark(out, (features, linear.feature_dim) if linear.fqn in self._plan.offsets else None)
 
     def _leave(self, addend: Tensor) -> Tensor:

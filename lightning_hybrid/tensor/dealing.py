@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.later import whole_of
+from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.tensor import positions

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.later import Later
-from lightning_hybrid.tensor.placement import Shard
+from lightning_hybrid.tensor.placement import Shard, cut
 from lightning_hybrid.tensor.ranks import Ranks
 
 
@@ -104,12 +105,7 @@ class _Collect(torch.autograd.Function):
         return _Deal.apply(grad, ctx.dealt), None
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dealt: Dealt) -> Tensor:
-        ctx.dealt = dealt
-        return dealt.gathered(local)
-
+class _Enter(_Collect):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _Leave.apply(grad, ctx.dealt), None
@@ -131,7 +127,7 @@ class _ToHeads(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, dealt: Dealt, features: Shard) -> Tensor:
         ctx.dealt, ctx.features = dealt, features
         ranks = dealt.ranks
-        parts = [_features(local, features, rank, ranks.size) for rank in range(ranks.size)]
+        parts = [cut(local, features, rank, ranks.size) for rank in range(ranks.size)]
         shapes = []
         for length in dealt.lengths:
             shape = list(parts[ranks.rank].shape)
@@ -165,11 +161,6 @@ class _ToPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _ToHeads.apply(grad, ctx.dealt, ctx.features), None, None
-
-
-def _features(local: Tensor, features: Shard, rank: int, size: int) -> Tensor:
-    ranges = features.ranges(rank, size)
-    return torch.cat([local.narrow(-1, start, length) for start, length in ranges], -1).contiguous()
 
 
 def leave(addend: Tensor, dealt: Dealt) -> Tensor:
@@ -275,5 +266,4 @@ def dealt_of(value: Tensor, dealt: Dealt) -> Tensor:
         same = value.dealt.dim == dealt.dim and value.dealt.length == dealt.length
         if same and value.dealt.ranks is dealt.ranks and value.is_current:
             return value.local
-        value = value.whole()
-    return _Deal.apply(value, dealt)
+    return _Deal.apply(whole_of(value), dealt)

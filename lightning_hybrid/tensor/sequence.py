@@ -36,9 +36,9 @@ def deal_positions(unit: nn.Module, plan: UnitPlan, proof: Proof, by: Literal["t
     found = _sequence(proof)
     if found is None:
         return replace(plan, undealt="no argument of the unit has the shape of its result")
+    place, dim = found
     reason = ""
     for shown in itertools.islice(_shown(unit, plan), _MOST_TRIALS):
-        place, dim = found
         positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
         dealt = _dealt(plan, positions, proof)
         if isinstance(dealt, UnitPlan):

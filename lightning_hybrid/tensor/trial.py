@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.deferred import settled
+from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
@@ -153,7 +153,7 @@ def run_whole(unit: nn.Module, example: Example, setting: Setting) -> Outcome:
 def _run(unit: nn.Module, example: Example, setting: Setting, parameters: Mapping[str, Tensor]) -> Outcome:
     with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
         args, kwargs, inputs = example.call()
-        outputs = [settled(output) for output in flatten(unit(*args, **kwargs))[0]]
+        outputs = [whole_of(output) for output in flatten(unit(*args, **kwargs))[0]]
     if not setting.grad:
         return Outcome(outputs)
     wanted = {**{f"input {place}": tensor for place, tensor in inputs.items()}, **parameters}

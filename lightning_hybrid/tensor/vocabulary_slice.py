@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.user_functions import Unwatched
 from lightning_hybrid.tensor.slice_losses import LOSS_RULES, gathered_at, looked_up
 from lightning_hybrid.tensor.slice_rules import rule_of
@@ -64,7 +65,7 @@ class VocabularySlice(Slice):
             if func.__self__.__name__ == "data":
                 return args[0].detach()
         elif name in _OF_CONTENT:
-            args, kwargs = tree_map(_settled, (args, kwargs))
+            args, kwargs = tree_map(whole_of, (args, kwargs))
         elif name == "__setitem__" and isinstance(args[0], cls):
             return _set_item(*args)
         else:
@@ -94,14 +95,10 @@ class VocabularySlice(Slice):
         return _on_wholes(func, args, kwargs)
 
 
-def _settled(value: Any) -> Any:
-    return value.whole() if isinstance(value, Slice) else value
-
-
 def _set_item(x: VocabularySlice, index: Any, value: Any) -> None:
     """``x[index] = value``: written to the whole, of which each rank keeps its part."""
     whole = x.whole().clone()
-    whole[_settled(index)] = _settled(value)
+    whole[whole_of(index)] = whole_of(value)
     x.copy_(whole)
 
 
