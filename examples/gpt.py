@@ -231,7 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b or interleaved_1f1b")
     parser.add_argument("--accelerator", default="cpu", help="as in Lightning's Trainer")
     parser.add_argument("--precision", default="32-true", help="as in Lightning's Trainer")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="windows per replica and step")
     parser.add_argument("--length", type=int, default=128, help="bytes per window")
     parser.add_argument("--width", type=int, default=128)

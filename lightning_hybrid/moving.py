@@ -74,6 +74,6 @@ def _become_twin(thing: Any, namespace: Namespace) -> None:
     twin: Any = importlib.import_module(name)
     for part in type(thing).__qualname__.split("."):
         twin = getattr(twin, part)
-    thing.__class__ = twin
+    object.__setattr__(thing, "__class__", twin)  # also where it is frozen
     for value in vars(thing).values():
         _become_twin(value, namespace)

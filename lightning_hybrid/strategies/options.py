@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_hybrid.layout import LayoutError, ParallelLayout
-from lightning_hybrid.memory.recompute import check_recompute
+from lightning_hybrid.memory.recompute import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES
+from lightning_hybrid.step.microbatch import BatchSplitter
+from lightning_hybrid.strategies.weights import MicrobatchWeight
 from lightning_hybrid.tensor.patterns import check_styles
 
 
-def check_options(
-    sizes: Mapping[str, Any],
-    *,
-    sequence_parallel: Any,
-    recompute: Any,
-    schedule: Any,
-    num_microbatches: Any,
-    stages_per_rank: Any,
-    pipeline_cuts: Any,
-    batch_splitter: Any,
-    microbatch_weight: Any,
-    tensor_parallel_plan: Any,
-    compile: Any,
-) -> None:
-    """Refuse options that can be right in no world.
-
-    Args:
-        sizes: The user's parallel sizes by name; "auto" stands for what is left.
-        sequence_parallel: Whether positions are dealt to tensor ranks.
-        recompute: Which layers are computed again.
-        schedule: Name of the order of actions.
-        num_microbatches: A count or "auto".
-        stages_per_rank: A count.
-        pipeline_cuts: Module names or None.
-        batch_splitter: A function or None.
-        microbatch_weight: A function or None.
-        tensor_parallel_plan: Module names and styles, or None.
-        compile: "units", options of ``torch.compile`` for them, or None.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What ``Hybrid3DStrategy``, which explains the names, was asked for beyond what Lightning's own strategies take.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
@@ -49,43 +27,69 @@ def check_options(
         TypeError: Cuts that are no list of names, a plan that is none of names and styles, or a splitter that cannot be
             called.
     """
-    for name, size in sizes.items():
-        is_auto = name == "data_parallel_size" and size == "auto"
-        if not is_auto and not _is_count(size):
-            also = "'auto' or " if name == "data_parallel_size" else ""
-            raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
-    tensor, context = sizes["tensor_parallel_size"], sizes["context_parallel_size"]
-    if sequence_parallel and tensor == 1:
-        raise ValueError(
-            "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1; set"
-            " tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but positions"
-        )
-    if tensor > 1 and context > 1:
-        raise LayoutError(
-            f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of them"
-            " to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
-        )
-    check_recompute(recompute)
-    if schedule not in SCHEDULE_NAMES:
-        raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
-    if num_microbatches != "auto" and not _is_count(num_microbatches):
-        raise ValueError(f"num_microbatches={num_microbatches!r}; use 'auto' or a whole number of 1 or more")
-    if not _is_count(stages_per_rank):
-        raise ValueError(f"stages_per_rank={stages_per_rank!r}; use a whole number of 1 or more")
-    if pipeline_cuts is not None and (
-        isinstance(pipeline_cuts, str) or not all(isinstance(name, str) for name in pipeline_cuts)
-    ):
-        raise TypeError(
-            f"pipeline_cuts={pipeline_cuts!r}; use a list with the name of the first module of each stage but the"
-            " first, such as ['model.layers.4']"
-        )
-    if batch_splitter is not None and not callable(batch_splitter):
-        raise TypeError(f"batch_splitter={batch_splitter!r}; use function(batch, count) -> list of microbatches")
-    if microbatch_weight is not None and not callable(microbatch_weight):
-        raise TypeError(f"microbatch_weight={microbatch_weight!r}; use function(microbatch) -> count")
-    if tensor_parallel_plan is not None:
-        check_styles(tensor_parallel_plan)
-    compile_options(compile)
+
+    sizes: Mapping[str, int | Literal["auto"]]
+    num_microbatches: int | Literal["auto"]
+    schedule: str
+    stages_per_rank: int
+    pipeline_cuts: Sequence[str] | None
+    batch_splitter: BatchSplitter | None
+    sequence_parallel: bool
+    recompute: Recompute | None
+    microbatch_weight: MicrobatchWeight | None
+    tensor_parallel_plan: dict[str, str] | None
+    compile: Literal["units"] | dict[str, Any] | None
+    example_batch: Any
+
+    def __post_init__(self) -> None:
+        """Refuse options that can be right in no world."""
+        self._check_sizes()
+        check_recompute(self.recompute)
+        if self.schedule not in SCHEDULE_NAMES:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
+        if self.num_microbatches != "auto" and not _is_count(self.num_microbatches):
+            raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
+        if not _is_count(self.stages_per_rank):
+            raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
+        cuts = self.pipeline_cuts
+        if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
+            raise TypeError(
+                f"pipeline_cuts={cuts!r}; use a list with the name of the first module of each stage but the"
+                " first, such as ['model.layers.4']"
+            )
+        if self.batch_splitter is not None and not callable(self.batch_splitter):
+            raise TypeError(
+                f"batch_splitter={self.batch_splitter!r}; use function(batch, count) -> list of microbatches"
+            )
+        if self.microbatch_weight is not None and not callable(self.microbatch_weight):
+            raise TypeError(f"microbatch_weight={self.microbatch_weight!r}; use function(microbatch) -> count")
+        if self.tensor_parallel_plan is not None:
+            check_styles(self.tensor_parallel_plan)
+        compile_options(self.compile)
+
+    def _check_sizes(self) -> None:
+        for name, size in self.sizes.items():
+            is_auto = name == "data_parallel_size" and size == "auto"
+            if not is_auto and not _is_count(size):
+                also = "'auto' or " if name == "data_parallel_size" else ""
+                raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
+        tensor, context = self.sizes["tensor_parallel_size"], self.sizes["context_parallel_size"]
+        if self.sequence_parallel and tensor == 1:
+            raise ValueError(
+                "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1;"
+                " set tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but"
+                " positions"
+            )
+        if tensor != 1 and context != 1:
+            raise LayoutError(
+                f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of"
+                " them to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
+            )
+
+    @property
+    def microbatches(self) -> int | None:
+        """A count that the user gave; None for "auto"."""
+        return None if self.num_microbatches == "auto" else self.num_microbatches
 
 
 def compile_options(compile: Any) -> dict[str, Any] | None:

@@ -1,0 +1,291 @@
+"""How a run is set up, in order: agree on the start, record and cut, drop what lives elsewhere, build optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import LBFGS
+
+from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.memory.recompute import Policy, Recompute
+from lightning_hybrid.moving import move
+from lightning_hybrid.namespaces import namespace_of
+from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.pipeline.known import Contents
+from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.transport import GroupTransport
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
+from lightning_hybrid.strategies.averages import Averages
+from lightning_hybrid.strategies.first_step import record_first_step
+from lightning_hybrid.strategies.gradients import connect_gradients
+from lightning_hybrid.strategies.options import Options, check_module, compile_options
+from lightning_hybrid.strategies.plan_folder import plan_folder
+from lightning_hybrid.strategies.recomputed_layers import describe_policies, recompute_layers, recompute_plain_layers
+from lightning_hybrid.strategies.start_table import describe
+from lightning_hybrid.strategies.step_loggers import forget_calls
+from lightning_hybrid.strategies.step_logs import ask_for_no_sync
+from lightning_hybrid.strategies.tensor_parallel import (
+    HookReads,
+    KeyedDraws,
+    TensorPlanner,
+    describe_tensor_plans,
+    summarize_wholes,
+    warn_across_nodes,
+)
+from lightning_hybrid.strategies.user_hooks import read_globally
+from lightning_hybrid.strategies.user_optimizers import watch_step
+from lightning_hybrid.strategies.verified_step import VerifyingStrategy
+
+
+class SetUpStrategy(VerifyingStrategy):
+    """Applies what the user asked for to the user's module, and undoes it at the end."""
+
+    def __init__(self, *, options: Options, **lightning: Any) -> None:
+        """Args: options: what was asked for. lightning: as ``VerifyingStrategy``."""
+        super().__init__(sizes=options.sizes, microbatch_weight=options.microbatch_weight, **lightning)
+        self.options = options
+        self._recompute, self._policies = options.recompute, dict[str, Policy]()
+        self._plan_summary = ""
+        self._whole_again: pl.Callback | None = None
+        self._hook_reads: HookReads | None = None
+        self._stop_reads = contextlib.ExitStack()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Place the model: agree on the start, record and cut, drop what lives elsewhere, build optimizers."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        ask_for_no_sync()
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_module(
+                module, self.layout, self._layer_sync, self.options.microbatches, in_parts=self._needs_runner()
+            )
+            self.begin_verification(module)
+        empty = self._adopt_empty()
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if empty is not None:
+            empty.hide(module)
+        # Weights and generators must agree before anything is drawn or recorded.
+        self._averages = Averages(trainer)
+        seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
+        self._seed = seed if self._seed is None else self._seed
+        self._plan = self._runner = self._shards = self._compiled = None
+        self._recomputing, self._policies = None, {}
+        if self._recompute is not None and not self._needs_runner():
+            recomputation, self._policies = recompute_plain_layers(module, self._recompute)
+            self._recomputing = recomputation.running
+        randomness = KeyedRandomness(self._seed, self.root_device)
+        if self._needs_runner():
+            self._record(trainer, module, randomness)
+        if empty is not None and empty.fill(None if self._is_whole else self._plan):
+            self._empty = None
+        shards = self.shards
+        if shards is not None:
+            shards.cut(KeyedDraws(shards.rank, self.root_device))
+        self._averages.follow(module, None if self._is_whole else self._plan, shards, lambda: self.data_rank == 0)
+        self._compile_units(module, compile_options(self.options.compile), randomness)
+        self._announce()
+        if is_fitting:
+            # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
+            self.setup_optimizers(trainer)
+            self._connect_gradients(module)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _needs_runner(self) -> bool:
+        num_stages = self.layout.pipeline_parallel_size * self.options.stages_per_rank
+        return (
+            self._in_parts_by_layout
+            or num_stages > 1
+            or (self.options.microbatches or 1) > 1
+            or self._weight is not None
+        )
+
+    def ask_to_recompute(self, recompute: Recompute) -> None:
+        """Recompute layers as a callback asks.
+
+        Raises:
+            ValueError: Something else was asked for.
+        """
+        if self._recompute is not None and self._recompute != recompute:
+            raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
+        self._recompute = recompute
+
+    @property
+    def _in_parts_by_layout(self) -> bool:
+        """Whether a rank holds a part of the module only."""
+        return self.layout.pipeline_parallel_size > 1 or self._shares_layers
+
+    @property
+    def _shares_layers(self) -> bool:
+        """Whether several ranks do each layer together."""
+        return self.layout.tensor_parallel_size > 1 or self.layout.context_parallel_size > 1
+
+    def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
+        """Record the run's first step on an example batch and keep only this rank's part of the module."""
+        pipeline = self.mesh.group("pp")
+        self._plan = StagePlan(
+            module,
+            pipeline,
+            randomness,
+            stages_per_rank=self.options.stages_per_rank,
+            cuts=self.options.pipeline_cuts,
+            agree=self.broadcast,
+        )
+        self._metrics = MetricSync(module, pipeline, self.mesh.group("data"))
+        self._runner = StepRunner(
+            module,
+            self._plan,
+            GroupTransport(pipeline, self.root_device),
+            pipeline,
+            randomness,
+            schedule=self.options.schedule,
+            num_microbatches=self.options.microbatches,
+            splitter=self.options.batch_splitter,
+            replica=self.data_rank,
+            metrics=self._metrics,
+        )
+        planner = None
+        if self._shares_layers:
+            warn_across_nodes(self.layout.tensor_parallel_size, self.num_processes, self.num_nodes)
+            planner = TensorPlanner(
+                module,
+                self.mesh,
+                sequence_parallel=self.options.sequence_parallel,
+                plan=self.options.tensor_parallel_plan,
+                folder=plan_folder(trainer) if self.is_global_zero else None,  # the first rank plans for all
+            )
+            self._runner.watching_units = planner.watching
+        recorded = record_first_step(
+            trainer,
+            module,
+            self._runner,
+            example=self.options.example_batch,
+            num_microbatches=self.options.microbatches,
+            splitter=self.options.batch_splitter,
+            context=self._context,
+        )
+        if recorded and planner is not None:
+            self._shards, self._plan_summary = planner.plan(), planner.summary
+        if recorded:
+            reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
+            self._runner.shard_units(self._units, reads)
+        if recorded and self._recompute is not None:
+            assert self._plan.first is not None
+            recomputation, self._policies = recompute_layers(
+                module, self._recompute, self._plan.first, self._plan.stages
+            )
+            self._runner.wrap_layers(recomputation.running)
+        if recorded and self._in_parts_by_layout:
+            self._plan.drop_foreign()
+            self._in_parts(module)
+            self._read_globally(trainer, module, self._plan)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._whole_again = whole_again_callback(self)
+                trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
+
+    def _read_globally(self, trainer: pl.Trainer, module: pl.LightningModule, plan: StagePlan) -> None:
+        """Let hooks of the user read gradients and parameters of all stages."""
+        parameters = dict(module.named_parameters())
+        holders = {name: plan.ranks_of(name) for name in parameters}
+        stages = None
+        if plan.num_ranks > 1:
+            stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
+        self._hook_reads = reads = HookReads(
+            stages, self._shards, parameters, Contents(self.mesh.group("tp"), self.root_device, "tensor")
+        )
+        for callback in trainer.callbacks if self._shards is not None else ():  # type: ignore[attr-defined]
+            if isinstance(callback, ModelSummary):
+                self._stop_reads.callback(summarize_wholes(callback, reads))
+        self._stop_reads.callback(
+            read_globally(
+                trainer,
+                module,
+                reads,
+                in_parts=lambda: not self._is_whole,
+                complete=lambda: self._grads_complete,
+                passes=self._passes,
+            )
+        )
+
+    def _announce(self) -> None:
+        first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
+        text = describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)
+        if self._shards is not None:
+            text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
+        if self._policies:
+            text = f"{text}\n{describe_policies(self._policies)}"
+        if self._compiled is not None:
+            text = "\n".join([text, *self._compiled.lines()])
+        rank_zero_info(text)
+
+    def _connect_gradients(self, module: pl.LightningModule) -> None:
+        for reducer in self._reducers.values():
+            reducer.close()
+        if self._plan is not None and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
+                " set pipeline_parallel_size=1 and tensor_parallel_size=1"
+            )
+        self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
+        shards = self._shards
+        parts = None if shards is None else shards.first_held
+        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, parts=parts)
+        if shards is not None:
+            counted = {id(p) for p in module.parameters() if id(p) in counted and shards.holds_first(p)}
+        if self._hook_reads is not None:
+            for optimizer in self.optimizers:
+                reads = self._hook_reads.for_optimizer(optimizer)
+                if reads is not None:
+                    self._watched.append(optimizer)
+                    self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
+            if isinstance(callback, AdaScale):
+                if shards is not None and shards.has_repeated:
+                    raise ValueError(
+                        f"AdaScale cannot count gradients of which several of the {self.layout.tensor_parallel_size}"
+                        " tensor ranks hold the same part (key heads fewer than ranks); set a smaller"
+                        " tensor_parallel_size"
+                    )
+                callback.connect_mesh(self.mesh, lambda: counted)
+                for reducer in self._reducers.values():
+                    reducer.observer = callback
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Leave a whole module behind on every rank."""
+        self.make_whole()
+        if self.lightning_module is not None:
+            forget_calls(self.lightning_module)
+        if self._averages is not None:
+            self._averages.leave()
+        self._stop_compiling()
+        self._stop_reads.close()
+        self._reads = self._hook_reads = None
+        self._watched = []
+        if self._whole_again is not None:
+            self._trainer.callbacks.remove(self._whole_again)  # type: ignore[attr-defined]
+            self._whole_again = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        for reducer in self._reducers.values():
+            reducer.close()
+        self._reducers = {}
+        if not self._failed:
+            super().teardown()
