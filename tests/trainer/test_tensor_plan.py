@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 from worlds_plugin import RankError
 
-from lightning_hybrid.strategies import hybrid3d
+from lightning_hybrid.strategies import set_up
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.tensor_parallel import describe_tensor_plans, warn_across_nodes
 from lightning_hybrid.tensor.cache import FILE_NAME
@@ -55,12 +55,12 @@ def test_a_plan_that_cannot_be_followed_stops_all_ranks(worlds, plan, words):
 def fit_and_keep(folder):
     """Two fits on this rank: what each found, and what was said at its start."""
     seen = []
-    original, hybrid3d.rank_zero_info = hybrid3d.rank_zero_info, seen.append
+    original, set_up.rank_zero_info = set_up.rank_zero_info, seen.append
     try:
         callback = {"callback": _Checkpoints, "trainer": {"default_root_dir": folder, "enable_checkpointing": True}}
         fitted = [fit(Run("Layers", tp=2, microbatches=1, num_batches=1, **callback)) for _ in range(2)]
     finally:
-        hybrid3d.rank_zero_info = original
+        set_up.rank_zero_info = original
     return [one.plans for one in fitted], [text for text in seen if "hybrid3d" in text]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_runs import FEATURES, Tiny, loader, trainer_of, weights_of
+from lightning_utilities.core import rank_zero
 from torch import nn
 
 from lightning_hybrid.pipeline.shared import SharedParameters
@@ -86,7 +87,7 @@ def fit(module_class, size, pp, options=(), verified=True, **trainer_options):
     module = module_class()
     before = weights_of(module)
     trainer = trainer_of(size, pp, strategy_options=strategy, **{"max_steps": 2, **trainer_options})
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # that of the namespace which was imported last
     logger.addHandler(lines)
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -102,15 +102,15 @@ def zeros_received(patch):
 
 
 def counted_twice_in_the_norm(patch):
-    from lightning_hybrid.strategies import hybrid3d
+    from lightning_hybrid.strategies import set_up
 
-    original = hybrid3d.connect_gradients
+    original = set_up.connect_gradients
 
     def connect_gradients(module, plan, mesh):
         reducers, shared, _ = original(module, plan, mesh)
         return reducers, shared, {id(parameter) for parameter in module.parameters()}
 
-    patch.setattr(hybrid3d, "connect_gradients", connect_gradients)
+    patch.setattr(set_up, "connect_gradients", connect_gradients)
 
 
 def parameters_replaced(patch):
@@ -130,10 +130,10 @@ def parameters_replaced(patch):
 
 
 def a_seed_per_rank(patch):
-    from lightning_hybrid.strategies import hybrid3d
+    from lightning_hybrid.strategies import set_up
 
-    original = hybrid3d.agree_on_start
-    patch.setattr(hybrid3d, "agree_on_start", lambda *args: original(*args) + dist.get_rank())
+    original = set_up.agree_on_start
+    patch.setattr(set_up, "agree_on_start", lambda *args: original(*args) + dist.get_rank())
 
 
 def labels_of_another_microbatch(patch):
@@ -183,9 +183,9 @@ def summed_over_replicas(patch):
 
 
 def weights_of_one_replica_drift(patch):
-    from lightning_hybrid.strategies import hybrid3d
+    from lightning_hybrid.strategies import set_up
 
-    original = hybrid3d.agree_on_start
+    original = set_up.agree_on_start
 
     def agree_on_start(module, *args):
         seed = original(module, *args)
@@ -194,7 +194,7 @@ def weights_of_one_replica_drift(patch):
                 module.head.bias += 1e-3
         return seed
 
-    patch.setattr(hybrid3d, "agree_on_start", agree_on_start)
+    patch.setattr(set_up, "agree_on_start", agree_on_start)
 
 
 def one_shard_for_all_replicas(patch):
