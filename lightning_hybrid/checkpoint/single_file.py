@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import flatten, map_leaves
-from lightning_hybrid.tensor.shards import ModelShards
 
 
 def gather_module_state(
-    root: nn.Module, plan: StagePlan, shards: ModelShards | None = None, *, is_copy: bool = False
+    root: nn.Module, plan: StagePlan, parts: HeldParts | None = None, *, is_copy: bool = False
 ) -> dict[str, Any]:
-    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over pipeline and tensor ranks.
+    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a replica.
 
     Args:
         root: The user's module, or a copy of it that is in parts as the module is.
         plan: Of the module.
-        shards: What the tensor ranks hold of it.
+        parts: What this rank holds of it.
         is_copy: Whether it is a copy.
     """
     local = nn.Module.state_dict(root)
@@ -46,24 +46,24 @@ def gather_module_state(
         else:
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
-            if shards is not None and tensor is not None:
-                value = shards.whole_of(names[id(tensor)], value)
+            if parts is not None and tensor is not None:
+                value = parts.whole_of(names[id(tensor)], value)
             mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     whole = plan.gather_object(mine)
     return {key: whole[key] for key in local} if plan.rank == 0 else {}
 
 
 def load_module_state(
-    root: nn.Module, state: Mapping[str, Any], shards: ModelShards | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], parts: HeldParts | None = None, *, strict: bool, prefix: str = ""
 ) -> None:
     """Load a full state dict into what this rank holds of a module.
 
     Args:
         root: The module.
         state: The full state dict.
-        shards: What the tensor ranks hold of the module.
+        parts: What this rank holds of the module.
         strict: Whether names must be the same.
-        prefix: Of the names of the module of which the tensor ranks hold parts, where ``root`` holds it.
+        prefix: Of the names of the module of which ranks hold parts, where ``root`` holds it.
 
     Raises:
         RuntimeError: Names or shapes do not fit, as ``nn.Module.load_state_dict`` says it.
@@ -80,25 +80,25 @@ def load_module_state(
             if key not in state or not isinstance(value, Tensor):
                 continue
             name = key.removeprefix(prefix)
-            shape = tuple(value.shape) if shards is None else tuple(shards.whole_shape(name, value))
+            shape = tuple(value.shape) if parts is None else tuple(parts.whole_shape(name, value))
             if shape != tuple(state[key].shape):
                 raise RuntimeError(
                     f"the checkpoint does not fit {type(root).__name__}: {key} has shape {tuple(state[key].shape)}"
                     f" in the file and {shape} in the model"
                 )
             if not is_absent(value):
-                value.copy_(state[key] if shards is None else shards.part_of(name, value, state[key]))
+                value.copy_(state[key] if parts is None else parts.part_of(name, value, state[key]))
 
 
-def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan, shards: ModelShards | None = None) -> dict[str, Any]:
-    """The full state dict of an optimizer on pipeline rank 0; collective over pipeline and tensor ranks."""
+def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan, parts: HeldParts | None = None) -> dict[str, Any]:
+    """The full state dict of an optimizer on pipeline rank 0; collective over the ranks of a replica."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     mine = {}
     for key, entry in state["state"].items():
         if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # followed, for a parameter of another rank
-            parameter = parameters[key] if shards is not None and isinstance(key, int) else None
-            mine[key] = map_leaves(partial(_whole_leaf, parameter, shards), entry)
+            parameter = parameters[key] if parts is not None and isinstance(key, int) else None
+            mine[key] = map_leaves(partial(_whole_leaf, parameter, parts), entry)
     merged = plan.gather_object(mine)
     if plan.rank != 0:
         return {}
@@ -107,25 +107,25 @@ def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan, shards: ModelS
     return {**state, "state": {key: merged[key] for key in order}}
 
 
-def _whole_leaf(parameter: Tensor | None, shards: ModelShards | None, leaf: Any) -> Any:
+def _whole_leaf(parameter: Tensor | None, parts: HeldParts | None, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()
-    return leaf if shards is None or parameter is None else shards.whole_like(parameter, leaf)
+    return leaf if parts is None or parameter is None else parts.whole_like(parameter, leaf)
 
 
 def own_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], shards: ModelShards | None = None
+    optimizer: Optimizer, state: Mapping[str, Any], parts: HeldParts | None = None
 ) -> dict[str, Any]:
     """The part of a full optimizer state whose parameters, or parts of them, are on this rank."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
     own = {number: entry for number, entry in state["state"].items() if number not in absent}
-    if shards is not None:
+    if parts is not None:
         by_number = dict(zip(numbers, parameters, strict=False))
         own = {
-            number: map_leaves(partial(shards.part_like, by_number[number]), entry) if number in by_number else entry
+            number: map_leaves(partial(parts.part_like, by_number[number]), entry) if number in by_number else entry
             for number, entry in own.items()
         }
     return {**state, "state": own}

@@ -27,7 +27,7 @@ class MeshNorm:
 
     mesh: Mesh
     owned_parameters: Callable[[], Set[int]]
-    axes: Sequence[str] = ("pp", "tp")
+    axes: Sequence[str] = ("pp", "dp_shard", "cp", "tp")
     parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None
 
     @property
@@ -46,14 +46,15 @@ class MeshNorm:
             A scalar of the gradients' dtype, at least float32, equal on all ranks that hold the same dtypes.
         """
         owned = self.owned_parameters()
-        pairs = [(p, _local(p.grad)) for p in parameters if p.grad is not None and id(p) in owned]
+        held = [(p, _local(p.grad)) for p in parameters if p.grad is not None]
+        pairs = [(p, grad) for p, grad in held if id(p) in owned]
         gradients = [part for p, grad in pairs for part in ([grad] if self.parts is None else self.parts(p, grad))]
         dtype = torch.float32
+        for _, grad in held:  # also of what another rank counts: those that hold the same find the same number
+            dtype = torch.promote_types(dtype, grad.dtype)
         # The message has one dtype on all ranks; a rank whose stage is frozen cannot know theirs.
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_mesh.device_type)
         if gradients:
-            for gradient in gradients:
-                dtype = torch.promote_types(dtype, gradient.dtype)
             norms = torch._foreach_norm(gradients, 2.0, dtype=dtype)
             total = total + torch.stack([norm.to(total.device) for norm in norms]).double().square().sum()
         for axis in self.axes:

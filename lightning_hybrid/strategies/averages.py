@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.checkpoint.single_file import gather_module_state, load_module_state
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.tensor.shards import ModelShards
 
 # Where the callbacks go through the parameters of both.
 _STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")
@@ -39,7 +39,7 @@ class Averages:
         self._is_resumed = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         self._undo = contextlib.ExitStack()
         self._plan: StagePlan | None = None
-        self._shards: ModelShards | None = None
+        self._parts: HeldParts | None = None
 
     @property
     def copies(self) -> list[nn.Module]:
@@ -50,7 +50,7 @@ class Averages:
         self,
         module: pl.LightningModule,
         plan: StagePlan | None,
-        shards: ModelShards | None,
+        parts: HeldParts | None,
         share: Callable[[], bool],
     ) -> None:
         """Let the copies be in parts as the module is.
@@ -58,7 +58,7 @@ class Averages:
         Args:
             module: With its values.
             plan: Who holds what; None where every rank holds all.
-            shards: What the tensor ranks hold of each layer.
+            parts: What this rank holds of each layer.
             share: Whether this replica gathers what is saved.
 
         Raises:
@@ -72,10 +72,10 @@ class Averages:
             if isinstance(callback, StochasticWeightAveraging):
                 copy.to(callback._device or module.device)  # as it does when it begins to average
             plan.drop_as_root(copy)
-            if shards is not None:
-                shards.cut_parameters(copy)
-            self._in_parts(callback, module, plan, shards, share)
-        self._plan, self._shards = plan, shards
+            if parts is not None:
+                parts.cut_parameters(copy)
+            self._in_parts(callback, module, plan, parts, share)
+        self._plan, self._parts = plan, parts
 
     def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
         """Give a copy that was made before its module had values the values of the module."""
@@ -96,7 +96,7 @@ class Averages:
         callback: Any,
         module: nn.Module,
         plan: StagePlan,
-        shards: ModelShards | None,
+        parts: HeldParts | None,
         share: Callable[[], bool],
     ) -> None:
         average = callback._average_model
@@ -107,11 +107,11 @@ class Averages:
             if not share():
                 return {}
             own = {name: value for name, value in nn.Module.state_dict(average).items() if not name.startswith(prefix)}
-            gathered = gather_module_state(copy, plan, shards, is_copy=True)
+            gathered = gather_module_state(copy, plan, parts, is_copy=True)
             return {**(own if prefix else {}), **{prefix + name: value for name, value in gathered.items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
-            load_module_state(average, state, shards, strict=strict, prefix=prefix)
+            load_module_state(average, state, parts, strict=strict, prefix=prefix)
 
         members: dict[str, Any] = {"state_dict": state_dict, "load_state_dict": load_state_dict}
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
@@ -134,10 +134,10 @@ class Averages:
         self._undo.close()
         if self._plan is not None:
             for copy in self.copies:
-                if self._shards is not None:
-                    self._shards.make_whole(copy)
+                if self._parts is not None:
+                    self._parts.make_whole(copy)
                 self._plan.make_whole(copy)
-            self._plan = self._shards = None
+            self._plan = self._parts = None
 
     def leave(self) -> None:
         """Take back what was put on the callbacks, whatever the copies hold."""

@@ -19,6 +19,7 @@ from lightning_hybrid.checkpoint.single_file import (
     load_module_state,
     own_optimizer_state,
 )
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.strategies.agreement import check_gathered
@@ -38,6 +39,7 @@ class StagedStrategy(MeshStrategy):
         super().__init__(**options)
         self._plan: StagePlan | None = None
         self._shards: ModelShards | None = None
+        self._parts: HeldParts | None = None
         self._is_whole = True
         self._failed = False
         self._failures: Failures | None = None
@@ -55,8 +57,13 @@ class StagedStrategy(MeshStrategy):
 
     @property
     def shards(self) -> ModelShards | None:
-        """What the tensor ranks hold of each layer; None where they hold all."""
+        """How the tensor ranks share each layer; None where they do not."""
         return self._shards
+
+    @property
+    def parts(self) -> HeldParts | None:
+        """What this rank holds of each parameter; None where it holds all of those that are here."""
+        return self._parts
 
     def setup_environment(self) -> None:
         """Join the world, and watch over its ranks from then on."""
@@ -133,8 +140,10 @@ class StagedStrategy(MeshStrategy):
         if self._is_whole or self._plan is None or self._failed:
             return
         self._passes()
+        if self._parts is not None:
+            self._parts.make_whole()
         if self._shards is not None:
-            self._shards.make_whole()
+            self._shards.forget()
         self._plan.make_whole()
         if self._averages is not None:
             self._averages.make_whole()
@@ -152,7 +161,7 @@ class StagedStrategy(MeshStrategy):
             return {}
         self._meet("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         with self._unguarded():
-            return gather_module_state(self.lightning_module, self._plan, self._shards) if self.data_rank == 0 else {}
+            return gather_module_state(self.lightning_module, self._plan, self._parts) if self.data_rank == 0 else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict into what this rank holds."""
@@ -162,17 +171,17 @@ class StagedStrategy(MeshStrategy):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
             with self._unguarded():
-                load_module_state(self.lightning_module, checkpoint["state_dict"], self._shards, strict=strict)
+                load_module_state(self.lightning_module, checkpoint["state_dict"], self._parts, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all pipeline ranks, on the first; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._plan is None or (self._plan.num_ranks == 1 and self._shards is None):
+        if self._plan is None or (self._plan.num_ranks == 1 and self._parts is None):
             return optimizer.state_dict()
         if self._cut_off:
             return {}
-        return gather_optimizer_state(optimizer, self._plan, self._shards) if self.data_rank == 0 else {}
+        return gather_optimizer_state(optimizer, self._plan, self._parts) if self.data_rank == 0 else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank."""
@@ -182,7 +191,7 @@ class StagedStrategy(MeshStrategy):
                 if self._reads is not None:
                     self._reads.adopt_state(optimizer.state)
             else:
-                optimizer.load_state_dict(own_optimizer_state(optimizer, state, self._shards))
+                optimizer.load_state_dict(own_optimizer_state(optimizer, state, self._parts))
             _optimizer_to_device(optimizer, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

@@ -16,6 +16,7 @@ from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.memory.recompute import Policy, Recompute
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
@@ -81,7 +82,7 @@ class SetUpStrategy(VerifyingStrategy):
         self._averages = Averages(trainer)
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
-        self._plan = self._runner = self._shards = self._compiled = None
+        self._plan = self._runner = self._shards = self._parts = self._compiled = None
         self._recomputing, self._policies = None, {}
         if self._recompute is not None and not self._needs_runner():
             recomputation, self._policies = recompute_plain_layers(module, self._recompute)
@@ -91,10 +92,12 @@ class SetUpStrategy(VerifyingStrategy):
             self._record(trainer, module, randomness)
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
-        shards = self.shards
+        parts, shards = self.parts, self.shards
+        if parts is not None:
+            parts.cut_parameters(module)
         if shards is not None:
-            shards.cut(KeyedDraws(shards.rank, self.root_device))
-        self._averages.follow(module, None if self._is_whole else self._plan, shards, lambda: self.data_rank == 0)
+            shards.be_ready(KeyedDraws(shards.rank, self.root_device))
+        self._averages.follow(module, None if self._is_whole else self._plan, parts, lambda: self.data_rank == 0)
         self._compile_units(module, compile_options(self.options.compile), randomness)
         self._announce()
         if is_fitting:
@@ -180,6 +183,7 @@ class SetUpStrategy(VerifyingStrategy):
         )
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(), planner.summary
+            self._parts = HeldParts(module, [self._shards.cut])
         if recorded:
             reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
             self._runner.shard_units(self._units, reads)
@@ -205,9 +209,9 @@ class SetUpStrategy(VerifyingStrategy):
         if plan.num_ranks > 1:
             stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
         self._hook_reads = reads = HookReads(
-            stages, self._shards, parameters, Contents(self.mesh.group("tp"), self.root_device, "tensor")
+            stages, self._parts, parameters, Contents(self.mesh.group("tp"), self.root_device, "tensor")
         )
-        for callback in trainer.callbacks if self._shards is not None else ():  # type: ignore[attr-defined]
+        for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary):
                 self._stop_reads.callback(summarize_wholes(callback, reads))
         self._stop_reads.callback(
@@ -241,11 +245,11 @@ class SetUpStrategy(VerifyingStrategy):
                 " set pipeline_parallel_size=1 and tensor_parallel_size=1"
             )
         self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
-        shards = self._shards
-        parts = None if shards is None else shards.first_held
-        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, parts=parts)
-        if shards is not None:
-            counted = {id(p) for p in module.parameters() if id(p) in counted and shards.holds_first(p)}
+        parts = self._parts
+        counted_parts = None if parts is None else parts.first_held
+        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, parts=counted_parts)
+        if parts is not None:
+            counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
         if self._hook_reads is not None:
             for optimizer in self.optimizers:
                 reads = self._hook_reads.for_optimizer(optimizer)
@@ -255,7 +259,7 @@ class SetUpStrategy(VerifyingStrategy):
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):
-                if shards is not None and shards.has_repeated:
+                if parts is not None and parts.has_repeated:
                     raise ValueError(
                         f"AdaScale cannot count gradients of which several of the {self.layout.tensor_parallel_size}"
                         " tensor ranks hold the same part (key heads fewer than ranks); set a smaller"

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.reads import CutReads
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
@@ -27,7 +29,6 @@ from lightning_hybrid.tensor.cache import PlanCache
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.patterns import TensorPlanError, Wish, wishes_of_model, wishes_of_user
 from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, UnitPlan
-from lightning_hybrid.tensor.reads import CutReads
 from lightning_hybrid.tensor.search import plan_units
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.tensor.units import Calls, seen_calls
@@ -240,12 +241,12 @@ class KeyedDraws:
 
 
 class HookReads:
-    """What hooks of the user read: of all stages, and whole where tensor ranks hold parts."""
+    """What hooks of the user read: of all stages, and whole where ranks hold parts."""
 
     def __init__(
         self,
         stages: GlobalReads | None,
-        shards: ModelShards | None,
+        parts: HeldParts | None,
         parameters: Mapping[str, nn.Parameter],
         contents: Contents,
     ) -> None:
@@ -253,16 +254,16 @@ class HookReads:
 
         Args:
             stages: If there are several.
-            shards: If layers are cut.
+            parts: If parameters are cut.
             parameters: Of the module, by FQN.
-            contents: By which tensor ranks find out that they do not read the same.
+            contents: By which the ranks that hold parts find out that they do not read the same.
         """
         self._stages = stages
         self._contents = contents
         self._cuts = None
-        if shards is not None:
+        if parts is not None:
             note = None if stages is None else stages.note_whole
-            self._cuts = CutReads(shards, parameters, note, self._meet)
+            self._cuts = CutReads(parts, parameters, note, self._meet)
         self._depth = 0
         self._hook = ""
 

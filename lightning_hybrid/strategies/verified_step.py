@@ -102,8 +102,8 @@ class VerifyingStrategy(SteppingStrategy):
         pipeline = self.mesh.group("pp")
         with contextlib.ExitStack() as stack:
             if self.data_rank == 0:
-                if self._shards is not None:
-                    stack.enter_context(self._shards.whole_inside())
+                if self._parts is not None:
+                    stack.enter_context(self._parts.whole_inside())
                 stack.enter_context(whole_on_first(module, self._plan, pipeline))
             if self.global_rank == 0:
                 try:
@@ -198,7 +198,7 @@ class VerifyingStrategy(SteppingStrategy):
             mesh=self.mesh,
             device=self.root_device,
             precision=self._precision(module),
-            shards=self._shards,
+            parts=self._parts,
         )
         self._losses = self._alone = None
         if verdict.first is not None:

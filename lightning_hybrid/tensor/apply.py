@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.parts.placement import Shard, cut
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.randomness import AROUND
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.attention import sharded_attention
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
-from lightning_hybrid.tensor.placement import Shard, cut
 from lightning_hybrid.tensor.plan import LinearLike, UnitPlan
 from lightning_hybrid.tensor.positions import OwnPositions, dealt_of
 from lightning_hybrid.tensor.products import convolution_of, product_of

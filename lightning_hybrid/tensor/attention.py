@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.tensor.placement import Piece, Placement, Shard
+from lightning_hybrid.parts.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.ranks import Ranks, gather, leave
 
 

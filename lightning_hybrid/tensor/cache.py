@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.tensor.authority import Wishes
 from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.prove import prove_again
 from lightning_hybrid.tensor.structure import digest_of

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.attention import attention_placements
 from lightning_hybrid.tensor.authority import Origin, Wishes, check_done, wished_pairs
 from lightning_hybrid.tensor.discover import Pair, discover
 from lightning_hybrid.tensor.parts import Part, plan_of
 from lightning_hybrid.tensor.patterns import TensorPlanError
-from lightning_hybrid.tensor.placement import Placement, Shard
 from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, Group, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.prove import Proof, proof_of
 from lightning_hybrid.tensor.sequence import deal_positions, in_context

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.tensor.placement import Piece, Shard
+from lightning_hybrid.parts.placement import Piece, Shard
 
 
 class CannotShard(RuntimeError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_hybrid.parts.placement import Placement, Replicated, Shard
 from lightning_hybrid.tensor.examples import Example
-from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
 from lightning_hybrid.tensor.plan import Group, LinearLike, Role, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.variants import Variant
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_hybrid.tensor.placement import Placement, Replicated, Shard
+from lightning_hybrid.parts.placement import Placement, Replicated, Shard
 
 Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls

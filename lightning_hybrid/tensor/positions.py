@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.parts.placement import Shard, cut
 from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.later import Later
-from lightning_hybrid.tensor.placement import Shard, cut
 from lightning_hybrid.tensor.ranks import Ranks
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.tensor.placement import Shard, cut, spread
+from lightning_hybrid.parts.placement import Shard, cut, spread
 
 
 class Ranks(Protocol):

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.alike import unit_key
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.authority import Wishes, check_done
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.patterns import TensorPlanError
-from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.units import Calls, compiled_modules
 from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.tensor.placement import Replicated, Shard
+from lightning_hybrid.parts.placement import Replicated, Shard
 from lightning_hybrid.tensor.plan import Group, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.prove import LOOSE_TOLERANCE, TOLERANCE, Proof, difference_of
 from lightning_hybrid.tensor.trial import TrialFailed

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.step.deferred import Deferred
-from lightning_hybrid.tensor.placement import Shard, join, padded
 from lightning_hybrid.tensor.ranks import Ranks
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.parts.placement import Placement, Shard, cut, join
 from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
 from lightning_hybrid.tensor.dealing import Dealing
 from lightning_hybrid.tensor.examples import Example
-from lightning_hybrid.tensor.placement import Placement, Shard, cut, join
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.watch import RegionWatch
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_hybrid.parts.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.discover import Arrangement, Discovery
 from lightning_hybrid.tensor.offsets import local_pieces
-from lightning_hybrid.tensor.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.plan import LinearLike
 
 Attributes = dict[str, dict[str, int]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.tensor.placement import Shard, cut, join
+from lightning_hybrid.parts.placement import Shard, cut, join
 from lightning_hybrid.tensor.prove import TOLERANCE
 from lightning_hybrid.tensor.slices import Vocabulary
 from lightning_hybrid.tensor.trial import ThreadRanks, TrialFailed, on_ranks

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.tensor.offsets import CannotShard, local_index, local_offset, local_sections
-from lightning_hybrid.tensor.placement import Shard
 from lightning_hybrid.tensor.plan import Rule, Site
 
 Args = tuple[Any, ...]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.verify.alone import Alone
 
 # How many times the noise floor is still noise: the perturbed run is one draw out of many.
@@ -108,7 +108,7 @@ def compare_first_step(
     mesh: Mesh,
     device: torch.device,
     precision: str,
-    shards: ModelShards | None = None,
+    parts: HeldParts | None = None,
 ) -> Verdict:
     """Compare losses, gradients and the gradient norm; collective over all ranks.
 
@@ -122,7 +122,7 @@ def compare_first_step(
         mesh: The ranks.
         device: Where messages are.
         precision: As ``precision_of`` names it.
-        shards: What the tensor ranks hold of the parameters.
+        parts: What this rank holds of the parameters.
     """
     box: list[Any] = [None if alone is None else _summary(alone, parameters)]
     if mesh.layout.world_size > 1:
@@ -141,7 +141,7 @@ def compare_first_step(
             if alone is not None:
                 gradient = alone.gradients[name].to(device)
             else:
-                shape = parameter.shape if shards is None else shards.whole_shape(name, parameter)
+                shape = parameter.shape if parts is None else parts.whole_shape(name, parameter)
                 gradient = torch.empty(shape, dtype=one.dtype, device=device)
             if mesh.layout.world_size > 1:
                 dist.broadcast(gradient, src=0)
@@ -149,8 +149,8 @@ def compare_first_step(
             judge.pass_by()
         else:
             own = parameter.grad
-            if shards is not None and own is not None:
-                own = shards.whole_like(parameter, own)
+            if parts is not None and own is not None:
+                own = parts.whole_like(parameter, own)
             judge.gradient(name, own, gradient, one, smallest, stages.get(name, ()))
     if norm is not None:
         judge.number("the norm of all gradients", norm, norm_alone, norm_noise)

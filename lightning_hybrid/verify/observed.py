@@ -115,8 +115,8 @@ class Notes:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
                     gradient = parameter.grad.detach()
-                    if (shards := _shards_of(trainer)) is not None:
-                        gradient = shards.whole_like(parameter, gradient)
+                    if (parts := _parts_of(trainer)) is not None:
+                        gradient = parts.whole_like(parameter, gradient)
                     gradient = gradient.to_dense() if gradient.is_sparse else gradient
                     norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
                     self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
@@ -169,9 +169,9 @@ def held(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str
         tensors: Parameters or buffers, by FQN.
         trainer: Whose strategy may have cut them over tensor ranks; then they are joined, which is collective.
     """
-    shards = _shards_of(trainer)
+    parts = _parts_of(trainer)
     return {
-        name: (tensor if shards is None else shards.whole_of(name, tensor)).detach().to("cpu", copy=True)
+        name: (tensor if parts is None else parts.whole_of(name, tensor)).detach().to("cpu", copy=True)
         for name, tensor in tensors
         if not is_absent(tensor) and not tensor.is_meta
     }
@@ -187,8 +187,8 @@ def leaves_of(loaders: list[Any]) -> dict[str, Tensor]:
     }
 
 
-def _shards_of(trainer: Any) -> Any:
-    return getattr(getattr(trainer, "strategy", None), "shards", None)
+def _parts_of(trainer: Any) -> Any:
+    return getattr(getattr(trainer, "strategy", None), "parts", None)
 
 
 def perturb(module: nn.Module, size: float) -> None:

@@ -16,6 +16,7 @@ FLOORS = [
     {"quiet_exit"},
     {"mesh"},
     {"step"},
+    {"parts"},
     {"pipeline", "tensor", "zero", "experts", "memory", "replicate"},
     {"checkpoint", "verify"},
     {"namespaces"},

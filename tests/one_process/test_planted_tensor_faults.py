@@ -8,10 +8,10 @@ import torch
 from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 from torch import nn
 
+from lightning_hybrid.parts.placement import Replicated, Shard
 from lightning_hybrid.tensor import apply, positions
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.placement import Replicated, Shard
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.prove import proof_of
 

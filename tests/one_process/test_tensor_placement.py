@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.tensor.placement import Piece, Replicated, Shard, cut, join, padded, spread
+from lightning_hybrid.parts.placement import Piece, Replicated, Shard, cut, join, padded, spread
 
 PLACEMENTS = [
     Replicated(),

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_hybrid.parts.placement import cut, join
 from lightning_hybrid.tensor import slice_losses
-from lightning_hybrid.tensor.placement import cut, join
 from lightning_hybrid.tensor.slices import Slice, Vocabulary
 from lightning_hybrid.tensor.trial import TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary import VocabularyUses, choose_cuts

@@ -56,8 +56,8 @@ class Notes(Callback):
         def after_step(optimizer, args, kwargs):
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             assert not any(is_absent(p) or is_absent(p.grad) for p in held)
-            shards = getattr(trainer.strategy, "shards", None)
-            whole = {id(p): p.grad if shards is None else shards.whole_like(p, p.grad) for p in held}
+            parts = getattr(trainer.strategy, "parts", None)
+            whole = {id(p): p.grad if parts is None else parts.whole_like(p, p.grad) for p in held}
             self.fitted.grads.append({names[id(p)]: whole[id(p)].detach().clone() for p in held})
 
         for optimizer in trainer.optimizers:

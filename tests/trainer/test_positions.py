@@ -41,7 +41,7 @@ SEQUENCE = [
 ]
 CONTEXT = [
     Run("GPT2", cp=2, microbatches=1),
-    Run("Encoder", pp=2, cp=2),
+    Run("Encoder", pp=2, cp=2, trainer={"gradient_clip_val": 0.05}),
     *slow(Run("Llama", pp=2, cp=2), Run("T5", cp=2), Run("Bert", cp=2), Run("ViT", dp=2, cp=2)),
 ]
 
@@ -130,7 +130,7 @@ def saved_values(_):
 
 
 def local(unit, plan):
-    from lightning_hybrid.tensor.placement import cut
+    from lightning_hybrid.parts.placement import cut
 
     rank = torch.distributed.get_rank()
     parameters = unit.named_parameters()

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from tensor_blocks import BLOCKS, WIDTH, Block, FusedAttention, tokens
 from torch import nn
 
+from lightning_hybrid.parts.placement import cut, join
 from lightning_hybrid.tensor.apply import sharded
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.offsets import CannotShard
-from lightning_hybrid.tensor.placement import cut, join
 from lightning_hybrid.tensor.ranks import GroupRanks
 
 TOLERANCE = 1e-10

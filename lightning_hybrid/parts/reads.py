@@ -1,10 +1,10 @@
-"""In hooks of the user, a parameter that is cut over the tensor ranks, and its gradient, are the whole ones.
+"""In hooks of the user, a parameter of which this rank holds a part, and its gradient, are the whole ones.
 
     p.shape, p.numel()      those of the whole
-    p.norm(), p.grad.max()  of the whole, which the tensor ranks send each other
+    p.norm(), p.grad.max()  of the whole, which the ranks that hold the parts send each other
     p.grad.mul_(x)          done to the whole, of which each rank keeps its part
 
-What is not read is not sent. All tensor ranks must read the same; they run the same hooks on the same numbers.
+What is not read is not sent. All these ranks must read the same; they run the same hooks on the same numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import flatten_call, rebuild_call
-from lightning_hybrid.tensor.placement import Shard
-from lightning_hybrid.tensor.shards import ModelShards
 
 _IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
 _SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
@@ -32,7 +31,7 @@ class CutReads(TorchFunctionMode):
 
     def __init__(
         self,
-        shards: ModelShards,
+        parts: HeldParts,
         parameters: Mapping[str, Tensor],
         note: Callable[[Tensor, str], None] | None = None,
         meet: Callable[[str], None] = lambda name: None,
@@ -40,20 +39,17 @@ class CutReads(TorchFunctionMode):
         """Begin a run.
 
         Args:
-            shards: What is cut.
+            parts: What is cut.
             parameters: All of the module's, by FQN.
             note: Called with each whole tensor and the FQN of its parameter when it is made.
             meet: Called with the FQN of a parameter before its parts are sent; finds ranks that read something else.
         """
         super().__init__()
-        self._shards, self._note, self._meet = shards, note, meet
-        self._cut = {
-            id(parameter): (name, shards.placements[name])
-            for name, parameter in parameters.items()
-            if name in shards.placements
-        }
+        self._parts, self._note, self._meet = parts, note, meet
+        cut = parts.names
+        self._cut = {id(parameter): name for name, parameter in parameters.items() if name in cut}
         self._wholes: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id of the local tensor: it, version, the whole
-        self._origins: dict[int, tuple[Tensor, int, Tensor, Shard]] = {}  # by id of the whole: it, version, local one
+        self._origins: dict[int, tuple[Tensor, int, Tensor, str]] = {}  # by id of the whole, and its FQN
 
     def make_state_whole(self, state: Mapping[Any, Any]) -> None:
         """Let an optimizer whose steps see wholes keep wholes; collective.
@@ -65,7 +61,7 @@ class CutReads(TorchFunctionMode):
             if self._is_cut(parameter) and isinstance(entries, dict):
                 for name, value in entries.items():
                     if isinstance(value, Tensor):
-                        entries[name] = self._shards.whole_like(parameter, value)
+                        entries[name] = self._parts.whole_like(parameter, value)
 
     def __enter__(self) -> Any:
         """See wholes from now on; what was seen before may have changed."""
@@ -86,7 +82,7 @@ class CutReads(TorchFunctionMode):
             if member == "grad":
                 return self._gradient(name, func, args)
             if member == "data" and name == "__get__":
-                return self._whole(args[0], *self._cut[id(args[0])])
+                return self._whole(args[0], self._cut[id(args[0])])
             if member in _OWN_PROPERTIES:
                 return func(*args, **kwargs)
             if name == "__get__" and member in _SHAPE_PROPERTIES:
@@ -100,7 +96,7 @@ class CutReads(TorchFunctionMode):
         leaves, plain = flatten_call(args, kwargs)
         places = [place for place, leaf in enumerate(leaves) if self._is_cut(leaf)]
         for place in places:
-            leaves[place] = self._whole(leaves[place], *self._cut[id(leaves[place])])
+            leaves[place] = self._whole(leaves[place], self._cut[id(leaves[place])])
         if places:
             args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         out = func(*args, **kwargs)
@@ -115,45 +111,45 @@ class CutReads(TorchFunctionMode):
     def _shape_of(self, local: Tensor) -> Tensor:
         """The whole without content; its shape needs no message."""
         with torch._C.DisableTorchFunction():
-            shape = self._shards.whole_shape(self._cut[id(local)][0], local)
+            shape = self._parts.whole_shape(self._cut[id(local)], local)
             return torch.empty(shape, dtype=local.dtype, device="meta")
 
     def _is_cut(self, leaf: Any) -> bool:
         return id(leaf) in self._cut and not is_absent(leaf)
 
-    def _whole(self, local: Tensor, name: str, placement: Shard) -> Tensor:
+    def _whole(self, local: Tensor, name: str) -> Tensor:
         known = self._wholes.get(id(local))
         if known is not None and known[0] is local and known[1] == local._version:
             return known[2]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._meet(name)
-            whole = self._shards.joined(local.detach(), placement)
-        self._remember(whole, local, placement)
+            whole = self._parts.joined(name, local.detach())
+        self._remember(whole, local, name)
         if self._note is not None:
             self._note(whole, name)
         return whole
 
-    def _remember(self, whole: Tensor, local: Tensor, placement: Shard) -> None:
+    def _remember(self, whole: Tensor, local: Tensor, name: str) -> None:
         self._wholes[id(local)] = local, local._version, whole
-        self._origins[id(whole)] = whole, whole._version, local, placement
+        self._origins[id(whole)] = whole, whole._version, local, name
 
     def _write_back(self, whole: Tensor) -> None:
-        _, _, local, placement = self._origins[id(whole)]
+        _, _, local, name = self._origins[id(whole)]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            local.detach().copy_(self._shards.part(whole.detach(), placement))
-        self._remember(whole, local, placement)
+            local.detach().copy_(self._parts.part(name, whole.detach()))
+        self._remember(whole, local, name)
 
     def _gradient(self, how: str, func: Any, args: Any) -> Any:
         parameter = args[0]
-        name, placement = self._cut[id(parameter)]
+        name = self._cut[id(parameter)]
         if how == "__get__":
             local = func(parameter)
-            return None if local is None else self._whole(local, name, placement)
+            return None if local is None else self._whole(local, name)
         if how == "__set__" and args[1] is not None:
             value = args[1]
             with torch._C.DisableTorchFunction():
                 if id(value) in self._origins and self._origins[id(value)][2] is parameter.grad:
                     return None  # the same, given back
-                parameter.grad = self._shards.part(value.detach(), placement).contiguous()
+                parameter.grad = self._parts.part(name, value.detach()).contiguous()
             return None
         return func(*args)
