@@ -82,7 +82,7 @@ class ParallelLayout:
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         context_parallel_size: int = 1,
-        data_shard_size: int = 1,
+        data_shard_size: int | Literal["all"] = 1,
         expert_parallel_size: int = 1,
     ) -> ParallelLayout:
         """The layout that fills a world of `world_size` ranks.
@@ -93,7 +93,7 @@ class ParallelLayout:
             data_parallel_size: ranks that see different batches (replicate x shard); "auto" takes all that are left.
             tensor_parallel_size: ranks on the tensor axis.
             context_parallel_size: ranks on the context axis.
-            data_shard_size: how many of the data-parallel ranks share one sharded copy; the rest replicate.
+            data_shard_size: how many of the data-parallel ranks share one sharded copy, the rest replicate; or "all".
             expert_parallel_size: ranks that share the experts.
 
         Raises:
@@ -109,7 +109,8 @@ class ParallelLayout:
         for name, size in sizes.items():
             if name != "data_parallel_size" or size != "auto":
                 _check_size(name, size)
-        _check_size("data_shard_size", data_shard_size)
+        if data_shard_size != "all":
+            _check_size("data_shard_size", data_shard_size)
 
         given = {name: size for name, size in sizes.items() if isinstance(size, int)}
         needed = math.prod(given.values())
@@ -119,10 +120,12 @@ class ParallelLayout:
             data_parallel_size = world_size // needed
         elif needed != world_size:
             raise LayoutError(_misfit(given, world_size))
+        if data_shard_size == "all":
+            data_shard_size = data_parallel_size
         if data_parallel_size % data_shard_size:
             raise LayoutError(
-                f"data_shard_size={data_shard_size} does not divide data_parallel_size={data_parallel_size}; "
-                f"set data_shard_size={math.gcd(data_parallel_size, data_shard_size)}"
+                f"shard_size={data_shard_size} does not divide data_parallel_size={data_parallel_size}; "
+                f"set shard_size={math.gcd(data_parallel_size, data_shard_size)}"
             )
         return cls(
             pipeline_parallel_size=pipeline_parallel_size,

@@ -1,10 +1,11 @@
 """The one place that makes process groups: a `ParallelLayout` becomes one `DeviceMesh`.
 
 Every other file names an axis and asks here for its group, its size, or a reduction over it. Besides the five axes of
-the layout there are three flattened ones:
+the layout there are four flattened ones:
 
     data     dp_replicate x dp_shard: ranks that see different batches
     replica  pp x cp x tp: ranks that hold parts of one copy of the model and see the same batch
+    parts    dp_shard x tp: ranks that hold parts of the same parameters
     world    all ranks
 """
 
@@ -25,6 +26,7 @@ from lightning_hybrid.quiet_exit import end_after_gloo
 FLATTENED: Mapping[str, tuple[str, ...]] = {
     "data": ("dp_replicate", "dp_shard"),
     "replica": ("pp", "cp", "tp"),
+    "parts": ("dp_shard", "tp"),
     "world": AXES,
 }
 

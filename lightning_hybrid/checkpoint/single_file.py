@@ -21,15 +21,16 @@ from lightning_hybrid.step.tree import flatten, map_leaves
 
 
 def gather_module_state(
-    root: nn.Module, plan: StagePlan, parts: HeldParts | None = None, *, is_copy: bool = False
+    root: nn.Module, plan: StagePlan, parts: HeldParts | None = None, *, is_copy: bool = False, keep: bool = True
 ) -> dict[str, Any]:
-    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a replica.
+    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a copy.
 
     Args:
         root: The user's module, or a copy of it that is in parts as the module is.
         plan: Of the module.
         parts: What this rank holds of it.
         is_copy: Whether it is a copy.
+        keep: Whether this pipeline wants it; others that hold parts of the same copy only send them.
     """
     local = nn.Module.state_dict(root)
     parameters = {id(parameter) for parameter in root.parameters()}
@@ -48,7 +49,10 @@ def gather_module_state(
         if owner == plan.rank:
             if parts is not None and tensor is not None:
                 value = parts.whole_of(names[id(tensor)], value)
-            mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+            if keep:
+                mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    if not keep:
+        return {}
     whole = plan.gather_object(mine)
     return {key: whole[key] for key in local} if plan.rank == 0 else {}
 
@@ -90,15 +94,21 @@ def load_module_state(
                 value.copy_(state[key] if parts is None else parts.part_of(name, value, state[key]))
 
 
-def gather_optimizer_state(optimizer: Optimizer, plan: StagePlan, parts: HeldParts | None = None) -> dict[str, Any]:
-    """The full state dict of an optimizer on pipeline rank 0; collective over the ranks of a replica."""
+def gather_optimizer_state(
+    optimizer: Optimizer, plan: StagePlan, parts: HeldParts | None = None, *, keep: bool = True
+) -> dict[str, Any]:
+    """The full state dict of an optimizer on pipeline rank 0, as ``gather_module_state``."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     mine = {}
     for key, entry in state["state"].items():
         if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # followed, for a parameter of another rank
             parameter = parameters[key] if parts is not None and isinstance(key, int) else None
-            mine[key] = map_leaves(partial(_whole_leaf, parameter, parts), entry)
+            whole = map_leaves(partial(_whole_leaf, parameter, parts), entry)
+            if keep:
+                mine[key] = whole
+    if not keep:
+        return {}
     merged = plan.gather_object(mine)
     if plan.rank != 0:
         return {}

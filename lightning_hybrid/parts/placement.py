@@ -32,7 +32,7 @@ class Piece:
     Attributes:
         length: Its size in the whole parameter.
         parts: Into how many parts it is cut; divides the number of ranks, and the length if they are equal.
-        uneven: Whether the last part may be smaller than the others.
+        uneven: Whether the last parts may be smaller than the others.
     """
 
     length: int
@@ -40,7 +40,7 @@ class Piece:
     uneven: bool = False
 
     def __post_init__(self) -> None:
-        if self.uneven and self.parts >= 1 and self.part_length(self.parts - 1) > 0:
+        if self.uneven and self.parts >= 1:
             return
         if self.parts < 1 or self.length % self.parts:
             equal = "" if self.uneven else " equal"
@@ -53,7 +53,7 @@ class Piece:
 
     def part_length(self, part: int) -> int:
         """The size of one part."""
-        return min(self.local_length, self.length - part * self.local_length)
+        return max(0, min(self.local_length, self.length - part * self.local_length))
 
     def part_of(self, rank: int, size: int) -> int:
         """Which part a rank holds."""
@@ -86,6 +86,14 @@ class Shard:
         Raises:
             ValueError: There would be nothing left for the last rank.
         """
+        found = cls.shared_out(dim, length, size)
+        if not found.pieces[0].part_length(size - 1):
+            raise ValueError(f"a piece of length {length} cannot be cut into {size} parts, none of them empty")
+        return found
+
+    @classmethod
+    def shared_out(cls, dim: int, length: int, size: int) -> Shard:
+        """One piece with a part for each rank, the last ones smaller, or nothing, if need be."""
         return cls(dim, (Piece(length, size, uneven=length % size > 0),))
 
     def __post_init__(self) -> None:
@@ -116,7 +124,8 @@ class Shard:
         found, offset = [], 0
         for piece in self.pieces:
             part = piece.part_of(rank, size)
-            found.append((offset + part * piece.local_length, piece.part_length(part)))
+            start = min(part * piece.local_length, piece.length)
+            found.append((offset + start, piece.part_length(part)))
             offset += piece.length
         return found
 

@@ -105,7 +105,8 @@ class Job:
         around: Runs a forward in its contexts (autocast, keyed randomness), given the microbatch's index.
         seeds: What the backward of each microbatch's loss starts from.
         parameters: FQN by id of the module's parameters and tracked buffers.
-        before_last_backward: Called with a stage before its last backward.
+        before_backward: Called with a stage, and whether it is its last one, before each backward.
+        after_backward: The same after it.
         repeated_buffers: Where a rank has several stages, the buffers that each of them writes: dict and name.
         reduce: Called with a stage after its last backward.
         after_forwards: Called with this rank's runs by microbatch once its forwards are done and it has time.
@@ -118,7 +119,8 @@ class Job:
     seeds: Sequence[float] = ()
     parameters: Mapping[int, str] = field(default_factory=dict)
     repeated_buffers: Sequence[tuple[dict[str, Any], str]] = ()
-    before_last_backward: Callable[[int], None] = lambda stage: None
+    before_backward: Callable[[int, bool], None] = lambda stage, is_last: None
+    after_backward: Callable[[int, bool], None] = lambda stage, is_last: None
     reduce: Callable[[int], None] = lambda stage: None
     after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
 
@@ -283,8 +285,8 @@ class _Run:
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
-        if not self._backwards_left[stage]:
-            self._job.before_last_backward(stage)
+        is_last = not self._backwards_left[stage]
+        self._job.before_backward(stage, is_last)
         made = self._made.pop((stage, microbatch))
         gradients: dict[int, Tensor] = {}
         for message, tensors in arrived.items():
@@ -302,6 +304,7 @@ class _Run:
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+        self._job.after_backward(stage, is_last)
         received = self._received.pop((stage, microbatch)).leaves()
         for source, target in self._job.program.portals.backward:
             if target == stage:

@@ -57,13 +57,15 @@ class TrainContext:
 
     Attributes:
         seed_factor: What the backward starts from (loss scale / accumulated batches).
-        before_last_backward: Called with a stage before its last backward.
+        before_backward: Called with a stage, and whether it is its last one, before each backward.
+        after_backward: The same after it.
         reduce: Called with a stage after its last backward.
         weigh: Weights of the microbatches given; their shares of the samples if None.
     """
 
     seed_factor: float
-    before_last_backward: Callable[[int], None]
+    before_backward: Callable[[int, bool], None]
+    after_backward: Callable[[int, bool], None]
     reduce: Callable[[int], None]
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
 
@@ -212,7 +214,8 @@ class StepRunner:
             job = dataclasses.replace(
                 job,
                 seeds=[train.seed_factor * weight for weight in weights],
-                before_last_backward=train.before_last_backward,
+                before_backward=train.before_backward,
+                after_backward=train.after_backward,
                 reduce=train.reduce,
             )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)

@@ -51,7 +51,7 @@ class Averages:
         module: pl.LightningModule,
         plan: StagePlan | None,
         parts: HeldParts | None,
-        share: Callable[[], bool],
+        share: Callable[[], tuple[bool, bool]],
     ) -> None:
         """Let the copies be in parts as the module is.
 
@@ -59,7 +59,7 @@ class Averages:
             module: With its values.
             plan: Who holds what; None where every rank holds all.
             parts: What this rank holds of each layer.
-            share: Whether this replica gathers what is saved.
+            share: Whether this rank holds a part of what is saved, and whether its replica keeps it.
 
         Raises:
             ValueError: A copy of a module that was built empty should have got the values of a checkpoint.
@@ -97,17 +97,18 @@ class Averages:
         module: nn.Module,
         plan: StagePlan,
         parts: HeldParts | None,
-        share: Callable[[], bool],
+        share: Callable[[], tuple[bool, bool]],
     ) -> None:
         average = callback._average_model
         copy = _module_of(average)
         prefix = "module." if average is not copy else ""
 
         def state_dict(*_: Any, **__: Any) -> dict[str, Any]:
-            if not share():
+            first, keep = share()
+            if not first:
                 return {}
             own = {name: value for name, value in nn.Module.state_dict(average).items() if not name.startswith(prefix)}
-            gathered = gather_module_state(copy, plan, parts, is_copy=True)
+            gathered = gather_module_state(copy, plan, parts, is_copy=True, keep=keep)
             return {**(own if prefix else {}), **{prefix + name: value for name, value in gathered.items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:

@@ -12,8 +12,14 @@ from lightning_hybrid.replicate.reducer import GradientReducer
 Reducers = dict[int | None, GradientReducer]
 
 
+def stage_of_gradient(plan: StagePlan, name: str) -> int | None:
+    """After which stage's last backward the gradient of a parameter of this rank is complete; None: after all."""
+    stages = [stage for stage in plan.stages_of(name) if stage in plan.stages]
+    return stages[0] if len(plan.ranks_of(name)) == 1 and len(stages) == 1 else None
+
+
 def connect_gradients(
-    module: nn.Module, plan: StagePlan | None, mesh: Mesh
+    module: nn.Module, plan: StagePlan | None, mesh: Mesh, *, averages: bool = True
 ) -> tuple[Reducers, SharedParameters | None, set[int]]:
     """Build the reducers of one rank.
 
@@ -21,6 +27,7 @@ def connect_gradients(
         module: The user's module.
         plan: Which stage holds what; None without stages.
         mesh: The ranks.
+        averages: Whether to build reducers; else somebody else averages over replicas.
 
     Returns:
         A bucketed reducer by stage (None: what is complete only after all stages), the parameters that several
@@ -36,9 +43,6 @@ def connect_gradients(
     own: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
     for name, ranks in holders.items():
         if plan.rank in ranks:
-            stages = [s for s in plan.stages_of(name) if s in plan.stages]
-            # What several stages or ranks hold is complete only after all of them.
-            key = stages[0] if len(ranks) == 1 and len(stages) == 1 else None
-            own.setdefault(key, []).append((name, parameters[name]))
-    reducers: Reducers = {key: GradientReducer(members, data) for key, members in own.items()}
+            own.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
+    reducers: Reducers = {key: GradientReducer(members, data) for key, members in own.items()} if averages else {}
     return reducers, SharedParameters(holders, parameters, mesh.group("pp")), counted

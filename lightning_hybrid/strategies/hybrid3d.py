@@ -36,6 +36,11 @@ class Hybrid3DStrategy(SetUpStrategy):
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
+        zero_stage: What replicas share out instead of each holding all of it (ZeRO): 1 optimizer states, 2 gradients
+            too, 3 parameters too; 0 nothing.
+        shard_size: Replicas that share one copy; others hold further copies. All of them if None.
+        reshard_after_forward: Whether each layer's parameters are gathered for its forward and its backward alone, and
+            its gradients reduced for each microbatch, or all of them once per step; "auto" by the memory that is free.
         recompute: Layers that keep their inputs alone and are computed again in the backward: "full" for all, n for
             every n-th, names with wildcards, or a mapping of names to "full" or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
@@ -75,6 +80,9 @@ class Hybrid3DStrategy(SetUpStrategy):
         *,
         context_parallel_size: int = 1,
         sequence_parallel: bool = False,
+        zero_stage: Literal[0, 1, 2, 3] = 0,
+        shard_size: int | None = None,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         recompute: Recompute | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
@@ -101,6 +109,9 @@ class Hybrid3DStrategy(SetUpStrategy):
             pipeline_cuts=pipeline_cuts,
             batch_splitter=batch_splitter,
             sequence_parallel=sequence_parallel,
+            zero_stage=zero_stage,
+            shard_size=shard_size,
+            reshard_after_forward=reshard_after_forward,
             recompute=recompute,
             microbatch_weight=microbatch_weight,
             tensor_parallel_plan=tensor_parallel_plan,

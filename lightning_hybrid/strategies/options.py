@@ -35,6 +35,9 @@ class Options:
     pipeline_cuts: Sequence[str] | None
     batch_splitter: BatchSplitter | None
     sequence_parallel: bool
+    zero_stage: int
+    shard_size: int | None
+    reshard_after_forward: bool | Literal["auto"]
     recompute: Recompute | None
     microbatch_weight: MicrobatchWeight | None
     tensor_parallel_plan: dict[str, str] | None
@@ -44,6 +47,7 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse options that can be right in no world."""
         self._check_sizes()
+        self._check_zero()
         check_recompute(self.recompute)
         if self.schedule not in SCHEDULE_NAMES:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
@@ -85,6 +89,30 @@ class Options:
                 f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of"
                 " them to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
             )
+
+    def _check_zero(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
+            raise ValueError(
+                f"zero_stage={self.zero_stage!r}; use 0 (replicas), 1 (optimizer states are shared out), 2 (gradients"
+                " too) or 3 (parameters too)"
+            )
+        if self.shard_size is not None:
+            if not _is_count(self.shard_size):
+                raise LayoutError(f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number")
+            if not self.zero_stage:
+                raise ValueError(
+                    f"shard_size={self.shard_size} says how many replicas share a copy; set zero_stage=1, 2 or 3"
+                )
+        if self.reshard_after_forward not in (True, False, "auto"):
+            raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r}; use True, False or 'auto'")
+
+    @property
+    def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
+        """The sizes of the layout."""
+        shard: int | Literal["all"] = 1
+        if self.zero_stage:
+            shard = "all" if self.shard_size is None else self.shard_size
+        return {**self.sizes, "data_shard_size": shard}
 
     @property
     def microbatches(self) -> int | None:

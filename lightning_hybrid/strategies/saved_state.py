@@ -135,6 +135,11 @@ class StagedStrategy(MeshStrategy):
             if guard is not None:
                 self._guard = module.register_state_dict_post_hook(check_gathered)
 
+    @property
+    def _in_first_copy(self) -> bool:
+        """Whether this rank holds a part of the copy of the module that is written to files."""
+        return self.mesh.rank_in("dp_replicate") == 0
+
     def make_whole(self) -> None:
         """Give every rank the whole module again; collective."""
         if self._is_whole or self._plan is None or self._failed:
@@ -161,7 +166,9 @@ class StagedStrategy(MeshStrategy):
             return {}
         self._meet("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         with self._unguarded():
-            return gather_module_state(self.lightning_module, self._plan, self._parts) if self.data_rank == 0 else {}
+            if not self._in_first_copy:
+                return {}
+            return gather_module_state(self.lightning_module, self._plan, self._parts, keep=self.data_rank == 0)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict into what this rank holds."""
@@ -181,7 +188,9 @@ class StagedStrategy(MeshStrategy):
             return optimizer.state_dict()
         if self._cut_off:
             return {}
-        return gather_optimizer_state(optimizer, self._plan, self._parts) if self.data_rank == 0 else {}
+        if not self._in_first_copy:
+            return {}
+        return gather_optimizer_state(optimizer, self._plan, self._parts, keep=self.data_rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank."""

@@ -16,7 +16,7 @@ from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.memory.recompute import Policy, Recompute
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
-from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
@@ -45,6 +45,7 @@ from lightning_hybrid.strategies.tensor_parallel import (
 from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
+from lightning_hybrid.strategies.zero_stages import check_shard, hold_in_evaluation, share_out, zero_cut
 
 
 class SetUpStrategy(VerifyingStrategy):
@@ -52,12 +53,13 @@ class SetUpStrategy(VerifyingStrategy):
 
     def __init__(self, *, options: Options, **lightning: Any) -> None:
         """Args: options: what was asked for. lightning: as ``VerifyingStrategy``."""
-        super().__init__(sizes=options.sizes, microbatch_weight=options.microbatch_weight, **lightning)
+        super().__init__(sizes=options.mesh_sizes, microbatch_weight=options.microbatch_weight, **lightning)
         self.options = options
         self._recompute, self._policies = options.recompute, dict[str, Policy]()
         self._plan_summary = ""
         self._whole_again: pl.Callback | None = None
         self._hook_reads: HookReads | None = None
+        self._zero_cut: AxisCut | None = None
         self._stop_reads = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -69,6 +71,7 @@ class SetUpStrategy(VerifyingStrategy):
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
+            check_shard(self.options.zero_stage, self.mesh)
             check_module(
                 module, self.layout, self._layer_sync, self.options.microbatches, in_parts=self._needs_runner()
             )
@@ -82,7 +85,7 @@ class SetUpStrategy(VerifyingStrategy):
         self._averages = Averages(trainer)
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
-        self._plan = self._runner = self._shards = self._parts = self._compiled = None
+        self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = self._zero_cut = None
         self._recomputing, self._policies = None, {}
         if self._recompute is not None and not self._needs_runner():
             recomputation, self._policies = recompute_plain_layers(module, self._recompute)
@@ -95,9 +98,12 @@ class SetUpStrategy(VerifyingStrategy):
         parts, shards = self.parts, self.shards
         if parts is not None:
             parts.cut_parameters(module)
+            self._share_out(trainer, module)
         if shards is not None:
             shards.be_ready(KeyedDraws(shards.rank, self.root_device))
-        self._averages.follow(module, None if self._is_whole else self._plan, parts, lambda: self.data_rank == 0)
+        self._averages.follow(
+            module, None if self._is_whole else self._plan, parts, lambda: (self._in_first_copy, self.data_rank == 0)
+        )
         self._compile_units(module, compile_options(self.options.compile), randomness)
         self._announce()
         if is_fitting:
@@ -130,7 +136,7 @@ class SetUpStrategy(VerifyingStrategy):
     @property
     def _in_parts_by_layout(self) -> bool:
         """Whether a rank holds a part of the module only."""
-        return self.layout.pipeline_parallel_size > 1 or self._shares_layers
+        return self.layout.pipeline_parallel_size > 1 or self._shares_layers or self.layout.data_shard_size > 1
 
     @property
     def _shares_layers(self) -> bool:
@@ -183,10 +189,12 @@ class SetUpStrategy(VerifyingStrategy):
         )
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(), planner.summary
-            self._parts = HeldParts(module, [self._shards.cut])
         if recorded:
             reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
             self._runner.shard_units(self._units, reads)
+            self._plan_parts(trainer, module)
+            if self._zero_cut is not None:
+                self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
             recomputation, self._policies = recompute_layers(
@@ -201,6 +209,33 @@ class SetUpStrategy(VerifyingStrategy):
                 self._whole_again = whole_again_callback(self)
                 trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
 
+    def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Say what this rank will hold of each parameter."""
+        cuts = [] if self._shards is None else [self._shards.cut]
+        if self.options.zero_stage and trainer.state.fn == TrainerFn.FITTING:
+            self._zero_cut = zero_cut(module, self.mesh, cuts[0] if cuts else None)
+            cuts.append(self._zero_cut)
+        if cuts:
+            self._parts = HeldParts(module, cuts)
+
+    def _share_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Be ready to gather the parameters that are cut over replicas."""
+        if self._zero_cut is None:
+            return
+        assert self._plan is not None
+        self._zero = share_out(
+            module,
+            self._plan,
+            self._zero_cut,
+            self.mesh,
+            self.root_device,
+            stage=self.options.zero_stage,
+            reshard_after_forward=self.options.reshard_after_forward,
+            agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
+        )
+        self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
+        self._stop_reads.callback(hold_in_evaluation(trainer, self._zero))
+
     def _read_globally(self, trainer: pl.Trainer, module: pl.LightningModule, plan: StagePlan) -> None:
         """Let hooks of the user read gradients and parameters of all stages."""
         parameters = dict(module.named_parameters())
@@ -209,7 +244,7 @@ class SetUpStrategy(VerifyingStrategy):
         if plan.num_ranks > 1:
             stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
         self._hook_reads = reads = HookReads(
-            stages, self._parts, parameters, Contents(self.mesh.group("tp"), self.root_device, "tensor")
+            stages, self._parts, parameters, Contents(self.mesh.group("parts"), self.root_device, "layer's")
         )
         for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary):
@@ -244,7 +279,9 @@ class SetUpStrategy(VerifyingStrategy):
                 "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
                 " set pipeline_parallel_size=1 and tensor_parallel_size=1"
             )
-        self._reducers, self._shared, counted = connect_gradients(module, self._plan, self.mesh)
+        self._reducers, self._shared, counted = connect_gradients(
+            module, self._plan, self.mesh, averages=self._zero is None
+        )
         parts = self._parts
         counted_parts = None if parts is None else parts.first_held
         self.precision_plugin.connect_mesh(self.mesh, lambda: counted, parts=counted_parts)
@@ -291,5 +328,8 @@ class SetUpStrategy(VerifyingStrategy):
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers = {}
+        if self._zero is not None:
+            self._zero.close()
+            self._zero = None
         if not self._failed:
             super().teardown()

@@ -29,6 +29,7 @@ from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 class SteppingStrategy(StagedStrategy):
@@ -45,6 +46,7 @@ class SteppingStrategy(StagedStrategy):
         self._runner: StepRunner | None = None
         self._shared: SharedParameters | None = None
         self._reducers: dict[int | None, GradientReducer] = {}
+        self._zero: ZeroSharding | None = None
         self._backward_syncs = True
         self._grads_complete = True  # summed over stages and averaged over replicas
         self._evaluated = 0
@@ -83,13 +85,14 @@ class SteppingStrategy(StagedStrategy):
         is_first = batch_idx % accumulated == 0
         deposit = Deposit(trained, zeroed_later=is_first or unused, seeded=seed_factor, shown=shown)
         weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
-        train = TrainContext(seed_factor, self._before_last_backward, self._reduce_stage, weigh)
+        train = TrainContext(seed_factor, self._before_backward, self._after_backward, self._reduce_stage, weigh)
         result = self._run("training_step", args, train)
         self._grads_complete = self._backward_syncs
         if self._backward_syncs:
             if self._shared is not None:
                 self._shared.sum_gradients()
-            self._reducers[None].reduce()
+            if self._zero is None:
+                self._reducers[None].reduce()
         assert result.loss is not None
         loss = deposit.wrap(result.loss)
         if isinstance(result.output, Mapping):
@@ -141,9 +144,15 @@ class SteppingStrategy(StagedStrategy):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _before_last_backward(self, stage: int) -> None:
-        if self._backward_syncs and stage in self._reducers:
+    def _before_backward(self, stage: int, is_last: bool) -> None:
+        if self._zero is not None:
+            self._zero.before_backward(stage, is_last)
+        elif is_last and self._backward_syncs and stage in self._reducers:
             self._reducers[stage].arm()
+
+    def _after_backward(self, stage: int, is_last: bool) -> None:
+        if self._zero is not None:
+            self._zero.after_backward(stage, is_last)
 
     def _reduce_stage(self, stage: int) -> None:
         if self._backward_syncs and stage in self._reducers:
@@ -157,7 +166,8 @@ class SteppingStrategy(StagedStrategy):
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
         share = name == "predict_step" or output_is_read(self._trainer, name)
-        with self.user_world():  # once: each forward and backward runs code of the user's
+        gathered = nullcontext() if self._zero is None else self._zero.step(trains=train is not None)
+        with self.user_world(), gathered:  # once: each forward and backward runs code of the user's
             result = runner.run(
                 name,
                 getattr(module, name),

@@ -101,9 +101,9 @@ class VerifyingStrategy(SteppingStrategy):
         failure, gave_loss = "", True
         pipeline = self.mesh.group("pp")
         with contextlib.ExitStack() as stack:
+            if self._in_first_copy and self._parts is not None:
+                stack.enter_context(self._parts.whole_inside())
             if self.data_rank == 0:
-                if self._parts is not None:
-                    stack.enter_context(self._parts.whole_inside())
                 stack.enter_context(whole_on_first(module, self._plan, pipeline))
             if self.global_rank == 0:
                 try:

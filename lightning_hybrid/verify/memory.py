@@ -34,7 +34,7 @@ def shortage(parameters: Iterable[Tensor], device: torch.device, activation_byte
     if device.type == "cpu":
         on_device, on_host = 0.0, on_host + on_device
     for where, needed, free in (
-        (str(device), on_device, _free_on(device)),
+        (str(device), on_device, math.inf if device.type == "cpu" else free_bytes(device)),
         ("the host", on_host, free_on_host()),
     ):
         if needed > free:
@@ -45,9 +45,10 @@ def shortage(parameters: Iterable[Tensor], device: torch.device, activation_byte
     return ""
 
 
-def _free_on(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
+    """Bytes that tensors of this process may still take on a device."""
     if device.type != "cuda":
-        return math.inf
+        return free_on_host() if device.type == "cpu" else math.inf
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 

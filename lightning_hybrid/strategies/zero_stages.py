@@ -1,0 +1,164 @@
+"""ZeRO in a strategy: which parameters are shared out together, by which policy, and who must be asked for wholes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import AxisCut
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.strategies.gradients import stage_of_gradient
+from lightning_hybrid.verify.memory import free_bytes
+from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, shard_placement
+from lightning_hybrid.zero.sharding import Stage, ZeroSharding
+
+# Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
+_SHARE = 0.25
+
+
+def check_shard(stage: int, mesh: Mesh) -> None:
+    """Refuse a stage that shares nothing out.
+
+    Raises:
+        LayoutError: There is one replica.
+    """
+    if stage and mesh.size("dp_shard") == 1:
+        raise LayoutError(
+            f"zero_stage={stage} shares the state of a model out over replicas, and this layout has shards of 1 replica"
+            f" (data_parallel_size={mesh.layout.data_parallel_size}); set zero_stage=0, or more devices, or fewer"
+            " pipeline stages or tensor ranks"
+        )
+
+
+def zero_cut(module: nn.Module, mesh: Mesh, tensor: AxisCut | None) -> AxisCut:
+    """Where the parts of each parameter lie.
+
+    Args:
+        module: The user's, before it is cut.
+        mesh: The ranks.
+        tensor: What tensor ranks hold of each parameter.
+    """
+    group = mesh.group("dp_shard")
+    placements = {}
+    for name, parameter in module.named_parameters():
+        shape = list(parameter.shape)
+        if tensor is not None and name in tensor.placements:
+            placement = tensor.placements[name]
+            shape[placement.dim] = tensor.local_length(placement)
+        found = shard_placement(torch.Size(shape), group.size())
+        if found is not None:
+            placements[name] = found
+    return AxisCut(group, placements)
+
+
+def share_out(
+    module: nn.Module,
+    plan: StagePlan,
+    cut: AxisCut,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    stage: int,
+    reshard_after_forward: bool | str,
+    agree: Callable[[bool], bool],
+) -> ZeroSharding:
+    """Group the parameters of this rank, which hold its parts already.
+
+    Args:
+        module: The user's.
+        plan: Who holds what.
+        cut: Where the parts lie.
+        mesh: The ranks.
+        device: Of this rank.
+        stage: Of ZeRO.
+        reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
+        agree: Whether any rank says so; collective.
+    """
+    assert plan.first is not None
+    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"))
+    layers = find_layers(plan.first.recording.units)
+    layer_of = _layers_of(module, layers, plan)
+    members: dict[tuple[Stage, str, torch.dtype], dict[str, nn.Parameter]] = {}
+    order = {fqn: number for number, fqn in enumerate(["", *layers])}
+    own = {name: p for name, p in module.named_parameters() if not is_absent(p)}
+    for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
+        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype
+        members.setdefault(key, {})[name] = parameter
+    groups: dict[Stage, list[ParameterGroup]] = {}
+    for (of, fqn, _), parameters in members.items():
+        group = ParameterGroup(fqn, parameters, cut.placements, ranks, keeps_whole=stage < 3)
+        groups.setdefault(of, []).append(group)
+    if reshard_after_forward == "auto":
+        wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
+        reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
+    return ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
+
+
+def _layers_of(module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan) -> dict[str, str]:
+    """The layer that alone reads a parameter, by the parameter's FQN."""
+    assert plan.first is not None
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    by_step = {name for node in plan.first.recording.graph.nodes if node.unit is None for name in node.parameters}
+    found: dict[str, str] = {}
+    several: set[str] = set()
+    for fqn, layer in layers.items():
+        for parameter in layer.parameters():
+            name = names[id(parameter)]
+            if name in found:
+                several.add(name)
+            found[name] = fqn
+    held_outside = _held_outside(module, layers)
+    return {n: fqn for n, fqn in found.items() if n not in several | by_step | held_outside}
+
+
+def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+    """Parameters that some module outside of all layers holds too."""
+    inside = {id(inner) for layer in layers.values() for inner in layer.modules()}
+    outside = {id(p) for inner in module.modules() if id(inner) not in inside for p in inner._parameters.values()}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in outside}
+
+
+def _whole_bytes(parameter: nn.Parameter) -> int:
+    shape: Any = parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)
+    return torch.Size(shape).numel() * parameter.element_size()
+
+
+def hold_in_evaluation(trainer: Any, zero: ZeroSharding) -> Callable[[], None]:
+    """Gather wholes once for each validation: after callbacks have put other weights in place, before its first batch.
+
+    Args:
+        trainer: About to fit.
+        zero: Of this rank.
+
+    Returns:
+        What undoes it.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    before = {name: vars(loop).get(name) for name in ("on_run_start", "on_run_end")}
+    start, end = loop.on_run_start, loop.on_run_end
+
+    def on_run_start(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        zero.begin_evaluation()
+
+    def on_run_end(*args: Any, **kwargs: Any) -> Any:
+        zero.end_evaluation()
+        return end(*args, **kwargs)
+
+    loop.on_run_start, loop.on_run_end = on_run_start, on_run_end
+
+    def undo() -> None:
+        for name, member in before.items():
+            if member is None:
+                vars(loop).pop(name, None)
+            else:
+                vars(loop)[name] = member
+
+    return undo

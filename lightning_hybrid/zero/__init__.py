@@ -1,0 +1,1 @@
+"""ZeRO: parameters, gradients and optimizer states shared out over the ranks of a shard."""

@@ -1,0 +1,354 @@
+"""Parameters of one layer that ranks share out: gathered together, freed together, their gradients reduced together.
+
+    at rest         each rank holds its part of each parameter, of its gradient and of its optimizer's state
+    gather          all_gather of the parts; the parameters are whole
+    forward, backward
+    reduce          each rank gets its part of the gradients, averaged over all replicas (a reduce-scatter)
+    rest            the wholes are freed (ZeRO-3), or kept for the next gather to write into (ZeRO-1 and 2)
+
+Whole or part, it is the user's own ``Parameter`` object: what changes is its data. One message carries all parameters
+of one dtype, rank by rank, each rank's part padded to the size of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.placement import Shard
+
+# torch 2.13 gave the collectives on single tensors new names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """The ranks that share out parameters.
+
+    Attributes:
+        shard: Those among which the parts of one copy lie.
+        replicate: Those that hold the same part of other copies.
+    """
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks whose gradients are averaged: they all see other data."""
+        return self.shard.size() * self.replicate.size()
+
+
+class ParameterGroup:
+    """Parameters that are gathered, freed and reduced together.
+
+    Attributes:
+        fqn: Of the layer, for messages.
+        parameters: By FQN.
+        keeps_whole: Whether the memory of wholes is kept at rest.
+        is_whole: Whether parameters hold wholes.
+        trained: FQNs of those that take gradients in this step.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        parameters: Mapping[str, nn.Parameter],
+        placements: Mapping[str, Shard],
+        ranks: ShardRanks,
+        *,
+        keeps_whole: bool,
+    ) -> None:
+        """At rest.
+
+        Args:
+            fqn: Of the layer.
+            parameters: By FQN; of one dtype, and holding this rank's parts.
+            placements: Of those that are cut; the others are whole on every rank.
+            ranks: That share them out.
+            keeps_whole: Whether the memory of wholes is kept at rest.
+        """
+        self.fqn, self.parameters, self._ranks, self.keeps_whole = fqn, dict(parameters), ranks, keeps_whole
+        self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
+        self._cut = {name: placements[name] for name in parameters if name in placements}
+        self._parts = {name: parameters[name].data for name in self._cut}
+        self._wholes: dict[str, Tensor] = {}
+        self._gathering: tuple[dist.Work, Tensor] | None = None
+        self._reducing: tuple[dist.Work | None, Tensor, list[str]] | None = None
+        self._gradients: dict[str, Tensor | None] = {}  # this rank's parts, while parameters are whole
+        self.is_whole = False
+        self._is_held = False
+        self._seen_at_hold: dict[str, tuple[int, int]] = {}
+        self.trained: list[str] = []
+        self.num_missing = 0  # gradients that the backward has not accumulated yet
+        first = next(iter(parameters.values()))
+        self._like = first.data.new_empty(0)
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch_gather(self) -> None:
+        """Send this rank's parts; does not wait."""
+        if self._gathering is not None or self._is_held or not self._cut:
+            return
+        message = self._like.new_zeros(self._part_numel)
+        for name, offset in self._offsets.items():
+            part = self._parts[name]
+            message[offset : offset + part.numel()].view(part.shape).copy_(part)
+        received = self._like.new_empty(self._size * message.numel())
+        work = _all_gather(received, message, group=self._ranks.shard, async_op=True)
+        self._gathering = work, received
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Wait for all parts: the parameters are whole from now on, their gradients new ones."""
+        if self.is_whole:
+            return
+        if self._is_held:
+            self._check_unchanged()
+        self.launch_gather()
+        if self._gathering is not None:
+            work, received = self._gathering
+            work.wait()
+            self._gathering = None
+            for name in self._cut:
+                self._unpack(name, received)
+        for name, parameter in self.parameters.items():
+            if name not in self._gradients:
+                self._gradients[name] = parameter.grad
+                parameter.grad = None
+            if name in self._cut:
+                parameter.data = self._wholes[name]
+        self.is_whole = True
+
+    def _unpack(self, name: str, received: Tensor) -> None:
+        placement, part = self._cut[name], self._parts[name]
+        whole = self._wholes.get(name)
+        if whole is None:
+            shape = list(part.shape)
+            shape[placement.dim] = placement.length
+            whole = self._wholes[name] = part.new_empty(shape)
+        stride, offset = self._part_numel, self._offsets[name]
+        for rank in range(self._size):
+            if rank == self._rank and self.keeps_whole and part.untyped_storage() is whole.untyped_storage():
+                continue  # this rank's part is a view of it
+            ((start, length),) = placement.ranges(rank, self._size)
+            shape = list(part.shape)
+            shape[placement.dim] = length
+            place = rank * stride + offset
+            sent = received[place : place + _numel(shape)].view(shape)
+            whole.narrow(placement.dim, start, length).copy_(sent)
+        if self.keeps_whole:
+            self._parts[name] = self._own_part(name, whole)
+
+    def _own_part(self, name: str, whole: Tensor) -> Tensor:
+        placement = self._cut[name]
+        ((start, length),) = placement.ranges(self._rank, self._size)
+        return whole.narrow(placement.dim, start, length)
+
+    def free(self) -> None:
+        """Free the memory of wholes between a layer's forward and its backward; parameters keep the wholes' shape."""
+        if self.is_whole and not self.keeps_whole:
+            self._write_back()
+            for name in self._cut:
+                self.parameters[name].data = _nothing(self.parameters[name])
+            self._wholes = {}
+            self.is_whole = False
+
+    def rest(self) -> None:
+        """Parameters hold their parts, and the parts of their gradients."""
+        if self._gathering is not None:  # of a layer that was not called
+            self._gathering[0].wait()
+            self._gathering = None
+        if self.is_whole and not self.keeps_whole and not self._is_held:
+            self._write_back()
+        for name in self._cut:
+            parameter = self.parameters[name]
+            parameter.grad = None
+            parameter.data = self._parts[name]
+        for name, gradient in self._gradients.items():
+            self.parameters[name].grad = gradient
+        self._gradients = {}
+        if not self.keeps_whole and not self._is_held:
+            self._wholes = {}
+        self.is_whole = False
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """What a step may have written to wholes."""
+        for name in self._cut:
+            self._parts[name].copy_(self._own_part(name, self._wholes[name]))
+
+    def hold(self) -> None:
+        """Gather, and rest without freeing: gathers need no other rank until `let_go`."""
+        self.gather()
+        self._is_held = True
+        self.rest()
+        self._seen_at_hold = self._state_of_parts()
+
+    def let_go(self) -> None:
+        """Free what was held."""
+        self._is_held = False
+        self.rest()
+
+    def _state_of_parts(self) -> dict[str, tuple[int, int]]:
+        return {name: (self.parameters[name]._version, self.parameters[name].data_ptr()) for name in self._cut}
+
+    def _check_unchanged(self) -> None:
+        now = self._state_of_parts()
+        changed = [name for name, seen in self._seen_at_hold.items() if now[name] != seen]
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} and {len(changed) - 1} other parameters of {self.fqn or 'the module'} were changed"
+                " between the batches of an evaluation, for which they had been gathered; change them before it begins"
+                " (on_validation_epoch_start is early enough), or set zero_stage=0"
+            )
+
+    def whole(self, name: str) -> Tensor:
+        """The whole of one of the parameters; it must be gathered."""
+        return self._wholes[name]
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        """Which whole lies in a storage."""
+        pointer = storage.data_ptr()
+        for name, whole in self._wholes.items():
+            if whole.untyped_storage().data_ptr() == pointer and whole.numel():
+                return name
+        return None
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch_reduce(self) -> None:
+        """Send what this rank has of the gradients, and forget it; does not wait.
+
+        Raises:
+            TypeError: A gradient is sparse.
+        """
+        names = self.trained
+        if not names or self._reducing is not None:
+            return
+        offsets, length = self._gradient_offsets(names)
+        message = self._like.new_zeros(self._size, length + len(names))
+        factor = 1.0 / self._ranks.num_replicas
+        for index, name in enumerate(names):
+            parameter = self.parameters[name]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise TypeError(
+                    f"{name} has a sparse gradient, which ranks cannot share out; set sparse=False, or zero_stage=0"
+                )
+            message[:, length + index] = 1.0
+            for rank in range(self._size):
+                part = self._part_of(name, gradient, rank)
+                place = message[rank, offsets[name] : offsets[name] + part.numel()]
+                torch.mul(part, factor, out=place.view(part.shape))
+        self._reducing = (*self._scattered(message), list(names))
+
+    def _scattered(self, message: Tensor) -> tuple[dist.Work | None, Tensor]:
+        group = self._ranks.shard
+        if self._size == 1:
+            return None, message
+        if dist.get_backend(group) == "gloo":  # whose reduce-scatter is an all-reduce of everything
+            received = torch.empty_like(message)
+            return dist.all_to_all_single(received, message, group=group, async_op=True), received
+        received = message.new_empty(1, message.shape[1])
+        return _reduce_scatter(received, message, group=group, async_op=True), received
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Wait, and add the averages to this rank's parts of the gradients.
+
+        Raises:
+            RuntimeError: A parameter got a further gradient while its average was under way.
+        """
+        if self._reducing is None:
+            return
+        work, received, names = self._reducing
+        self._reducing = None
+        if work is not None:
+            work.wait()
+        total = received.sum(0) if received.shape[0] > 1 else received[0]
+        if self._ranks.replicate.size() > 1:
+            dist.all_reduce(total, group=self._ranks.replicate)
+        offsets, length = self._gradient_offsets(names)
+        present = total[length:].tolist()
+        for name, has in zip(names, present, strict=True):
+            if self.parameters[name].grad is not None:
+                raise RuntimeError(
+                    f"{name} got another gradient after its average was under way; set use_reentrant=False where a"
+                    " checkpointed part shares this parameter"
+                )
+            if not has:
+                continue
+            shape = (self._parts[name] if name in self._cut else self.parameters[name]).shape
+            new = total[offsets[name] : offsets[name] + _numel(shape)].view(shape)
+            before = self._gradients.get(name)
+            self._gradients[name] = new.clone() if before is None else before + new
+
+    def _part_of(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        placement = self._cut.get(name)
+        if placement is None:
+            return whole
+        ((start, length),) = placement.ranges(rank, self._size)
+        return whole.narrow(placement.dim, start, length)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _part_numel(self) -> int:
+        return sum(map(self._largest_part, self._cut))
+
+    @property
+    def _offsets(self) -> dict[str, int]:
+        return _offsets_of({name: self._largest_part(name) for name in self._cut})[0]
+
+    def _gradient_offsets(self, names: Sequence[str]) -> tuple[dict[str, int], int]:
+        return _offsets_of({n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names})
+
+    def _largest_part(self, name: str) -> int:
+        placement, shape = self._cut[name], list(self._parts[name].shape)
+        shape[placement.dim] = placement.local_length
+        return _numel(shape)
+
+
+def _offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += size
+    return offsets, end
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    """Something of the shape of a whole that holds no memory; whoever reads it gets no numbers."""
+    content: Any = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    return parameter.data.new_full((), content).expand(parameter.shape)
+
+
+def shard_placement(shape: torch.Size, size: int) -> Shard | None:
+    """Where the parts of a parameter lie: along its first dim, or its longest if that is too short for all ranks.
+
+    Args:
+        shape: What there is to share out.
+        size: Number of ranks.
+
+    Returns:
+        None for a single number, which every rank keeps.
+    """
+    if shape.numel() <= 1:
+        return None
+    dim = 0 if shape[0] >= size else max(range(len(shape)), key=lambda d: shape[d])
+    return Shard.shared_out(dim, shape[dim], size)

@@ -1,0 +1,266 @@
+"""When the parameters of a rank are gathered, when their gradients are reduced, and when both are freed again.
+
+Two policies, with the same numbers:
+
+* once per step: all layers are gathered as the step begins, each one's gradients are reduced in the step's last
+  backward, and everything is freed at its end. One gather and one reduction per step, whatever the number of
+  microbatches; within the step this rank holds all of its stages.
+* for each layer: gathered before its forward, freed after it, gathered again for its backward, its gradients reduced
+  and freed after that, for each microbatch. Within the step this rank holds two layers at a time.
+
+[Note: one order] Collectives match by their order, so all ranks of a shard must launch the same ones in the same order.
+Gathers of the first policy, and reductions under both, go in the order of the layers, whatever order a rank's code
+takes. Gathers of the second policy follow the calls: there all ranks must call the same layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.zero.group import ParameterGroup, ShardRanks
+
+Stage = int | None  # None: complete only after all stages of this rank
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that share out parameters are about to train different ones."""
+
+
+class ZeroSharding:
+    """The parameters of one rank's stages, shared out over the ranks of a shard.
+
+    Attributes:
+        per_layer: Whether each layer is gathered for itself (the second policy).
+        recomputed: FQNs of layers whose forward runs again before their backward, and gathers for that.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        groups: Mapping[Stage, Sequence[ParameterGroup]],
+        ranks: ShardRanks,
+        device: torch.device,
+        *,
+        per_layer: bool,
+    ) -> None:
+        """Begin at rest.
+
+        Args:
+            root: The user's module.
+            groups: By the stage after whose last backward their gradients are complete; each in forward order. The FQN
+                of a group is that of a layer whose forward is all that reads its parameters, or "".
+            ranks: That share them out.
+            device: Of this rank.
+            per_layer: Whether each layer is gathered for itself.
+        """
+        self.per_layer = per_layer
+        self.recomputed: frozenset[str] = frozenset()
+        self._groups = {stage: list(members) for stage, members in groups.items()}
+        self._all = [group for members in self._groups.values() for group in members]
+        self._layers: dict[str, list[ParameterGroup]] = {}
+        self._outside: list[ParameterGroup] = []  # read by other code than one layer's
+        for group in self._all:
+            if group.fqn:
+                self._layers.setdefault(group.fqn, []).append(group)
+            else:
+                self._outside.append(group)
+        self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
+        self._ranks, self._device = ranks, device
+        self._queue: list[ParameterGroup] = []  # of the armed backward, in the order of their reductions
+        self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
+        self._seen: set[int] = set()
+        self._trained: tuple[bool, ...] | None = None
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._is_evaluating = False
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, *, trains: bool) -> Iterator[None]:
+        """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation."""
+        if trains:
+            self._agree()
+        if not self._is_evaluating:
+            # Under the second policy too, what is not one layer's is gathered for the whole step.
+            for group in self._outside if self.per_layer else self._all:
+                group.launch_gather()
+        for group in self._all if self._is_evaluating else self._outside:
+            group.gather()
+        try:
+            yield
+            if trains:
+                self._finish()
+        finally:
+            self._queue = []
+            for group in self._all:
+                group.rest()
+
+    def _agree(self) -> None:
+        """See that all ranks train the same parameters; what they send depends on it.
+
+        Raises:
+            RanksDiffer: They do not; on every rank.
+        """
+        names = [name for group in self._all for name in group.parameters]
+        trained = tuple(p.requires_grad for group in self._all for p in group.parameters.values())
+        digest = zlib.crc32(bytes(trained))
+        votes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
+        for ranks in (self._ranks.shard, self._ranks.replicate):
+            if ranks.size() > 1:
+                dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks)
+        highest, lowest = votes.tolist()
+        if highest != -lowest:
+            frozen = [name for name, takes in zip(names, trained, strict=True) if not takes]
+            raise RanksDiffer(
+                f"replicas train different parameters: here {len(frozen)} of {len(names)} are frozen"
+                f" ({', '.join(frozen[:3]) or 'none'}), elsewhere others; freeze the same ones on every rank, or set"
+                " zero_stage=0"
+            )
+        if trained == self._trained:
+            return
+        self._trained = trained
+        for group in self._all:
+            group.trained = [name for name, p in group.parameters.items() if p.requires_grad]
+            for name in group.trained:
+                parameter = group.parameters[name]
+                if id(parameter) not in self._hooks:
+                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def before_backward(self, stage: int, is_last: bool) -> None:
+        """A backward of a stage begins.
+
+        Args:
+            stage: Of this rank.
+            is_last: Whether it completes the gradients of the step.
+        """
+        if is_last or self.per_layer:
+            self._queue = [group for group in reversed(self._groups.get(stage, [])) if group.trained]
+            self._seen = set()
+            for group in self._queue:
+                group.num_missing = len(group.trained)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        group = self._group_of[id(parameter)]
+        if id(parameter) in self._seen or not any(group is other for other in self._queue):
+            return
+        self._seen.add(id(parameter))
+        group.num_missing -= 1
+        # See [Note: one order]: a group that is complete waits for those before it.
+        while self._queue and not self._queue[0].num_missing:
+            self._launch(self._queue.pop(0))
+
+    def _launch(self, group: ParameterGroup) -> None:
+        group.launch_reduce()
+        if self.per_layer and group.fqn:
+            group.free()
+
+    def after_backward(self, stage: int, is_last: bool) -> None:
+        """It has ended: send what it has left, and wait for the averages."""
+        if not is_last and not self.per_layer:
+            return
+        for group in self._queue:
+            self._launch(group)
+        self._queue = []
+        for group in reversed(self._groups.get(stage, [])):
+            group.finish_reduce()
+        if self.per_layer:
+            for members in self._layers.values():
+                for group in members:
+                    group.free()
+
+    def _finish(self) -> None:
+        """Reduce what is complete only now: what several stages share."""
+        late = self._groups.get(None, [])
+        for group in reversed(late):
+            group.launch_reduce()
+        for group in reversed(late):
+            group.finish_reduce()
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Hold wholes from now on: replicas may have different numbers of batches, so no step may wait for another."""
+        for group in self._all:
+            group.launch_gather()
+        for group in self._all:
+            group.hold()
+        self._is_evaluating = True
+
+    def end_evaluation(self) -> None:
+        """Free the wholes."""
+        if self._is_evaluating:
+            self._is_evaluating = False
+            for group in self._all:
+                group.let_go()
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, the forward of each layer finds its parameters gathered."""
+        return replaced_forwards(self._modules, self._gathered)
+
+    def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        groups = self._layers[fqn]
+        freed = [group for group in groups if not group.keeps_whole]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for group in groups:
+                group.gather()
+            if not self.per_layer or self._is_evaluating or not freed:
+                return forward(*args, **kwargs)
+            try:
+                if not torch.is_grad_enabled() or fqn in self.recomputed:
+                    return forward(*args, **kwargs)
+                with saved_tensors_hooks(partial(_pack, freed), _unpack):
+                    return forward(*args, **kwargs)
+            finally:
+                for group in freed:
+                    group.free()
+
+        return run
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+
+class _Place(NamedTuple):
+    """Where a tensor that a backward needs lies in the whole of a parameter."""
+
+    group: ParameterGroup
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+def _pack(groups: Sequence[ParameterGroup], tensor: Tensor) -> Tensor | _Place:
+    """What is kept for the backward: of a parameter only its place."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        for group in groups:
+            name = group.name_of(tensor.untyped_storage())
+            if name is not None and tensor.dtype == group.parameters[name].dtype:
+                return _Place(group, name, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return tensor
+
+
+def _unpack(kept: Tensor | _Place) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    kept.group.gather()
+    return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)
