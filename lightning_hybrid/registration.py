@@ -23,6 +23,9 @@ _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},
     "hybrid3d_fork": {"start_method": "fork"},
     "hybrid3d_notebook": {"start_method": "fork"},
+    "hybrid3d_zero1": {"zero_stage": 1},
+    "hybrid3d_zero2": {"zero_stage": 2},
+    "hybrid3d_zero3": {"zero_stage": 3},
 }
 
 

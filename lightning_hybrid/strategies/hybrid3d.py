@@ -41,6 +41,9 @@ class Hybrid3DStrategy(SetUpStrategy):
         shard_size: Replicas that share one copy; others hold further copies. All of them if None.
         reshard_after_forward: Whether each layer's parameters are gathered for its forward and its backward alone, and
             its gradients reduced for each microbatch, or all of them once per step; "auto" by the memory that is free.
+        offload: What is not on the device while no step needs it: "cpu" for all that replicas share out, and the
+            optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
+            "parameters", "gradients" and "optimizer_states" to these.
         recompute: Layers that keep their inputs alone and are computed again in the backward: "full" for all, n for
             every n-th, names with wildcards, or a mapping of names to "full" or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
@@ -83,6 +86,7 @@ class Hybrid3DStrategy(SetUpStrategy):
         zero_stage: Literal[0, 1, 2, 3] = 0,
         shard_size: int | None = None,
         reshard_after_forward: bool | Literal["auto"] = "auto",
+        offload: str | dict[str, str] | None = None,
         recompute: Recompute | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
@@ -112,6 +116,7 @@ class Hybrid3DStrategy(SetUpStrategy):
             zero_stage=zero_stage,
             shard_size=shard_size,
             reshard_after_forward=reshard_after_forward,
+            offload=offload,
             recompute=recompute,
             microbatch_weight=microbatch_weight,
             tensor_parallel_plan=tensor_parallel_plan,

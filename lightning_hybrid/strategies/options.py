@@ -38,6 +38,7 @@ class Options:
     zero_stage: int
     shard_size: int | None
     reshard_after_forward: bool | Literal["auto"]
+    offload: str | Mapping[str, str] | None
     recompute: Recompute | None
     microbatch_weight: MicrobatchWeight | None
     tensor_parallel_plan: dict[str, str] | None
@@ -105,6 +106,40 @@ class Options:
                 )
         if self.reshard_after_forward not in (True, False, "auto"):
             raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r}; use True, False or 'auto'")
+
+        for what, needed in (("parameters", 3), ("gradients", 1)):
+            if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
+                raise ValueError(
+                    f"offload={dict(self.offload)!r}: {what} are on the host while no step runs, which needs them to be"
+                    f" gathered for one; set zero_stage={needed} or more, or leave {what!r} out"
+                )
+        _ = self.offloaded
+
+    @property
+    def offloaded(self) -> dict[str, str]:
+        """Where what is kept at rest: "cpu" or "disk:PATH", by "parameters", "gradients" and "optimizer_states"."""
+        given = self.offload
+        if given is None:
+            return {}
+        if isinstance(given, str):
+            given = {"optimizer_states": given}
+            if self.offload == "cpu" and self.zero_stage:
+                given["gradients"] = "cpu"
+            if self.offload == "cpu" and self.zero_stage == 3:
+                given["parameters"] = "cpu"
+        for what, where in given.items():
+            may_be_file = what == "optimizer_states" and str(where).startswith("disk:") and len(where) > len("disk:")
+            if what not in ("parameters", "gradients", "optimizer_states") or (where != "cpu" and not may_be_file):
+                raise ValueError(
+                    f"offload={self.offload!r}; use 'cpu', 'disk:PATH' for optimizer states in files, or a mapping with"
+                    " 'optimizer_states' ('cpu' or 'disk:PATH'), 'gradients' and 'parameters' ('cpu')"
+                )
+        if "parameters" in given and not {"gradients", "optimizer_states"} <= given.keys():
+            raise ValueError(
+                f"offload={self.offload!r}: gradients and optimizer states must be where the parameters are; name all"
+                " three, or offload='cpu'"
+            )
+        return dict(given)
 
     @property
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
@@ -197,8 +232,9 @@ def check_module(
             f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"
             f" parts of layers (pipeline_parallel_size={layout.pipeline_parallel_size}, tensor_parallel_size="
             f"{layout.tensor_parallel_size}, context_parallel_size={layout.context_parallel_size},"
-            f" num_microbatches={num_microbatches or 'auto'}); set pipeline_parallel_size=1,"
-            " tensor_parallel_size=1, context_parallel_size=1 and num_microbatches=1"
+            f" shards of {layout.data_shard_size}, num_microbatches={num_microbatches or 'auto'});"
+            " set pipeline_parallel_size=1,"
+            " tensor_parallel_size=1, context_parallel_size=1, zero_stage=0 and num_microbatches=1"
         )
 
 

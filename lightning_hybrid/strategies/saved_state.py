@@ -29,6 +29,7 @@ from lightning_hybrid.strategies.failures import Failures, warn_of_missing_check
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
+from lightning_hybrid.zero.offload import OffloadedStates
 
 
 class StagedStrategy(MeshStrategy):
@@ -48,6 +49,7 @@ class StagedStrategy(MeshStrategy):
         self._empty: EmptyStart | None = None
         self._averages: Averages | None = None
         self._reads: GlobalReads | None = None
+        self._offloaded: list[OffloadedStates] = []
         self._watched: list[Optimizer] = []  # whose steps follow the parameters of other ranks too
 
     @property
@@ -201,7 +203,10 @@ class StagedStrategy(MeshStrategy):
                     self._reads.adopt_state(optimizer.state)
             else:
                 optimizer.load_state_dict(own_optimizer_state(optimizer, state, self._parts))
-            _optimizer_to_device(optimizer, self.root_device)
+            if not self._offloaded:
+                _optimizer_to_device(optimizer, self.root_device)
+        for offloaded in self._offloaded:
+            offloaded.adopt()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write the file on the first rank; the seed of keyed randomness goes with it."""

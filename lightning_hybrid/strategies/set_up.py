@@ -45,7 +45,14 @@ from lightning_hybrid.strategies.tensor_parallel import (
 from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
-from lightning_hybrid.strategies.zero_stages import check_shard, hold_in_evaluation, share_out, zero_cut
+from lightning_hybrid.strategies.zero_stages import (
+    check_shard,
+    hold_in_evaluation,
+    layers_of_parameters,
+    share_out,
+    zero_cut,
+)
+from lightning_hybrid.zero.offload import OffloadedStates
 
 
 class SetUpStrategy(VerifyingStrategy):
@@ -111,7 +118,7 @@ class SetUpStrategy(VerifyingStrategy):
             self.setup_optimizers(trainer)
             self._connect_gradients(module)
         self.setup_precision_plugin()
-        if is_fitting:
+        if is_fitting and not self._offloaded:
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _needs_runner(self) -> bool:
@@ -231,6 +238,7 @@ class SetUpStrategy(VerifyingStrategy):
             self.root_device,
             stage=self.options.zero_stage,
             reshard_after_forward=self.options.reshard_after_forward,
+            offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
         )
         self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
@@ -293,9 +301,16 @@ class SetUpStrategy(VerifyingStrategy):
                 if reads is not None:
                     self._watched.append(optimizer)
                     self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
+        if (where := self.options.offloaded.get("optimizer_states")) is not None:
+            self._offload(module, None if where == "cpu" else where.removeprefix("disk:"))
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):
+                if self._zero is not None:
+                    raise ValueError(
+                        f"AdaScale compares gradients before and after their average, of which zero_stage="
+                        f"{self.options.zero_stage} leaves each replica a part; set zero_stage=0"
+                    )
                 if parts is not None and parts.has_repeated:
                     raise ValueError(
                         f"AdaScale cannot count gradients of which several of the {self.layout.tensor_parallel_size}"
@@ -305,6 +320,18 @@ class SetUpStrategy(VerifyingStrategy):
                 callback.connect_mesh(self.mesh, lambda: counted)
                 for reducer in self._reducers.values():
                     reducer.observer = callback
+
+    def _offload(self, module: pl.LightningModule, folder: str | None) -> None:
+        """Step layer by layer, with states on the host or in files."""
+        layers = layers_of_parameters(module, self._plan)
+        for optimizer in self.optimizers:
+            if any(watched is optimizer for watched in self._watched):
+                raise ValueError(
+                    f"offload steps the parameters layer by layer, but {type(optimizer).__name__} may look at all of"
+                    " them in its step; leave offload out, or use an optimizer of torch"
+                )
+            self._offloaded.append(OffloadedStates(optimizer, layers, folder))
+            self._stop_reads.callback(self._offloaded[-1].close)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -317,6 +344,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._averages.leave()
         self._stop_compiling()
         self._stop_reads.close()
+        self._offloaded = []
         self._reads = self._hook_reads = None
         self._watched = []
         if self._whole_again is not None:

@@ -67,6 +67,7 @@ def share_out(
     *,
     stage: int,
     reshard_after_forward: bool | str,
+    offload: Mapping[str, str],
     agree: Callable[[bool], bool],
 ) -> ZeroSharding:
     """Group the parameters of this rank, which hold its parts already.
@@ -79,6 +80,7 @@ def share_out(
         device: Of this rank.
         stage: Of ZeRO.
         reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
+        offload: What is on the host at rest.
         agree: Whether any rank says so; collective.
     """
     assert plan.first is not None
@@ -92,8 +94,17 @@ def share_out(
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype
         members.setdefault(key, {})[name] = parameter
     groups: dict[Stage, list[ParameterGroup]] = {}
+    host = torch.device("cpu")
     for (of, fqn, _), parameters in members.items():
-        group = ParameterGroup(fqn, parameters, cut.placements, ranks, keeps_whole=stage < 3)
+        group = ParameterGroup(
+            fqn,
+            parameters,
+            cut.placements,
+            ranks,
+            keeps_whole=stage < 3,
+            parts_on=host if "parameters" in offload else None,
+            gradients_on=host if "gradients" in offload else None,
+        )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
         wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
@@ -128,6 +139,25 @@ def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str
 def _whole_bytes(parameter: nn.Parameter) -> int:
     shape: Any = parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)
     return torch.Size(shape).numel() * parameter.element_size()
+
+
+def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
+    """All parameters, layer by layer; first those that are of none.
+
+    Args:
+        module: The user's.
+        plan: Who holds what; None where every rank holds all.
+    """
+    units = dict(module.named_children())
+    if plan is not None and plan.first is not None:
+        units = dict(plan.first.recording.units)
+    members = [list(layer.parameters()) for layer in find_layers(units).values()]
+    seen: set[int] = set()
+    distinct = []
+    for layer in members:
+        distinct.append([p for p in layer if id(p) not in seen])
+        seen.update(map(id, layer))
+    return [[p for p in module.parameters() if id(p) not in seen], *distinct]
 
 
 def hold_in_evaluation(trainer: Any, zero: ZeroSharding) -> Callable[[], None]:

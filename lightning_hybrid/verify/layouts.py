@@ -19,6 +19,7 @@ _SHORT = {
     "ep": "expert_parallel_size",
     "stages": "stages_per_rank",
     "m": "num_microbatches",
+    "zero": "zero_stage",
 }
 # Sizes whose ranks see the same batch; experts are a view of other axes and need no ranks of their own.
 _SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
@@ -79,6 +80,7 @@ LAYOUTS = [
     Layout("dp2", devices=2),
     Layout("dp2 x pp2", devices=4, strategy={"pipeline_parallel_size": 2}),
     Layout("pp2 x 2 stages", devices=2, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2}),
+    Layout("dp2 x zero3", devices=2, strategy={"zero_stage": 3}),
 ]
 
 
@@ -86,9 +88,9 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     """``dp=2,pp=2``, or ``dp2xpp2``, as a layout.
 
     Args:
-        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, or any option
-            of the strategy by its full name; separated by commas. Without ``=`` the short names alone, separated by
-            ``x``.
+        text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
+            or any option of the strategy by its full name; separated by commas. Without ``=`` the short names alone,
+            separated by ``x``.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:

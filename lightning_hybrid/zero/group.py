@@ -64,6 +64,8 @@ class ParameterGroup:
         ranks: ShardRanks,
         *,
         keeps_whole: bool,
+        parts_on: torch.device | None = None,
+        gradients_on: torch.device | None = None,
     ) -> None:
         """At rest.
 
@@ -73,11 +75,19 @@ class ParameterGroup:
             placements: Of those that are cut; the others are whole on every rank.
             ranks: That share them out.
             keeps_whole: Whether the memory of wholes is kept at rest.
+            parts_on: Where parts are at rest; on the device of the parameters if None.
+            gradients_on: The same of the parts of gradients; they must be where the parts are.
         """
         self.fqn, self.parameters, self._ranks, self.keeps_whole = fqn, dict(parameters), ranks, keeps_whole
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._cut = {name: placements[name] for name in parameters if name in placements}
         self._parts = {name: parameters[name].data for name in self._cut}
+        self._gradients_on = gradients_on
+        first = next(iter(parameters.values()))
+        self._like = first.data.new_empty(0)  # on the device that computes
+        if parts_on is not None and parts_on != first.device:
+            for name, part in self._parts.items():
+                parameters[name].data = self._parts[name] = part.to(parts_on)
         self._wholes: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._reducing: tuple[dist.Work | None, Tensor, list[str]] | None = None
@@ -87,8 +97,6 @@ class ParameterGroup:
         self._seen_at_hold: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
         self.num_missing = 0  # gradients that the backward has not accumulated yet
-        first = next(iter(parameters.values()))
-        self._like = first.data.new_empty(0)
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class ParameterGroup:
         if whole is None:
             shape = list(part.shape)
             shape[placement.dim] = placement.length
-            whole = self._wholes[name] = part.new_empty(shape)
+            whole = self._wholes[name] = self._like.new_empty(shape)
         stride, offset = self._part_numel, self._offsets[name]
         for rank in range(self._size):
             if rank == self._rank and self.keeps_whole and part.untyped_storage() is whole.untyped_storage():
@@ -291,6 +299,8 @@ class ParameterGroup:
                 continue
             shape = (self._parts[name] if name in self._cut else self.parameters[name]).shape
             new = total[offsets[name] : offsets[name] + _numel(shape)].view(shape)
+            if self._gradients_on is not None and name in self._cut:
+                new = new.to(self._gradients_on)
             before = self._gradients.get(name)
             self._gradients[name] = new.clone() if before is None else before + new
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 
-PP2, DP2, BOTH, INTERLEAVED = LAYOUTS
+PP2, DP2, BOTH, INTERLEAVED, *_ = LAYOUTS
 all_layouts = under([*LAYOUTS, COMBINED])
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from wild.suite import FEATURES, LAYOUTS, check
 from wild.test_inside_forward import Regressor, mlp
 
-PP2, DP2, BOTH, INTERLEAVED = LAYOUTS
+PP2, DP2, BOTH, INTERLEAVED, *_ = LAYOUTS
 # Hooks of a reference of several replicas run on the first one's module alone.
 one_replica = under([PP2, INTERLEAVED])
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from wild.suite import FEATURES, LAYOUTS, check
 
 SAMPLES, BATCH = 20, 8  # the last batch is a short one
-PP2, _, BOTH, INTERLEAVED = LAYOUTS
+PP2, _, BOTH, INTERLEAVED, *_ = LAYOUTS
 
 
 class Keeps(LightningModule):

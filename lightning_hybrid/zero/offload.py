@@ -1,0 +1,217 @@
+"""The step of an optimizer, layer by layer, with its states in memory of the host or in a file.
+
+A step that looks at one parameter at a time may take them in any order and in any number of calls; which optimizers do
+is tried, not known by name. So the parameters of one layer after the other are stepped, and only that layer's states,
+and its copies of parameters and gradients where those live on another device, are in memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.zero.state_file import StateFile, aligned, state_tensors
+
+
+class OffloadedStates:
+    """The states of one optimizer, which are on the host, or in a file.
+
+    Attributes:
+        file: None where they are in the memory of the host, or where there are none.
+    """
+
+    def __init__(self, optimizer: Optimizer, layers: Sequence[Sequence[Tensor]], folder: str | None) -> None:
+        """Take over the optimizer's steps.
+
+        Args:
+            optimizer: Built, and not stepped yet, on parameters of which some may be absent.
+            layers: The parameters, in the order in which they are to be stepped.
+            folder: For the file; None for the memory of the host.
+
+        Raises:
+            ValueError: Its step looks at several parameters at a time.
+            OffloadError: There is no room in the folder, or it cannot be written.
+        """
+        if not steps_in_turn(optimizer):
+            raise ValueError(
+                f"offload steps the parameters layer by layer, but {type(optimizer).__name__} does something else then"
+                " than with all of them at once; leave offload out, or use an optimizer that looks at one parameter at"
+                " a time, such as AdamW"
+            )
+        self._optimizer = optimizer
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
+        self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in own])]
+        self.file: StateFile | None = None
+        if folder is not None and self._layers:
+            sizes = states_of_a_step(optimizer)
+            self.file = StateFile(folder, [_bytes_of(members, sizes) for members in self._layers])
+        self._in_file: set[int] = set()  # data_ptr() of tensors in the file
+        own_step, self._original = optimizer.__dict__.get("step"), optimizer.step
+        self._own_step = own_step
+
+        @functools.wraps(self._original)
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            return self._step(closure, kwargs)
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def adopt(self) -> None:
+        """States that were loaded go to the file."""
+        if self.file is not None:
+            for number, members in enumerate(self._layers):
+                self._put_in_file(number, members)
+                self.file.let_go(number)
+
+    def close(self) -> None:
+        """Give the optimizer its own steps again; states that are in the file are read."""
+        for entry in self._optimizer.state.values():
+            for name, value in state_tensors(entry).items():
+                if value.data_ptr() in self._in_file:
+                    entry[name] = value.clone()
+        if self._own_step is None:
+            self._optimizer.__dict__.pop("step", None)
+        else:
+            self._optimizer.__dict__["step"] = self._own_step
+        if self.file is not None:
+            self.file.close()
+
+    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer, file = self._optimizer, self.file
+        if file is not None:
+            file.check()
+        whole = [group["params"] for group in optimizer.param_groups]
+        hooks = {name: optimizer.__dict__.get(name) for name in _HOOKS}
+        _call_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
+        try:
+            for name in _HOOKS:  # once per step, not once per layer
+                optimizer.__dict__[name] = OrderedDict()
+            for number, members in enumerate(self._layers):
+                if file is not None:
+                    if number + 1 < len(self._layers):
+                        file.read_ahead(number + 1)
+                    file.take(number)
+                ids = {id(p) for p in members}
+                for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                    group["params"] = [p for p in parameters if id(p) in ids]
+                self._step_layer(number, members, kwargs)
+        finally:
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = parameters
+            for name, own in hooks.items():
+                optimizer.__dict__[name] = own
+        _call_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
+        return loss
+
+    def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+        away = [p for p in members if p.device.type != "cpu"]
+        there = [(p, p.data, p.grad) for p in away]
+        for p, data, grad in there:
+            p.grad = None
+            p.data = data.to("cpu")
+            p.grad = None if grad is None else grad.to("cpu")
+        try:
+            self._original(**kwargs)
+        finally:
+            for p, data, grad in there:
+                data.copy_(p.data)
+                p.grad = None
+                p.data = data
+                p.grad = grad
+        if self.file is not None:
+            self._put_in_file(number, members)
+            self.file.let_go(number)
+
+    @torch.no_grad()
+    def _put_in_file(self, number: int, members: Sequence[Tensor]) -> None:
+        """States that the step has made, or put others in place of, go to their place in the file."""
+        assert self.file is not None
+        offset = 0
+        for p in members:
+            for name, value in state_tensors(self._optimizer.state.get(p)).items():
+                if value.data_ptr() not in self._in_file:
+                    place = self.file.tensor(number, offset, value)
+                    place.copy_(value)
+                    self._optimizer.state[p][name] = place
+                    self._in_file.add(place.data_ptr())
+                offset += aligned(value.nbytes)
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
+    for hook in list((hooks or {}).values()):
+        hook(optimizer, (), {})
+
+
+def steps_in_turn(optimizer: Optimizer) -> bool:
+    """Whether an optimizer does to parameters one after the other what it does to them at once; tried on small ones."""
+    at_once, in_turn = _twin(optimizer), _twin(optimizer)
+    try:
+        for round_ in range(2):
+            for twin in (at_once, in_turn):
+                for number, p in enumerate(twin.param_groups[0]["params"]):
+                    p.grad = torch.cos(p.detach() * (number + 2) + round_)
+            type(optimizer).step(at_once)
+            group, both = in_turn.param_groups[0], in_turn.param_groups[0]["params"]
+            for p in both:
+                group["params"] = [p]
+                type(optimizer).step(in_turn)
+            group["params"] = both
+    except Exception:
+        return False
+    first, second = at_once.param_groups[0], in_turn.param_groups[0]
+    if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
+        return False
+    plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
+    return repr(plain[0]) == repr(plain[1])
+
+
+def states_of_a_step(optimizer: Optimizer) -> list[int | None]:
+    """What an optimizer keeps for a parameter, tried on a small one.
+
+    Returns:
+        For each tensor of more than one number the bytes of an element; None for the dtype of the parameter.
+    """
+    twin = _twin(optimizer)
+    for p in twin.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    type(optimizer).step(twin)
+    p = twin.param_groups[0]["params"][0]
+    found: list[int | None] = []
+    for value in state_tensors(twin.state.get(p)).values():
+        if value.shape != p.shape:
+            raise ValueError(
+                f"offload to a file: {type(optimizer).__name__} keeps a tensor of shape {tuple(value.shape)} for a"
+                f" parameter of shape {tuple(p.shape)}; use offload='cpu', or an optimizer whose states have the shapes"
+                " of the parameters"
+            )
+        found.append(None if value.dtype == p.dtype else value.element_size())
+    return found
+
+
+def _twin(optimizer: Optimizer) -> Any:
+    twin: Any = copy.copy(optimizer)
+    parameters = [torch.nn.Parameter(torch.rand(6, 8, generator=torch.Generator().manual_seed(k))) for k in range(2)]
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    for name in _HOOKS:
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None]) -> int:
+    return sum(aligned(p.numel() * (size or p.element_size())) for p in members for size in sizes)

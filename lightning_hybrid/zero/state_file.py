@@ -1,0 +1,149 @@
+"""Optimizer states in a memory-mapped file, of which a rank's memory holds a few layers at a time.
+
+    step of layer 0   | layer 1 is read ahead
+    step of layer 1   | layer 2 is read ahead, layer 0 is let go (the system writes it behind)
+    ...
+
+The file has no name: it takes space in its folder while the process lives, and nobody else can change it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_POPULATE_WRITE = 23  # Linux 5.14: faults pages in at once, which is faster than one by one
+
+
+class OffloadError(OSError):
+    """The file for offloaded states cannot be had, or is not what it was."""
+
+
+class StateFile:
+    """One file in regions, each of which is mapped for itself.
+
+    Attributes:
+        folder: Where it takes space.
+    """
+
+    def __init__(self, folder: str, sizes: Iterable[int]) -> None:
+        """Reserve the space.
+
+        Args:
+            folder: Made if it is not there.
+            sizes: Bytes of each region.
+
+        Raises:
+            OffloadError: The folder cannot be written, or has no room.
+        """
+        self.folder = folder
+        self._regions: list[tuple[int, int]] = []
+        end = 0
+        for size in sizes:
+            length = max(_PAGE, -(-size // _PAGE) * _PAGE)
+            self._regions.append((end, length))
+            end += length
+        self.nbytes = end
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in `close`)
+        except OSError as error:
+            raise OffloadError(f"offload to {folder!r}: it cannot be written ({error}); name another folder") from error
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, max(end, 1))
+        except OSError as error:
+            self._file.close()
+            free = shutil.disk_usage(folder).free
+            raise OffloadError(
+                f"offload to {folder!r}: the optimizer's states of this rank take {end / 2**20:,.1f} MiB, and"
+                f" {free / 2**20:,.1f} MiB are free there ({error}); name another folder, or use more replicas with"
+                " zero_stage=1 or higher"
+            ) from error
+        self._maps: list[mmap.mmap] = [
+            mmap.mmap(self._file.fileno(), length, offset=start) for start, length in self._regions
+        ]
+
+    def tensor(self, region: int, offset: int, like: Tensor) -> Tensor:
+        """A tensor in a region, with the shape and dtype of another one; its bytes are those of the file.
+
+        Args:
+            region: Its number.
+            offset: Bytes from its start; a multiple of 16.
+            like: The other one.
+        """
+        content = torch.frombuffer(self._maps[region], dtype=like.dtype, count=like.numel(), offset=offset)
+        return content.view(like.shape)
+
+    def check(self) -> None:
+        """See that the file is as long as it was made: reading past its end would kill the process.
+
+        Raises:
+            OffloadError: It is not.
+        """
+        now = os.fstat(self._file.fileno()).st_size
+        if now < self.nbytes:
+            raise OffloadError(
+                f"the file of offloaded states in {self.folder!r} has {now} bytes where {self.nbytes} were reserved:"
+                " something has cut it off; go on from the latest checkpoint"
+            )
+
+    def read_ahead(self, region: int) -> None:
+        """Begin to read a region."""
+        self._maps[region].madvise(mmap.MADV_WILLNEED)
+
+    def take(self, region: int) -> None:
+        """Have a region in memory."""
+        try:
+            self._maps[region].madvise(_POPULATE_WRITE)
+        except OSError:  # an older system takes the pages as they are touched
+            self._maps[region].madvise(mmap.MADV_WILLNEED)
+
+    def let_go(self, region: int) -> None:
+        """Take a region out of this process's memory; its content stays in the file."""
+        self._maps[region].madvise(mmap.MADV_DONTNEED)
+
+    def resident_bytes(self) -> int:
+        """What of the file is in this process's memory now; 0 where the system does not say."""
+        return resident_bytes(self._file.fileno())
+
+    def close(self) -> None:
+        """Forget the file; tensors in it stay readable as long as they live."""
+        self._maps = []
+        self._file.close()
+
+
+def resident_bytes(descriptor: int) -> int:
+    """Bytes of a file's mappings in the memory of this process, by /proc/self/smaps."""
+    inode = str(os.fstat(descriptor).st_ino)
+    total, is_ours = 0, False
+    try:
+        with open("/proc/self/smaps") as maps:
+            for line in maps:
+                words = line.split()
+                if "-" in words[0] and len(words) >= 5 and not words[0].endswith(":"):
+                    is_ours = words[4] == inode
+                elif is_ours and words[0] == "Rss:":
+                    total += int(words[1]) * 1024
+    except OSError:
+        return 0
+    return total
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 16: where a further tensor may begin."""
+    return -(-nbytes // 16) * 16
+
+
+def state_tensors(entry: Any) -> dict[str, Tensor]:
+    """What of an optimizer's state for one parameter is worth a file: tensors of more than one number."""
+    if not isinstance(entry, dict):
+        return {}
+    return {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.numel() > 1}
