@@ -26,6 +26,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d_zero1": {"zero_stage": 1},
     "hybrid3d_zero2": {"zero_stage": 2},
     "hybrid3d_zero3": {"zero_stage": 3},
+    "hybrid3d_zero3_offload": {"zero_stage": 3, "offload": "cpu"},
 }
 
 

@@ -120,6 +120,8 @@ def _layers_of(module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePl
     found: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():
+        if layer._forward_pre_hooks or layer._forward_hooks:  # they run outside of its forward, and may read weights
+            continue
         for parameter in layer.parameters():
             name = names[id(parameter)]
             if name in found:
