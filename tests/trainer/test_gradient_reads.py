@@ -197,7 +197,9 @@ def run_fit(size, pp, tp, case, options):
     ignore_warnings()
     model = CASES.get(case, Noting)()
     callbacks = [Reads()] if case == "callback" else []
-    strategy = {"num_microbatches": 2, "tensor_parallel_size": tp} if size > 1 else {}
+    options = dict(options)
+    zero = options.pop("zero", 0)
+    strategy = {"num_microbatches": 2, "tensor_parallel_size": tp, "zero_stage": zero} if size > 1 else {}
     trainer = trainer_of(size, pp, strategy_options=strategy, callbacks=callbacks, max_epochs=2, **options)
     each = 8 * pp * tp // size
     val = [loader(each, 8)] if case == "LogsWeights" else None
@@ -235,6 +237,18 @@ def tensor_cases():
 @pytest.mark.parametrize(("size", "pp", "tp", "case"), list(tensor_cases()))
 def test_tensor_ranks_read_and_edit_the_whole_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)
+
+
+def shared_out_cases():
+    by_default = {"ClipsBeforeStep", "Edits", "TiedWeights", "Averages"}
+    for case in [*CASES, "callback"]:
+        yield pytest.param(2, 1, 1, case, id=case, marks=[] if case in by_default else [pytest.mark.slow])
+        yield pytest.param(8, 2, 2, case, id=f"{case}-dp2tp2pp2", marks=[pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("size", "pp", "tp", "case"), list(shared_out_cases()))
+def test_replicas_that_share_parameters_out_read_and_edit_the_whole_model(worlds, size, pp, tp, case):
+    assert_parity(worlds, size, pp, tp, case, zero=3)
 
 
 @pytest.mark.parametrize("case", ["ClipsBeforeStep", "TiedWeights", "callback"])
