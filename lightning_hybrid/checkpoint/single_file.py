@@ -6,7 +6,7 @@ writes from it is an ordinary ``.ckpt``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,29 @@ def load_module_state(
                 )
             if not is_absent(value):
                 value.copy_(state[key] if parts is None else parts.part_of(name, value, state[key]))
+
+
+def parts_instead(parts: HeldParts, root: nn.Module) -> Callable[..., None]:
+    """A hook for ``root.load_state_dict``, which others may call too: of a whole state dict this rank loads its parts.
+
+    Args:
+        parts: What this rank holds of the module.
+        root: The module.
+    """
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    keys = {key: names[id(p)] for key, p in root.named_parameters(remove_duplicate=False)}
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = dict(module.named_parameters(remove_duplicate=False))
+        for key, name in keys.items():
+            value = state.get(prefix + key)
+            here = own.get(key)
+            if not isinstance(value, Tensor) or here is None or is_absent(here):
+                continue
+            if value.shape == parts.whole_shape(name, here):
+                state[prefix + key] = parts.part_of(name, here, value)
+
+    return hook
 
 
 def gather_optimizer_state(

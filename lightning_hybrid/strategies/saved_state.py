@@ -18,6 +18,7 @@ from lightning_hybrid.checkpoint.single_file import (
     gather_optimizer_state,
     load_module_state,
     own_optimizer_state,
+    parts_instead,
 )
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
@@ -45,6 +46,7 @@ class StagedStrategy(MeshStrategy):
         self._failed = False
         self._failures: Failures | None = None
         self._guard: RemovableHandle | None = None
+        self._loads_parts: RemovableHandle | None = None
         self._seed: int | None = None
         self._empty: EmptyStart | None = None
         self._averages: Averages | None = None
@@ -123,6 +125,8 @@ class StagedStrategy(MeshStrategy):
         """From now on the module is not whole; its own ``state_dict()`` refuses to emit empty tensors."""
         self._is_whole = False
         self._guard = module.register_state_dict_post_hook(check_gathered)
+        if self._parts is not None:
+            self._loads_parts = module.register_load_state_dict_pre_hook(parts_instead(self._parts, module))
 
     @contextlib.contextmanager
     def _unguarded(self) -> Iterator[None]:
@@ -155,6 +159,9 @@ class StagedStrategy(MeshStrategy):
         if self._averages is not None:
             self._averages.make_whole()
         self._is_whole = True
+        if self._loads_parts is not None:
+            self._loads_parts.remove()
+            self._loads_parts = None
         if self._guard is not None:
             self._guard.remove()
             self._guard = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from lightning_runs import FEATURES, loader, trainer_of
 from torch import nn
 
 LAYOUTS = {"pp2": (2, 2), "dp2": (2, 1), "dp2 x pp2": (4, 2)}
+SHARED_OUT = {"dp2 x zero3": (2, 1)}  # for what is run by `check`
+_OPTIONS = {"dp2 x zero3": {"zero_stage": 3}}
 _references: dict[Any, Any] = {}
 
 
@@ -79,11 +81,13 @@ class Run:
         size: Of the world; 1 is plain Lightning.
         pp: Stages.
         folder: Shared by the ranks, fresh.
+        strategy: Further options of the strategy.
     """
 
     size: int
     pp: int
     folder: str
+    strategy: dict[str, Any] = field(default_factory=dict)
 
     @property
     def plain(self):
@@ -99,7 +103,7 @@ class Run:
 
     def trainer(self, *, callbacks=(), microbatches=2, strategy_options=None, **options):
         self.sees = Sees()
-        ours = {} if self.plain else {"num_microbatches": microbatches, **(strategy_options or {})}
+        ours = {} if self.plain else {"num_microbatches": microbatches, **self.strategy, **(strategy_options or {})}
         options = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "default_root_dir": self.folder, **options}
         return trainer_of(self.size, self.pp, strategy_options=ours, callbacks=[*callbacks, self.sees], **options)
 
@@ -118,19 +122,20 @@ class Run:
         }
 
 
-def on_rank(feature, size, pp, folder):
+def on_rank(feature, size, pp, folder, options=None):
     """Run one feature on this rank."""
     warnings.simplefilter("ignore")
     os.makedirs(folder, exist_ok=True)
-    return feature(Run(size, pp, folder))
+    return feature(Run(size, pp, folder, options or {}))
 
 
 def check(worlds, tmp_path, feature, layout, *, rtol=1e-9):
     """Under a layout, a feature comes to the numbers of one process, on every rank."""
     if feature not in _references:
         [_references[feature]] = worlds.run(1, on_rank, feature, 1, 1, str(tmp_path / "one"))
-    size, pp = LAYOUTS[layout]
-    for result in worlds.run(size, on_rank, feature, size, pp, str(tmp_path / "many")):
+    size, pp = {**LAYOUTS, **SHARED_OUT}[layout]
+    options = _OPTIONS.get(layout, {})
+    for result in worlds.run(size, on_rank, feature, size, pp, str(tmp_path / "many"), options):
         compare(result, _references[feature], rtol=rtol)
 
 

@@ -28,9 +28,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from wild.featured import LAYOUTS, Net, check
+from wild.featured import LAYOUTS, SHARED_OUT, Net, check
 
-EVERYWHERE = under_names(LAYOUTS)
+EVERYWHERE = under_names({**LAYOUTS, **SHARED_OUT})
 
 # -- Trainer options --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
 from lightning_runs import Samples
 from torch.utils.data import DataLoader, DistributedSampler
-from wild.featured import LAYOUTS, Net, Run, check, compare, on_rank, refusal
+from wild.featured import LAYOUTS, SHARED_OUT, Net, Run, check, compare, on_rank, refusal
 
 EVERYWHERE = under_names(LAYOUTS)
 STAGES = under_names({name: LAYOUTS[name] for name in ("pp2", "dp2 x pp2")})
@@ -125,7 +125,7 @@ def search_and_average(run):
     return run.numbers(trainer, module, chosen=module.lr)
 
 
-@STAGES
+@under_names({**{name: LAYOUTS[name] for name in ("pp2", "dp2 x pp2")}, **SHARED_OUT}, also=SHARED_OUT)
 def test_a_search_while_an_average_is_kept(worlds, tmp_path, layout):
     check(worlds, tmp_path, search_and_average, layout)
 
