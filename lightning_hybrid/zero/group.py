@@ -113,6 +113,11 @@ class ParameterGroup:
         work = _all_gather(received, message, group=self._ranks.shard, async_op=True)
         self._gathering = work, received
 
+    def prefetch(self) -> None:
+        """Launch a gather that will be waited for soon, if one is needed."""
+        if not self.is_whole:
+            self.launch_gather()
+
     @torch.no_grad()
     def gather(self) -> None:
         """Wait for all parts: the parameters are whole from now on, their gradients new ones."""

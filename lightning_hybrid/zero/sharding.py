@@ -16,6 +16,7 @@ takes. Gathers of the second policy follow the calls: there all ranks must call 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -76,6 +77,7 @@ class ZeroSharding:
             else:
                 self._outside.append(group)
         self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
+        self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
         self._queue: list[ParameterGroup] = []  # of the armed backward, in the order of their reductions
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
@@ -212,6 +214,24 @@ class ZeroSharding:
         """Inside, the forward of each layer finds its parameters gathered."""
         return replaced_forwards(self._modules, self._gathered)
 
+    def _neighbours(self) -> tuple[dict[str, list[ParameterGroup]], dict[str, list[ParameterGroup]]]:
+        """The groups of the layers after and before each layer, of the same stage."""
+        after: dict[str, list[ParameterGroup]] = {}
+        before: dict[str, list[ParameterGroup]] = {}
+        for members in self._groups.values():
+            fqns = list(dict.fromkeys(group.fqn for group in members if group.fqn))
+            for first, second in itertools.pairwise(fqns):
+                after[first], before[second] = self._layers[second], self._layers[first]
+        return after, before
+
+    def _gather_again(self, group: ParameterGroup) -> None:
+        """For the backward of a layer; the next one that it comes to is on its way meanwhile."""
+        if not group.is_whole:
+            for other in self._layers[group.fqn]:
+                other.gather()
+            for other in self._previous.get(group.fqn, []):
+                other.prefetch()
+
     def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         groups = self._layers[fqn]
         freed = [group for group in groups if not group.keeps_whole]
@@ -221,16 +241,24 @@ class ZeroSharding:
                 group.gather()
             if not self.per_layer or self._is_evaluating or not freed:
                 return forward(*args, **kwargs)
+            for group in self._next.get(fqn, []):
+                group.prefetch()
             try:
                 if not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)
-                with saved_tensors_hooks(partial(_pack, freed), _unpack):
+                with saved_tensors_hooks(partial(_pack, freed), self._unpack):
                     return forward(*args, **kwargs)
             finally:
                 for group in freed:
                     group.free()
 
         return run
+
+    def _unpack(self, kept: Tensor | _Place) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._gather_again(kept.group)
+        return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -257,10 +285,3 @@ def _pack(groups: Sequence[ParameterGroup], tensor: Tensor) -> Tensor | _Place:
             if name is not None and tensor.dtype == group.parameters[name].dtype:
                 return _Place(group, name, tensor.size(), tensor.stride(), tensor.storage_offset())
     return tensor
-
-
-def _unpack(kept: Tensor | _Place) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    kept.group.gather()
-    return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from models import CASES, Samples, make
+from models import CASES, Samples, TiedByHand, make
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer.fitting import Run, assert_parity, fit, fit_reference, trainer_of
@@ -38,7 +38,7 @@ RUNS = {
     "dp2tp2pp2": zero(3, tp=2, pp=2, trainer=CLIPPED),
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
     "parameters of the step": zero(3, "GlueParameters", **EACH),
-    "written and tied, odd sizes": zero(3, "TiedByHand", pp=2, **EACH),
+    "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
     "recomputed by layer": zero(3, strategy={"recompute": "full"}, **EACH),
     "a short last batch": zero(3, last=6, validate=True, **EACH),
     "stage 1 over stages": zero(1, pp=2, strategy={"schedule": "gpipe"}, slow=True),
