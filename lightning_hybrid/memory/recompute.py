@@ -1,8 +1,10 @@
-"""Activation checkpointing: layers that keep their inputs alone and are computed again in the backward.
+"""Activation checkpointing: layers that keep little for the backward, and compute the rest again there.
 
-A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. A layer is computed again
-as it ran: with the random numbers, the buffers and the parts of parameters of its first run, so results are bitwise
-those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's non-reentrant checkpoint).
+A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. With "full" a layer keeps
+its inputs alone and is run again as it ran: with the random numbers, the buffers and the parts of parameters of its
+first run, so results are bitwise those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's
+non-reentrant checkpoint). With "selective" single operations are repeated, and a layer keeps what is dear to make again
+(``recipes``, ``selection``).
 """
 
 from __future__ import annotations
@@ -11,17 +13,42 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from lightning_hybrid.memory.dear import Dear
 from lightning_hybrid.step.randomness import replaced_forwards
 
-Policy: TypeAlias = Literal["keep", "full"]
+
+@dataclass(frozen=True)
+class Selective:
+    """Keep what is dear to compute again.
+
+    Attributes:
+        share: Of the bytes that the layer would keep, at most this share is kept.
+
+    Raises:
+        ValueError: The share is none.
+    """
+
+    share: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"Selective(share={self.share!r}); a share is a number above 0 and at most 1, such as 0.4")
+
+
+Policy: TypeAlias = Literal["keep", "full", "selective"] | Selective
 Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]
-POLICIES = ("keep", "full")
+POLICIES = ("keep", "full", "selective")
+
+
+def _is_policy(policy: Any) -> bool:
+    return isinstance(policy, Selective) or (isinstance(policy, str) and policy in POLICIES)
 
 
 class RecomputeError(ValueError):
@@ -37,18 +64,18 @@ def check_recompute(recompute: Any) -> None:
     Raises:
         ValueError: It is none of these.
     """
-    if recompute is None or recompute in POLICIES:
+    if recompute is None or _is_policy(recompute):
         return
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 1:
         return
-    if isinstance(recompute, Mapping) and all(policy in POLICIES for policy in recompute.values()):
+    if isinstance(recompute, Mapping) and all(map(_is_policy, recompute.values())):
         recompute = list(recompute)
     is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
     if is_list and all(isinstance(name, str) for name in recompute):
         return
     raise ValueError(
-        f"recompute={recompute!r}; use 'full' for all layers, a number n for every n-th, a list of names of layers such"
-        " as ['model.layers.*'], or a mapping of names to 'full' or 'keep'"
+        f"recompute={recompute!r}; use 'full' or 'selective' for all layers, a number n for every n-th, a list of names"
+        " of layers such as ['model.layers.*'], or a mapping of names to 'full', 'selective' or 'keep'"
     )
 
 
@@ -56,16 +83,17 @@ def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict
     """What each layer does.
 
     Args:
-        recompute: "full" or "keep" for all; n for every n-th layer, beginning with the first; FQNs with wildcards
-            (``*``) of layers that are recomputed; or such patterns with a policy each, of which the last that matches
-            a layer counts.
+        recompute: A policy for all; n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of
+            layers that are recomputed; or such patterns with a policy each, of which the last that matches a layer
+            counts.
         layers: FQNs of all layers of the module, in order.
 
     Raises:
         RecomputeError: A pattern matches no layer.
     """
-    if recompute is None or isinstance(recompute, str):
-        return dict.fromkeys(layers, "full" if recompute == "full" else "keep")
+    if recompute is None or isinstance(recompute, str | Selective):
+        policy: Policy = "keep" if recompute is None else recompute  # type: ignore[assignment]
+        return dict.fromkeys(layers, policy)
     if isinstance(recompute, int):
         return {fqn: "keep" if number % recompute else "full" for number, fqn in enumerate(layers)}
     patterns: Mapping[str, Policy] = recompute if isinstance(recompute, Mapping) else dict.fromkeys(recompute, "full")
@@ -91,11 +119,20 @@ class Recomputation:
             keyed: Random numbers are keyed, so that no state of a generator need be kept.
         """
         self._keyed = keyed
+        self._policies = policies
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
+        self._dear: dict[float, Dear] = {}  # by share; like layers are alike
 
     def running(self) -> AbstractContextManager[None]:
-        """Inside, the layers' forwards keep their inputs alone."""
-        return replaced_forwards(self._layers, self._checkpointed)
+        """Inside, the layers' forwards keep what their policies say."""
+        return replaced_forwards(self._layers, self._recomputed)
+
+    def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        policy = self._policies[fqn]
+        if policy == "full":
+            return self._checkpointed(fqn, forward)
+        share = policy.share if isinstance(policy, Selective) else Selective.share
+        return self._dear.setdefault(share, Dear(share)).keeping(forward)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]
