@@ -1,4 +1,4 @@
-"""A layer that keeps what is dear to make again: its operations are noted, weighed, and those cheap for their bytes dropped."""
+"""Layers that keep what is dear to make again: their operations are noted and weighed, and cheap results dropped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hybrid.memory.recipes import Operation, Tape, Value, restore, tensors_of
+from lightning_hybrid.memory.recipes import Operation, Value, tensors_of
 from lightning_hybrid.memory.selection import Step, choose_kept, needed
+from lightning_hybrid.memory.tape import Tape, restore
 
 # What moving a byte costs, in floating-point operations of a product of matrices; and drawing one.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
@@ -40,7 +41,8 @@ class Dear:
             tape = Tape()
             with saved_tensors_hooks(tape.save, restore), tape:
                 out = forward(*args, **kwargs)
-            self._decide(tape, out)
+            with torch._C.DisableTorchFunction():  # tensors that stand for others would become those
+                self._decide(tape, out)
             tape.close()
             return out
 

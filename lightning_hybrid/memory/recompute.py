@@ -13,42 +13,32 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.dear import Dear
 from lightning_hybrid.step.randomness import replaced_forwards
 
-
-@dataclass(frozen=True)
-class Selective:
-    """Keep what is dear to compute again.
-
-    Attributes:
-        share: Of the bytes that the layer would keep, at most this share is kept.
-
-    Raises:
-        ValueError: The share is none.
-    """
-
-    share: float = 0.4
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"Selective(share={self.share!r}); a share is a number above 0 and at most 1, such as 0.4")
-
-
-Policy: TypeAlias = Literal["keep", "full", "selective"] | Selective
+Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]
 POLICIES = ("keep", "full", "selective")
+SELECTIVE_SHARE = 0.4
+
+
+def is_selective(policy: object) -> bool:
+    """Whether single operations are computed again, and not the layer as a whole."""
+    return policy == "selective" or isinstance(policy, float)
 
 
 def _is_policy(policy: Any) -> bool:
-    return isinstance(policy, Selective) or (isinstance(policy, str) and policy in POLICIES)
+    return policy in POLICIES if isinstance(policy, str) else isinstance(policy, float) and 0 < policy <= 1
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class RecomputeError(ValueError):
@@ -74,8 +64,9 @@ def check_recompute(recompute: Any) -> None:
     if is_list and all(isinstance(name, str) for name in recompute):
         return
     raise ValueError(
-        f"recompute={recompute!r}; use 'full' or 'selective' for all layers, a number n for every n-th, a list of names"
-        " of layers such as ['model.layers.*'], or a mapping of names to 'full', 'selective' or 'keep'"
+        f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
+        " is dear to compute, a whole number n for every n-th, a list of names of layers such as ['model.layers.*'], or a"
+        " mapping of names to 'full', 'selective', a share or 'keep'"
     )
 
 
@@ -83,15 +74,15 @@ def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict
     """What each layer does.
 
     Args:
-        recompute: A policy for all; n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of
-            layers that are recomputed; or such patterns with a policy each, of which the last that matches a layer
-            counts.
+        recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
+            keeps); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of layers that are
+            recomputed; or such patterns with a policy each, of which the last that matches a layer counts.
         layers: FQNs of all layers of the module, in order.
 
     Raises:
         RecomputeError: A pattern matches no layer.
     """
-    if recompute is None or isinstance(recompute, str | Selective):
+    if recompute is None or isinstance(recompute, str | float):
         policy: Policy = "keep" if recompute is None else recompute  # type: ignore[assignment]
         return dict.fromkeys(layers, policy)
     if isinstance(recompute, int):
@@ -131,7 +122,7 @@ class Recomputation:
         policy = self._policies[fqn]
         if policy == "full":
             return self._checkpointed(fqn, forward)
-        share = policy.share if isinstance(policy, Selective) else Selective.share
+        share = policy if isinstance(policy, float) else SELECTIVE_SHARE
         return self._dear.setdefault(share, Dear(share)).keeping(forward)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,6 +132,7 @@ class Recomputation:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = _Buffers(layer)
+            given = [(leaf, leaf._version) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
             is_again = False
 
             def once() -> Any:
@@ -148,6 +140,13 @@ class Recomputation:
                 if not is_again:
                     is_again = True
                     return forward(*args, **kwargs)
+                for number, (tensor, version) in enumerate(given):
+                    if tensor._version != version:
+                        raise RuntimeError(
+                            f"{fqn} is computed again in the backward, and its input {number} of shape"
+                            f" {list(tensor.shape)} was changed in place since it ran (version {tensor._version}, was"
+                            f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
+                        )
                 with first.put():
                     return forward(*args, **kwargs)
 

@@ -1,9 +1,9 @@
 """Choose which results of a layer's operations are kept: those that cost most to make again, for each byte.
 
 What a layer would save is one set of bytes; a share of it is to be spent. Everything else is made again from what is
-kept, so an operation is dear together with all that must run before it. The choice is greedy: at each turn the operation
-that spares the most work per byte, given what is kept already. (Work and bytes of recomputation: Chen et al. 2016;
-keeping by operation: Korthikanti et al. 2022, section 5; the choice itself is a knapsack with precedence.)
+kept, so an operation is dear together with all that must run before it. The choice is greedy: at each turn the
+operation that spares the most work per byte, given what is kept already. (Work and bytes of recomputation: Chen et al.
+2016; keeping by operation: Korthikanti et al. 2022, section 5; the choice is a knapsack with precedence.)
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ class SetUpStrategy(VerifyingStrategy):
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = self._zero_cut = None
         self._recomputing, self._policies = None, {}
         if self._recompute is not None and not self._needs_runner():
-            recomputation, self._policies = recompute_plain_layers(module, self._recompute)
+            recomputation, self._policies = recompute_plain_layers(
+                module, self._recompute, compiled=self.options.compile is not None
+            )
             self._recomputing = recomputation.running
         randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
@@ -205,7 +207,11 @@ class SetUpStrategy(VerifyingStrategy):
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
             recomputation, self._policies = recompute_layers(
-                module, self._recompute, self._plan.first, self._plan.stages
+                module,
+                self._recompute,
+                self._plan.first,
+                self._plan.stages,
+                compiled=self.options.compile is not None,
             )
             self._runner.wrap_layers(recomputation.running)
         if recorded and self._in_parts_by_layout:
@@ -274,7 +280,7 @@ class SetUpStrategy(VerifyingStrategy):
         if self._shards is not None:
             text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
         if self._policies:
-            text = f"{text}\n{describe_policies(self._policies)}"
+            text = f"{text}\n{describe_policies(self._policies, self._recompute)}"
         if self._compiled is not None:
             text = "\n".join([text, *self._compiled.lines()])
         rank_zero_info(text)
