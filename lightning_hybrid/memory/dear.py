@@ -38,7 +38,7 @@ class Dear:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            tape = Tape()
+            tape = Tape(leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor)
             with saved_tensors_hooks(tape.save, restore), tape:
                 out = forward(*args, **kwargs)
             with torch._C.DisableTorchFunction():  # tensors that stand for others would become those

@@ -65,7 +65,7 @@ def check_recompute(recompute: Any) -> None:
         return
     raise ValueError(
         f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
-        " is dear to compute, a whole number n for every n-th, a list of names of layers such as ['model.layers.*'], or a"
+        " is dear to compute, a whole number n for every n-th, names of layers such as ['model.layers.*'], or a"
         " mapping of names to 'full', 'selective', a share or 'keep'"
     )
 

@@ -13,7 +13,7 @@ Values are known by their storage, so that views cost nothing and need no operat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -76,12 +76,15 @@ def kind_of(function: Any) -> Kind:
 class Tape(TorchDispatchMode):
     """Notes the operations of one run of a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        """Args: given: what the layer is called with, which is no weight even where it has no history."""
         super().__init__()
         self.operations: list[Operation] = []
         self.made: list[Value] = []  # by these, in order
         self.outside: list[Value] = []
         self._values: dict[int, Value] = {}  # by the address of the storage, which each of them holds
+        for tensor in given:
+            self._value_of(tensor).is_weight = False
 
     # -- while the layer runs -----------------------------------------------------------------------------------------
 
