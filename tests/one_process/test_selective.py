@@ -74,6 +74,7 @@ class Written(nn.Module):
     def forward(self, x):
         self.seen.add_(x.detach().mean((0, 1)))
         h = F.relu(self.a(x).mul_(2).add_(self.seen), inplace=True)  # over the whole of a result
+        self.seen.mul_(0.5)  # read by what has to be made again
         h = h + F.dropout(self.a(h), 0.3, inplace=True)
         out = torch.empty_like(h)
         out[..., :3] = self.b(h)[..., 3:].tanh()  # through a view
