@@ -31,6 +31,7 @@ class Dear:
         """Args: share: of the bytes that would be saved, at most this is kept."""
         self._share = share
         self._kept: dict[Hashable, frozenset[int]] = {}
+        self._written: set[int] = set()
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward``, whose graph has recipes for what it does not keep."""
@@ -38,7 +39,8 @@ class Dear:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            tape = Tape(leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor)
+            leaves = pytree.tree_leaves((args, kwargs))
+            tape = Tape((leaf for leaf in leaves if type(leaf) is Tensor), self._written)
             with saved_tensors_hooks(tape.save, restore), tape:
                 out = forward(*args, **kwargs)
             with torch._C.DisableTorchFunction():  # tensors that stand for others would become those

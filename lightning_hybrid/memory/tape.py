@@ -53,6 +53,8 @@ def kind_of(function: Any) -> Kind:
         written = [0]
     returns = schema.returns
     is_view = not written and any(result.alias_info is not None for result in returns)
+    if torch.Tag.inplace_view in tuple(function.tags):  # of the tensor; its storage has what it had
+        written, is_view = [], True
     name = function._opname
     is_own = function.namespace in ("aten", "prims")
     is_pure = not any(part in name for part in _WRITING_UNTOLD) and torch.Tag.nondeterministic_bitwise not in tuple(
@@ -76,14 +78,21 @@ def kind_of(function: Any) -> Kind:
 class Tape(TorchDispatchMode):
     """Notes the operations of one run of a layer."""
 
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
-        """Args: given: what the layer is called with, which is no weight even where it has no history."""
+    def __init__(self, given: Iterable[Tensor] = (), written: set[int] | None = None) -> None:
+        """Begin.
+
+        Args:
+            given: What the layer is called with, which is no weight even where it has no history.
+            written: Addresses of storages from outside that a run of such a layer writes to; grows.
+        """
         super().__init__()
+        self._written = set() if written is None else written
+        self._alive: list[Tensor] = []
         self.operations: list[Operation] = []
         self.made: list[Value] = []  # by these, in order
         self.outside: list[Value] = []
         self._values: dict[int, Value] = {}  # by the address of the storage, which each of them holds
-        for tensor in given:
+        for tensor in filter(_has_place, given):
             self._value_of(tensor).is_weight = False
 
     # -- while the layer runs -----------------------------------------------------------------------------------------
@@ -117,7 +126,7 @@ class Tape(TorchDispatchMode):
 
     def _note(
         self, func: Any, args: Any, kwargs: Any, out: Any, states: list[tuple[torch.Generator, Tensor]]
-    ) -> Operation | None:
+    ) -> None:
         results = out if isinstance(out, tuple | list) else (out,)
         addresses = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs)) if _has_place(tensor)}
         for result in results:
@@ -133,7 +142,6 @@ class Tape(TorchDispatchMode):
                 self.made.append(value)
             operation.makes.append(None if value is None else weakref.ref(value))
         self.operations.append(operation)
-        return operation
 
     def _uses(self, argument: Any, operation: Operation) -> Any:
         kind = type(argument)
@@ -150,12 +158,16 @@ class Tape(TorchDispatchMode):
         return Use(value, None if geometry == value.geometry else geometry)
 
     def _value_of(self, tensor: Tensor) -> Value:
-        value = None if not _has_place(tensor) else self._values.get(tensor.untyped_storage()._cdata)
+        value = self._values.get(tensor.untyped_storage()._cdata)
         if value is None or value.dtype != tensor.dtype:
             value = Value(_alias(tensor), None, is_weight=_is_weight(tensor))
             self.outside.append(value)
-            if _has_place(tensor):
-                self._put(tensor, value)
+            self._put(tensor, value)
+            if not tensor.requires_grad and tensor.untyped_storage()._cdata in self._written:
+                # A buffer that each run writes to: the next one may come before this one's backward.
+                assert value.held is not None
+                self._alive.append(value.held)
+                value.copy()
         return value
 
     def _put(self, tensor: Tensor, value: Value) -> None:
@@ -168,9 +180,10 @@ class Tape(TorchDispatchMode):
             for place in kind.written
             for tensor in _tensors_in(kwargs.get(place) if isinstance(place, str) else args[place])
         ]
-        if kind.writes_first and kind.is_repeatable and not types and kwargs.get("generator") is None:
+        has_places = not types and all(map(_has_place, _tensors_in((args, kwargs))))
+        if kind.writes_first and kind.is_repeatable and has_places and kwargs.get("generator") is None:
             tensor = written[0]
-            value = self._values.get(tensor.untyped_storage()._cdata) if _has_place(tensor) else None
+            value = self._values.get(tensor.untyped_storage()._cdata)
             if value is not None and value.recipe is not None and Geometry.of(tensor) == value.geometry:
                 operation = Operation(func, self._states(kind, args, kwargs), writes_first=True)
                 operation.args, operation.kwargs = self._uses(args, operation), self._uses(kwargs, operation)
@@ -185,7 +198,10 @@ class Tape(TorchDispatchMode):
         for tensor in written:
             if not _has_place(tensor):
                 continue
-            value = self._values.pop(tensor.untyped_storage()._cdata, None)
+            address = tensor.untyped_storage()._cdata
+            value = self._values.pop(address, None)
+            if not tensor.requires_grad and (value is None or value.recipe is None):
+                self._written.add(address)
             if value is not None and value.held is not None:
                 if value.recipe is not None:
                     value.lose()
@@ -197,13 +213,12 @@ class Tape(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> Saved | Kept:
         """What autograd is given in place of a tensor."""
-        value = self._values.get(tensor.untyped_storage()._cdata) if _has_place(tensor) else None
-        if value is None or value.recipe is None:
-            if value is None:
-                value = self._value_of(tensor)
-            value.num_saved += 1
+        if not _has_place(tensor):
             return Kept(tensor, tensor._version)
+        value = self._value_of(tensor)
         value.num_saved += 1
+        if value.recipe is None:
+            return Kept(tensor, tensor._version)
         if tensor.dtype != value.dtype:
             value.is_pinned = True
             return Kept(tensor, tensor._version)
@@ -221,7 +236,7 @@ class Tape(TorchDispatchMode):
         """The layer has run, and it is decided what is kept."""
         for value in (*self.made, *self.outside):
             value.seal()
-        self.operations, self.made, self.outside, self._values = [], [], [], {}
+        self.operations, self.made, self.outside, self._values, self._alive = [], [], [], {}, []
 
 
 class Saved(NamedTuple):
@@ -268,7 +283,9 @@ def _tensors_in(argument: Any) -> Iterator[Tensor]:
 
 def _has_place(tensor: Tensor) -> bool:
     """Whether its elements lie in a storage as they are."""
-    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
+    return tensor.layout is torch.strided and not (
+        tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested
+    )
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -70,9 +70,12 @@ class Written(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
         self.register_buffer("seen", torch.zeros(6))
+        self.register_buffer("before", torch.zeros(6))
 
     def forward(self, x):
         self.seen.add_(x.detach().mean((0, 1)))
+        self.before.data.mul_(0.5).add_(self.seen)  # the next call writes to what this one's backward reads
+        x = (x * 1).unsqueeze_(0).squeeze_(0) * self.before.exp().sin()
         h = F.relu(self.a(x).mul_(2).add_(self.seen), inplace=True)  # over the whole of a result
         self.seen.mul_(0.5)  # read by what has to be made again
         h = h + F.dropout(self.a(h), 0.3, inplace=True)
