@@ -124,9 +124,7 @@ class Tape(TorchDispatchMode):
             generators.append(torch.cuda.default_generators[torch.device(device).index or 0])
         return [(generator, generator.get_state()) for generator in generators]
 
-    def _note(
-        self, func: Any, args: Any, kwargs: Any, out: Any, states: list[tuple[torch.Generator, Tensor]]
-    ) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, states: list[tuple[torch.Generator, Tensor]]) -> None:
         results = out if isinstance(out, tuple | list) else (out,)
         addresses = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs)) if _has_place(tensor)}
         for result in results:

@@ -78,6 +78,18 @@ def _policies(
     return policies
 
 
+def recompute_whole(policies: dict[str, Policy], freed: Collection[str]) -> None:
+    """Where a layer's parameters are gone until its backward gathers them, recipes would find none.
+
+    Args:
+        policies: Of the layers of a ``Recomputation`` that has not run yet; changed.
+        freed: FQNs of modules whose parameters are freed.
+    """
+    for fqn, policy in policies.items():
+        if is_selective(policy) and any(_is_in(fqn, other) or _is_in(other, fqn) for other in freed):
+            policies[fqn] = "full"
+
+
 def _is_in(fqn: str, unit: str) -> bool:
     return fqn == unit or fqn.startswith(f"{unit}.")
 
@@ -97,7 +109,7 @@ def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) 
     if whole or not part:
         asked = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
         is_other = any(map(is_selective, asked)) and "full" not in asked and whole
-        reason = " (whole, since nobody can look into what is compiled)" if is_other else ""
+        reason = " (as a whole: compiled, or gathered layer by layer)" if is_other else ""
         lines.append(f"computed again in the backward{reason}: {whole or 'nothing'}")
     return "\n".join(lines)
 

@@ -30,7 +30,12 @@ from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import Options, check_module, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
-from lightning_hybrid.strategies.recomputed_layers import describe_policies, recompute_layers, recompute_plain_layers
+from lightning_hybrid.strategies.recomputed_layers import (
+    describe_policies,
+    recompute_layers,
+    recompute_plain_layers,
+    recompute_whole,
+)
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
@@ -247,6 +252,7 @@ class SetUpStrategy(VerifyingStrategy):
             offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
         )
+        recompute_whole(self._policies, self._zero.freed)
         self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
         self._stop_reads.callback(hold_in_evaluation(trainer, self._zero))
 
