@@ -1,6 +1,6 @@
 """What activation checkpointing saves and costs: 12 layers that keep everything, what is dear, or inputs alone.
 
-    MALLOC_MMAP_THRESHOLD_=65536 python benchmarks/recompute.py
+    python benchmarks/recompute.py
 
 Bytes are those of all storages that the forward has made and that live when the backward begins, without weights:
 what autograd has saved, each once. Seconds are CPU-seconds of whole training steps through a Trainer, optimizer

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.dear import Dear
+from lightning_hybrid.step.copies import copied, may_change
 from lightning_hybrid.step.randomness import replaced_forwards
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
@@ -133,6 +134,9 @@ class Recomputation:
                 return forward(*args, **kwargs)
             first = _Buffers(layer)
             given = [(leaf, leaf._version) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
+            as_given: tuple[Any, Any] = args, kwargs
+            if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
+                as_given = copied((args, kwargs), lambda tensor: tensor, modules=False)
             is_again = False
 
             def once() -> Any:
@@ -148,7 +152,7 @@ class Recomputation:
                             f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
                         )
                 with first.put():
-                    return forward(*args, **kwargs)
+                    return forward(*as_given[0], **as_given[1])
 
             return torch.utils.checkpoint.checkpoint(once, use_reentrant=False, preserve_rng_state=not self._keyed)
 
