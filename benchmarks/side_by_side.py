@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_SECONDS = 120  # of one set-up or one turn
+TIMEOUT_SECONDS = 600  # of one set-up or one turn
 _PRELOADED = ["torch", "torch.distributed.pipelining", "lightning.pytorch", "lightning_hybrid"]
 
 

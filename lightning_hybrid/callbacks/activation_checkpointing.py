@@ -10,11 +10,11 @@ from lightning_hybrid.memory.recompute import Recompute, check_recompute
 
 
 class ActivationCheckpointing(Callback):
-    """Layers keep their inputs alone and are computed again in the backward; nothing in the module changes.
+    """Layers keep little for the backward and compute the rest again there; nothing in the module changes.
 
     Args:
-        recompute: "full" for all layers; n for every n-th; names of layers, with wildcards; or a mapping of names to
-            "full" or "keep".
+        recompute: "full" or "selective" for all layers, or the share of bytes that selective ones keep; n for every
+            n-th; names of layers, with wildcards; or a mapping of names to such policies or "keep".
 
     Raises:
         ValueError: It is none of these.

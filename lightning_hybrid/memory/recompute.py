@@ -1,8 +1,10 @@
-"""Activation checkpointing: layers that keep their inputs alone and are computed again in the backward.
+"""Activation checkpointing: layers that keep little for the backward, and compute the rest again there.
 
-A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. A layer is computed again
-as it ran: with the random numbers, the buffers and the parts of parameters of its first run, so results are bitwise
-those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's non-reentrant checkpoint).
+A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. With "full" a layer keeps
+its inputs alone and is run again as it ran: with the random numbers, the buffers and the parts of parameters of its
+first run, so results are bitwise those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's
+non-reentrant checkpoint). With "selective" single operations are repeated, and a layer keeps what is dear to make again
+(``recipes``, ``selection``).
 """
 
 from __future__ import annotations
@@ -16,12 +18,28 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from lightning_hybrid.memory.dear import Dear
+from lightning_hybrid.step.copies import copied, may_change
 from lightning_hybrid.step.randomness import replaced_forwards
 
-Policy: TypeAlias = Literal["keep", "full"]
+Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]
-POLICIES = ("keep", "full")
+POLICIES = ("keep", "full", "selective")
+SELECTIVE_SHARE = 0.4
+
+
+def is_selective(policy: object) -> bool:
+    """Whether single operations are computed again, and not the layer as a whole."""
+    return policy == "selective" or isinstance(policy, float)
+
+
+def _is_policy(policy: Any) -> bool:
+    return policy in POLICIES if isinstance(policy, str) else isinstance(policy, float) and 0 < policy <= 1
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class RecomputeError(ValueError):
@@ -37,18 +55,19 @@ def check_recompute(recompute: Any) -> None:
     Raises:
         ValueError: It is none of these.
     """
-    if recompute is None or recompute in POLICIES:
+    if recompute is None or _is_policy(recompute):
         return
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 1:
         return
-    if isinstance(recompute, Mapping) and all(policy in POLICIES for policy in recompute.values()):
+    if isinstance(recompute, Mapping) and all(map(_is_policy, recompute.values())):
         recompute = list(recompute)
     is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
     if is_list and all(isinstance(name, str) for name in recompute):
         return
     raise ValueError(
-        f"recompute={recompute!r}; use 'full' for all layers, a number n for every n-th, a list of names of layers such"
-        " as ['model.layers.*'], or a mapping of names to 'full' or 'keep'"
+        f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
+        " is dear to compute, a whole number n for every n-th, names of layers such as ['model.layers.*'], or a"
+        " mapping of names to 'full', 'selective', a share or 'keep'"
     )
 
 
@@ -56,16 +75,17 @@ def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict
     """What each layer does.
 
     Args:
-        recompute: "full" or "keep" for all; n for every n-th layer, beginning with the first; FQNs with wildcards
-            (``*``) of layers that are recomputed; or such patterns with a policy each, of which the last that matches
-            a layer counts.
+        recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
+            keeps); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of layers that are
+            recomputed; or such patterns with a policy each, of which the last that matches a layer counts.
         layers: FQNs of all layers of the module, in order.
 
     Raises:
         RecomputeError: A pattern matches no layer.
     """
-    if recompute is None or isinstance(recompute, str):
-        return dict.fromkeys(layers, "full" if recompute == "full" else "keep")
+    if recompute is None or isinstance(recompute, str | float):
+        policy: Policy = "keep" if recompute is None else recompute  # type: ignore[assignment]
+        return dict.fromkeys(layers, policy)
     if isinstance(recompute, int):
         return {fqn: "keep" if number % recompute else "full" for number, fqn in enumerate(layers)}
     patterns: Mapping[str, Policy] = recompute if isinstance(recompute, Mapping) else dict.fromkeys(recompute, "full")
@@ -91,11 +111,20 @@ class Recomputation:
             keyed: Random numbers are keyed, so that no state of a generator need be kept.
         """
         self._keyed = keyed
+        self._policies = policies
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
+        self._dear: dict[float, Dear] = {}  # by share; like layers are alike
 
     def running(self) -> AbstractContextManager[None]:
-        """Inside, the layers' forwards keep their inputs alone."""
-        return replaced_forwards(self._layers, self._checkpointed)
+        """Inside, the layers' forwards keep what their policies say."""
+        return replaced_forwards(self._layers, self._recomputed)
+
+    def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        policy = self._policies[fqn]
+        if policy == "full":
+            return self._checkpointed(fqn, forward)
+        share = policy if isinstance(policy, float) else SELECTIVE_SHARE
+        return self._dear.setdefault(share, Dear(share)).keeping(forward)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]
@@ -104,6 +133,10 @@ class Recomputation:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = _Buffers(layer)
+            given = [(leaf, leaf._version) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
+            as_given: tuple[Any, Any] = args, kwargs
+            if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
+                as_given = copied((args, kwargs), lambda tensor: tensor, modules=False)
             is_again = False
 
             def once() -> Any:
@@ -111,8 +144,15 @@ class Recomputation:
                 if not is_again:
                     is_again = True
                     return forward(*args, **kwargs)
+                for number, (tensor, version) in enumerate(given):
+                    if tensor._version != version:
+                        raise RuntimeError(
+                            f"{fqn} is computed again in the backward, and its input {number} of shape"
+                            f" {list(tensor.shape)} was changed in place since it ran (version {tensor._version}, was"
+                            f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
+                        )
                 with first.put():
-                    return forward(*args, **kwargs)
+                    return forward(*as_given[0], **as_given[1])
 
             return torch.utils.checkpoint.checkpoint(once, use_reentrant=False, preserve_rng_state=not self._keyed)
 

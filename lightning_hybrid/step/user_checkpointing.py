@@ -17,6 +17,9 @@ import torch.utils.checkpoint
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.watch import Current, StepWatch
 
+# On hooks for saved tensors that decide for each of them, where others have a stretch of code run again.
+SAVES_EACH = "_hybrid_saves_each"
+
 
 @contextlib.contextmanager
 def adopted_checkpoints(current: Current, randomness: KeyedRandomness) -> Iterator[None]:

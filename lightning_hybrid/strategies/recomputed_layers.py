@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import groupby
 
 from torch import nn
 
-from lightning_hybrid.memory.recompute import Policy, Recomputation, Recompute, RecomputeError, layer_policies
+from lightning_hybrid.memory.recompute import (
+    Policy,
+    Recomputation,
+    Recompute,
+    RecomputeError,
+    is_selective,
+    layer_policies,
+)
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.tensor.units import compiled_modules
 
 
 def recompute_layers(
-    root: nn.Module, recompute: Recompute, variant: Variant, here: Collection[int]
+    root: nn.Module, recompute: Recompute, variant: Variant, here: Collection[int], *, compiled: bool
 ) -> tuple[Recomputation, dict[str, Policy]]:
     """The layers of a recorded step that are computed again.
 
@@ -22,6 +30,7 @@ def recompute_layers(
         recompute: What is asked for.
         variant: Of the first step.
         here: Stages of this rank.
+        compiled: Whether layers run compiled.
 
     Raises:
         RecomputeError: There is no layer, or no pattern matches one.
@@ -30,7 +39,7 @@ def recompute_layers(
     layers = find_layers(recording.units)
     if not layers:
         raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
-    policies = layer_policies(recompute, list(layers))
+    policies = _policies(root, recompute, layers, compiled=compiled)
     stages: dict[str, set[int]] = {}
     for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
         if node.unit is not None:
@@ -46,24 +55,70 @@ def recompute_layers(
     return Recomputation(mine, policies, keyed=True), policies
 
 
-def recompute_plain_layers(root: nn.Module, recompute: Recompute) -> tuple[Recomputation, dict[str, Policy]]:
+def recompute_plain_layers(
+    root: nn.Module, recompute: Recompute, *, compiled: bool
+) -> tuple[Recomputation, dict[str, Policy]]:
     """The layers that are computed again where steps run as they are; see ``recompute_layers``."""
     layers = find_layers(dict(root.named_children()))
     if not layers:
         raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
-    policies = layer_policies(recompute, list(layers))
+    policies = _policies(root, recompute, layers, compiled=compiled)
     return Recomputation(layers, policies), policies
+
+
+def _policies(
+    root: nn.Module, recompute: Recompute, layers: dict[str, nn.Module], *, compiled: bool
+) -> dict[str, Policy]:
+    """Nobody can look into what is compiled: there, whole layers are computed again."""
+    policies = layer_policies(recompute, list(layers))
+    by_user = compiled_modules(root)
+    for fqn, layer in layers.items():
+        if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
+            policies[fqn] = "full"
+    return policies
+
+
+def recompute_whole(policies: dict[str, Policy], freed: Collection[str]) -> None:
+    """Where a layer's parameters are gone until its backward gathers them, recipes would find none.
+
+    Args:
+        policies: Of the layers of a ``Recomputation`` that has not run yet; changed.
+        freed: FQNs of modules whose parameters are freed.
+    """
+    for fqn, policy in policies.items():
+        if is_selective(policy) and any(_is_in(fqn, other) or _is_in(other, fqn) for other in freed):
+            policies[fqn] = "full"
 
 
 def _is_in(fqn: str, unit: str) -> bool:
     return fqn == unit or fqn.startswith(f"{unit}.")
 
 
-def describe_policies(policies: dict[str, Policy]) -> str:
-    """One line: which layers are computed again."""
+def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) -> str:
+    """One line for each way: which layers are computed again, whole or in part.
+
+    Args:
+        policies: Of the layers.
+        recompute: What was asked for.
+    """
+    whole = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
+    part = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
+    lines = []
+    if part:
+        lines.append(f"computed again in the backward but for what is dear: {part}")
+    if whole or not part:
+        asked = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
+        is_other = any(map(is_selective, asked)) and "full" not in asked and whole
+        reason = " (as a whole: compiled, or gathered layer by layer)" if is_other else ""
+        lines.append(f"computed again in the backward{reason}: {whole or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _runs(chosen: dict[str, bool]) -> str:
+    """Names of those that are chosen, neighbours in one."""
     runs = []
-    for is_kept, group in groupby(policies.items(), lambda item: item[1] == "keep"):
+    for is_chosen, group in groupby(chosen.items(), lambda item: item[1]):
         names = [fqn for fqn, _ in group]
-        if not is_kept:
+        if is_chosen:
             runs.append(names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})")
-    return f"computed again in the backward: {', '.join(runs) or 'nothing'}"
+    return ", ".join(runs)

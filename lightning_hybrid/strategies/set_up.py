@@ -30,7 +30,12 @@ from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import connect_gradients
 from lightning_hybrid.strategies.options import Options, check_module, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
-from lightning_hybrid.strategies.recomputed_layers import describe_policies, recompute_layers, recompute_plain_layers
+from lightning_hybrid.strategies.recomputed_layers import (
+    describe_policies,
+    recompute_layers,
+    recompute_plain_layers,
+    recompute_whole,
+)
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
@@ -95,7 +100,9 @@ class SetUpStrategy(VerifyingStrategy):
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = self._zero_cut = None
         self._recomputing, self._policies = None, {}
         if self._recompute is not None and not self._needs_runner():
-            recomputation, self._policies = recompute_plain_layers(module, self._recompute)
+            recomputation, self._policies = recompute_plain_layers(
+                module, self._recompute, compiled=self.options.compile is not None
+            )
             self._recomputing = recomputation.running
         randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
@@ -205,7 +212,11 @@ class SetUpStrategy(VerifyingStrategy):
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
             recomputation, self._policies = recompute_layers(
-                module, self._recompute, self._plan.first, self._plan.stages
+                module,
+                self._recompute,
+                self._plan.first,
+                self._plan.stages,
+                compiled=self.options.compile is not None,
             )
             self._runner.wrap_layers(recomputation.running)
         if recorded and self._in_parts_by_layout:
@@ -241,6 +252,7 @@ class SetUpStrategy(VerifyingStrategy):
             offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
         )
+        recompute_whole(self._policies, self._zero.freed)
         self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
         self._stop_reads.callback(hold_in_evaluation(trainer, self._zero))
 
@@ -274,7 +286,7 @@ class SetUpStrategy(VerifyingStrategy):
         if self._shards is not None:
             text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
         if self._policies:
-            text = f"{text}\n{describe_policies(self._policies)}"
+            text = f"{text}\n{describe_policies(self._policies, self._recompute)}"
         if self._compiled is not None:
             text = "\n".join([text, *self._compiled.lines()])
         rank_zero_info(text)

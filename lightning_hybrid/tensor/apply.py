@@ -26,6 +26,7 @@ from lightning_hybrid.parts.placement import Shard, cut
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.randomness import AROUND
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.user_checkpointing import SAVES_EACH
 from lightning_hybrid.tensor.attention import sharded_attention
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
@@ -383,7 +384,10 @@ class ShardedUnit:
 
 def _saved_in_parts(x: Tensor) -> AbstractContextManager[Any]:
     """Of a value whose positions are dealt, each rank saves its own for the backward."""
-    if not isinstance(x, OwnPositions) or not torch.is_grad_enabled() or _TOP_HOOKS(True) is not None:
+    if not isinstance(x, OwnPositions) or not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    hooks = _TOP_HOOKS(True)
+    if hooks is not None and not hasattr(hooks[0], SAVES_EACH):
         return contextlib.nullcontext()  # others that decide what is saved (a layer that is recomputed) have the say
     return x.regathered()
 

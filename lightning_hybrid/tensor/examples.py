@@ -7,8 +7,7 @@ mistaken for one of them.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.tree import Spec, flatten, unflatten
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
@@ -178,37 +178,3 @@ def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Ten
     if dtype is torch.bool:
         return torch.ones(tensor.shape, dtype=dtype)
     return torch.zeros(tensor.shape, dtype=dtype)
-
-
-def copied(value: Any, new: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone()) -> Any:
-    """A deep copy of anything, with new tensors for its tensors, results of others among them.
-
-    A cache that a unit fills must be copied before each call of it.
-
-    Args:
-        value: The object.
-        new: Makes the tensors in the copy.
-    """
-    memo: dict[int, Any] = {id(tensor): new(tensor) for tensor in _tensors_below(value, {})}
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:
-        # What cannot be copied is shared by all runs; the proof shows whether that matters.
-        return value
-
-
-def _tensors_below(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    if id(value) in seen or isinstance(value, (*_PLAIN, type, nn.Module)):
-        return
-    seen[id(value)] = value
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_below(item, seen)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors_below(item, seen)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from _tensors_below(item, seen)

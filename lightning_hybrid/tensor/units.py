@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
-from lightning_hybrid.tensor.examples import copied
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -86,6 +86,13 @@ class ZeroSharding:
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._is_evaluating = False
 
+    @property
+    def freed(self) -> frozenset[str]:
+        """FQNs of layers whose parameters are gone between their forward and their backward."""
+        if not self.per_layer:
+            return frozenset()
+        return frozenset(fqn for fqn, groups in self._layers.items() if not all(group.keeps_whole for group in groups))
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

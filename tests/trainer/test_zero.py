@@ -51,6 +51,8 @@ RUNS = {
     "dp2tp2pp2 stage 1": zero(1, tp=2, pp=2, slow=True),
     "dp2tp2pp2 by layer": zero(3, "T5", tp=2, pp=2, slow=True, **EACH),
     "recomputed": zero(3, strategy={"recompute": "full"}, slow=True),
+    "dear operations kept": zero(3, strategy={"recompute": "selective"}, slow=True),
+    "dear operations kept, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
     "dealt positions": zero(3, tp=2, sequence=True, slow=True, **EACH),
     "context": zero(3, cp=2, slow=True),
     "SGD": zero(3, trainer=CLIPPED, change=lambda module: setattr(module, "optimizer", "sgd"), slow=True),
