@@ -15,6 +15,7 @@ from functools import partial
 from lightning.pytorch import Callback, LightningModule, Trainer
 from side_by_side import Turn, Variant, compare, fit, print_table, ratios, verdict
 from small_gpt import SmallGPT, batch_of
+from torch.utils.data import DataLoader
 
 
 class Resident(Callback):
@@ -58,7 +59,8 @@ def count(args: argparse.Namespace) -> Resident:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(SmallGPT(args.width, args.layers, length=args.length), [batch_of(args.batch, args.length)] * 3)
+    batches = DataLoader([batch_of(args.batch, args.length)] * 3, batch_size=None)
+    trainer.fit(SmallGPT(args.width, args.layers, length=args.length), batches)
     return resident
 
 
