@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from wild.bases import BOTH, REPLICAS, STAGES, Manual, Regression
@@ -206,8 +206,7 @@ class WithScaledByNorm(Regression):
 NOT_ELEMENTWISE = [WithAdafactor, WithMuon, WithLamb, WithScaledByNorm]
 
 
-@under([STAGES, BOTH])
-@pytest.mark.parametrize("module", NOT_ELEMENTWISE, ids=lambda module: module.__name__)
+@each_under("module", NOT_ELEMENTWISE, [STAGES, BOTH])
 def test_statistics_of_optimizers_are_global(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
