@@ -70,6 +70,19 @@ def each_under_names(
     return _each(f"{names},layout", modules, {name: name for name in layouts}, sizes, replicated, set())
 
 
+def each_under_sizes(
+    names: str,
+    modules: Sequence[Any],
+    layouts: Mapping[str, tuple[int, ...]],
+    *,
+    replicated: Collection[Any] | None = None,
+) -> pytest.MarkDecorator:
+    """The same for tests that take `size`, `pp` and, if the tuples have a third number, `tp`."""
+    sizes = {name: _split(*numbers) for name, numbers in layouts.items()}
+    arguments = ("size", "pp", "tp")[: len(next(iter(layouts.values())))]
+    return _each(",".join((names, *arguments)), modules, layouts, sizes, replicated, set())
+
+
 def _each(
     names: str,
     modules: Sequence[Any],
@@ -89,7 +102,8 @@ def _each(
         label = "-".join(_label(value) for value in values)
         for name, layout in layouts.items():
             marks = [] if name in kept else [pytest.mark.slow]
-            each.append(pytest.param(*values, layout, id=f"{label}-{name}", marks=marks))
+            given = layout if isinstance(layout, tuple) else (layout,)
+            each.append(pytest.param(*values, *given, id=f"{label}-{name}", marks=marks))
     return pytest.mark.parametrize(names, each)
 
 
