@@ -270,7 +270,10 @@ CALLBACKS = [
 ]
 
 
-# These look at what all replicas did.
-@each_under_names("feature", CALLBACKS, EVERYWHERE, replicated=[mean_of_epochs, lr_finder, early_stopping, best_and_last])
+# What all replicas did counts for these.
+OVER_REPLICAS = [mean_of_epochs, lr_finder, early_stopping, best_and_last]
+
+
+@each_under_names("feature", CALLBACKS, EVERYWHERE, replicated=OVER_REPLICAS)
 def test_callbacks(worlds, tmp_path, feature, layout):
     check(worlds, tmp_path, feature, layout)
