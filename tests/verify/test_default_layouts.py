@@ -7,7 +7,7 @@ SIZES = {layout.name: sizes_of(layout) for layout in LAYOUTS}
 
 
 def test_stages_and_replicas_are_covered_where_both_are_combined():
-    assert covered(SIZES) == {"pp2", "dp2"}
+    assert covered(SIZES) == {"pp2", "dp2", "dp2 x zero3"}
     assert covered({**SIZES, COMBINED.name: sizes_of(COMBINED)}) == set(SIZES)
 
 
