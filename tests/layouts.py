@@ -2,11 +2,14 @@
 
 Two replicas of two stages have stages and replicas, so what breaks with either breaks there. Several stages per rank
 and tensor ranks are covered by nothing that has none of them.
+
+Where a test has a list of modules, what one of them does in its step cannot tell how many replicas there are. So the
+first one runs over replicas of stages by default, and the others over stages alone, on half as many ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +33,82 @@ def under(
     later = {layout.name: layout for layout in slow}
     sizes = {name: sizes_of(layout) for name, layout in named.items()}
     return _parametrize("layout", {**named, **later}, sizes, kept, set(later))
+
+
+def each_under(
+    names: str,
+    modules: Sequence[Any],
+    layouts: Iterable[Layout],
+    *,
+    replicated: Collection[Any] | None = None,
+    slow: Iterable[Layout] = (),
+) -> pytest.MarkDecorator:
+    """Run a test once per module and `layout`.
+
+    Args:
+        names: Of the arguments that one of the modules gives.
+        modules: Or tuples of a module and what belongs to it.
+        layouts: Of the test.
+        replicated: The modules that run over replicas by default; the first one if None.
+        slow: Further layouts that only the slow tests run.
+    """
+    named = {layout.name: layout for layout in (*layouts, *slow)}
+    later = {layout.name for layout in slow}
+    sizes = {name: sizes_of(layout) for name, layout in named.items()}
+    return _each(f"{names},layout", modules, named, sizes, replicated, later)
+
+
+def each_under_names(
+    names: str,
+    modules: Sequence[Any],
+    layouts: Mapping[str, tuple[int, ...]],
+    *,
+    replicated: Collection[Any] | None = None,
+) -> pytest.MarkDecorator:
+    """The same for tests that take the name, as `layout`."""
+    sizes = {name: _split(*numbers) for name, numbers in layouts.items()}
+    return _each(f"{names},layout", modules, {name: name for name in layouts}, sizes, replicated, set())
+
+
+def each_under_sizes(
+    names: str,
+    modules: Sequence[Any],
+    layouts: Mapping[str, tuple[int, ...]],
+    *,
+    replicated: Collection[Any] | None = None,
+) -> pytest.MarkDecorator:
+    """The same for tests that take `size`, `pp` and, if the tuples have a third number, `tp`."""
+    sizes = {name: _split(*numbers) for name, numbers in layouts.items()}
+    arguments = ("size", "pp", "tp")[: len(next(iter(layouts.values())))]
+    return _each(",".join((names, *arguments)), modules, layouts, sizes, replicated, set())
+
+
+def _each(
+    names: str,
+    modules: Sequence[Any],
+    layouts: Mapping[str, Any],
+    sizes: Mapping[str, tuple[int, ...]],
+    replicated: Collection[Any] | None,
+    later: Collection[str],
+) -> pytest.MarkDecorator:
+    over_replicas = modules[:1] if replicated is None else replicated
+    known = {name: numbers for name, numbers in sizes.items() if name not in later}
+    alone = {name: numbers for name, numbers in known.items() if numbers[0] == 1} or known
+    each = []
+    for module in modules:
+        default = known if module in over_replicas else alone
+        kept = default.keys() - covered(default)
+        values = module if isinstance(module, tuple) else (module,)
+        label = "-".join(_label(value) for value in values)
+        for name, layout in layouts.items():
+            marks = [] if name in kept else [pytest.mark.slow]
+            given = layout if isinstance(layout, tuple) else (layout,)
+            each.append(pytest.param(*values, *given, id=f"{label}-{name}", marks=marks))
+    return pytest.mark.parametrize(names, each)
+
+
+def _label(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 def under_sizes(layouts: Mapping[str, tuple[int, ...]], *, also: Iterable[str] = ()) -> pytest.MarkDecorator:

@@ -34,8 +34,17 @@ def log_for_all(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]
     begin_logs(module, logged, mesh)()
 
 
-def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> None:
-    """Log values of this replica; in validation and test they are reduced at the end of a loader."""
+def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> None:
+    """Log values of this replica; in validation and test they are reduced at the end of a loader.
+
+    Raises:
+        RanksDisagree: The ranks of the replica log different keys.
+    """
+    _begin_to_compare_copies(logged, mesh)()
+    _log_each(module, logged)
+
+
+def _log_each(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> None:
     for entry, value in logged:
         _log(module, entry, value, entry.total_kwargs())
 
@@ -51,18 +60,60 @@ def begin_logs(
         mesh: The ranks.
         skipped: Whether this replica's step returned no loss, which all replicas must do alike.
     """
+    compare = _begin_to_compare_copies(logged, mesh)
     if mesh.size("data") == 1:
-        return lambda: log_for_replica(module, logged)
+
+        def finish_alone() -> None:
+            compare()
+            _log_each(module, logged)
+
+        return finish_alone
     sizes = [_batch_size(module, entry) for entry, _ in logged]
     reduced = _over_replicas(logged, sizes, mesh, skipped=skipped)
 
     def finish() -> None:
+        compare()
         values, totals = reduced()
         for (entry, _), value, size, total in zip(logged, values, sizes, totals, strict=True):
             known = {} if size is None else {"batch_size": round(total)}
             _log(module, entry, value, {**entry.total_kwargs(), **known})
 
     return finish
+
+
+def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
+    """Start to compare the logged keys of ranks that compute the same numbers; returns what waits for the outcome.
+
+    A pipeline compares its own when it exchanges what was logged.
+    """
+    axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
+    if not axes:
+        return lambda: None
+    digest = float(_digest(logged))
+    rows = [torch.tensor([digest, -digest], dtype=torch.float64, device=mesh.device_mesh.device_type) for _ in axes]
+    works = [
+        dist.all_reduce(row, dist.ReduceOp.MAX, group=mesh.group(axis), async_op=True)
+        for row, axis in zip(rows, axes, strict=True)
+    ]
+
+    def wait() -> None:
+        for axis, row, work in zip(axes, rows, works, strict=True):
+            work.wait()
+            if row.tolist() != [digest, -digest]:
+                raise RanksDisagree(
+                    f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
+                    f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"
+                    " rank (without `if trainer.is_global_zero:` around the call)"
+                )
+
+    return wait
+
+
+_NAMES = {"cp": "context", "tp": "tensor"}
+
+
+def _digest(logged: Sequence[tuple[Entry, float]]) -> int:
+    return zlib.crc32("|".join(entry.name for entry, _ in logged).encode())
 
 
 def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[str, Any]) -> None:
@@ -92,7 +143,7 @@ def _over_replicas(
 ) -> Callable[[], tuple[list[float], list[float]]]:
     """One collective for means and sums, one more for maxima and minima; returns what waits for values and sizes."""
     count, group = mesh.size("data"), mesh.group("data")
-    names = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
+    names = float(_digest(logged))
     device = mesh.device_mesh.device_type
     values = [value for _, value in logged]
     # As many numbers whatever is logged, so that replicas that log different keys meet, and find out.

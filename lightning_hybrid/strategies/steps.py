@@ -182,7 +182,7 @@ class SteppingStrategy(StagedStrategy):
         if train is not None:
             log_for_all(module, result.logs, self.mesh)
         else:
-            log_for_replica(module, result.logs)
+            log_for_replica(module, result.logs, self.mesh)
         return result
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
@@ -197,10 +197,10 @@ class SteppingStrategy(StagedStrategy):
         return output
 
     def _step_alone(self, name: str, args: Sequence[Any]) -> Any:
-        """The user's step as it is; only what it logs is caught, to be the same on every replica."""
+        """The user's step as it is; only what it logs is caught, to be the same on every rank."""
         module = self.lightning_module
         assert module is not None
-        if self.layout.data_parallel_size == 1:
+        if self.layout.world_size == 1:
             with self._context(name)():
                 return getattr(module, name)(*args)
         logs = LogCapture(1)
@@ -208,7 +208,7 @@ class SteppingStrategy(StagedStrategy):
             output = getattr(module, name)(*args)
         logged = [(entry, entry.values[0]) for entry in logs.entries()]
         if name != "training_step":
-            log_for_replica(module, logged)
+            log_for_replica(module, logged, self.mesh)
             return output
         skipped = module.automatic_optimization and output is None
         finish = begin_logs(module, logged, self.mesh, skipped=skipped)

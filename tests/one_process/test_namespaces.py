@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from not_installed import OPTIONAL
 
 from lightning_hybrid import namespaces, twins
 from lightning_hybrid.namespaces import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
@@ -129,13 +130,11 @@ def test_lightnings_own_frames_are_not_the_users_line():
 
 # -- in a fresh process -----------------------------------------------------------------------------------------------
 
-BLOCK = """
+BLOCK = f"""
 import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {missing}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}")
-sys.meta_path.insert(0, Missing())
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from not_installed import hide
+hide({{missing}})
 """
 # The imports are in the order in which isort puts them.
 USE = """
@@ -144,6 +143,7 @@ assert not {{"torch", "lightning", "pytorch_lightning", "lightning_fabric"}} & s
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import AdaScale, PipelineTimeline
 import {package} as pl
+assert not {missing} & set(sys.modules)
 from {package}.plugins.precision import Precision
 from {package}.strategies import Strategy
 
@@ -167,12 +167,13 @@ MODULES = [f"{path.parent.name}.{path.stem}".removesuffix(".__init__") for path 
 
 @pytest.mark.parametrize(
     ("namespace", "missing"),
-    [(LIGHTNING, ["pytorch_lightning", "lightning_fabric"]), (PYTORCH_LIGHTNING, ["lightning"])],
+    [(LIGHTNING, {"pytorch_lightning", "lightning_fabric"}), (PYTORCH_LIGHTNING, {"lightning"})],
     ids=lambda value: getattr(value, "top", ""),
 )
 def test_everything_is_there_where_the_other_one_is_missing(namespace, missing):
+    missing = {*missing, *OPTIONAL}
     code = BLOCK.format(missing=missing) + USE.format(
-        package=namespace.package, home=namespace.explicit_home, modules=MODULES
+        package=namespace.package, home=namespace.explicit_home, modules=MODULES, missing=missing
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from layouts import under_sizes
+from layouts import each_under_sizes
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import grad_norm
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
@@ -220,8 +220,8 @@ def assert_parity(worlds, size, pp, tp, case, **options):
         assert_same(ours[0], weights)
 
 
-@under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
-@pytest.mark.parametrize("case", [*CASES, "callback"])
+# Gradients are means over the replicas before any hook sees them; noise must be the same on all.
+@each_under_sizes("case", [*CASES, "callback"], {"pp2": (2, 2), "dp2xpp2": (4, 2)}, replicated=["Edits", "AddsNoise"])
 def test_hooks_read_and_edit_the_whole_model(worlds, size, pp, case):
     assert_parity(worlds, size, pp, 1, case)
 

@@ -15,6 +15,8 @@ TESTS = Path(__file__).parent.parent
 FIT = """
     import sys, warnings
     warnings.simplefilter("ignore")
+    from not_installed import hide
+    hide()
     import lightning_hybrid
     import torch
     from lightning.pytorch import Trainer
@@ -105,6 +107,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow  # ranks of every other test are told of their world as torchrun tells them
 def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
     code, other_code, output, more, _ = two_nodes(write_script(tmp_path, devices=1, nodes=2), tmp_path)
     assert (code, other_code) == (0, 0), output + more

@@ -74,7 +74,7 @@ def fit(top, objects_of, precision=None, *, as_plugin=False, late=False):
     ("objects_of", "options"),
     [
         ("pytorch_lightning", {}),
-        ("pytorch_lightning", {"precision": "16-mixed", "as_plugin": True}),
+        pytest.param("pytorch_lightning", {"precision": "16-mixed", "as_plugin": True}, marks=pytest.mark.slow),
         ("lightning", {"precision": "16-mixed", "as_plugin": True}),
         ("lightning", {"late": True}),
     ],

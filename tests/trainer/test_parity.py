@@ -40,13 +40,16 @@ GRID = [
     covered(Run("GPT2", pp=2, strategy=INTERLEAVED)),
     Run("GPT2", pp=2, dtype=torch.float32),
     covered(Run("Llama", pp=4, microbatches=4)),
-    Run("Llama", pp=2, dp=2, strategy=INTERLEAVED),
-    Run("T5", pp=2, dp=2, strategy=GPIPE),
+    covered(Run("Llama", pp=2, dp=2, strategy=INTERLEAVED)),
+    Run("Llama", pp=2, strategy=INTERLEAVED),
+    covered(Run("T5", pp=2, dp=2, strategy=GPIPE)),
+    Run("T5", pp=2, strategy=GPIPE),
     covered(Run("T5", pp=4, strategy=ONE_F_ONE_B)),
     Run("Bert", pp=2, strategy=INTERLEAVED),
-    Run("Bert", pp=2, dp=2),
+    covered(Run("Bert", pp=2, dp=2)),
     covered(Run("ViT", pp=4, strategy=GPIPE)),
-    Run("ViT", pp=2, dp=2),
+    covered(Run("ViT", pp=2, dp=2)),
+    Run("ViT", pp=2),
     Run("UNet", pp=4, microbatches=4),
     Run("UNet", pp=2, dp=2, strategy=INTERLEAVED),
     Run("InPlace", pp=2, dp=2, strategy=INTERLEAVED),
@@ -69,8 +72,16 @@ def test_parity(worlds, run):
 # --- randomness, accumulation, reduction -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["Dropouts", "GPT2Dropout"])
-@pytest.mark.parametrize("strategy", [ONE_F_ONE_B, INTERLEAVED], ids=lambda s: s["schedule"])
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        (ONE_F_ONE_B, "Dropouts"),
+        pytest.param(ONE_F_ONE_B, "GPT2Dropout", marks=pytest.mark.slow),
+        pytest.param(INTERLEAVED, "Dropouts", marks=pytest.mark.slow),
+        (INTERLEAVED, "GPT2Dropout"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["schedule"],
+)
 def test_dropout_is_that_of_one_process(worlds, case, strategy):
     run = Run(case, pp=2, dp=2, strategy=strategy)
     _, expected = check(worlds, run, fit_whole)
@@ -84,7 +95,11 @@ def without_dropout(module):
         part.training = False
 
 
-@pytest.mark.parametrize("strategy", [GPIPE, ONE_F_ONE_B, INTERLEAVED], ids=lambda s: s["schedule"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(GPIPE, marks=pytest.mark.slow), pytest.param(ONE_F_ONE_B, marks=pytest.mark.slow), INTERLEAVED],
+    ids=lambda s: s["schedule"],
+)
 def test_accumulation_over_batches(worlds, strategy):
     run = Run("Tied", pp=2, dp=2, num_batches=6, strategy=strategy, trainer={"accumulate_grad_batches": 3})
     ranks, _ = check(worlds, run)
@@ -110,7 +125,7 @@ def test_reduction_not_skipped_when_stages_and_replicas_combine(worlds):
 # --- clipping --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["Tied", "GPT2"])
+@pytest.mark.parametrize("case", ["Tied", pytest.param("GPT2", marks=pytest.mark.slow)])
 def test_norm_clipping_counts_shared_parameters_once(worlds, case):
     run = Run(case, pp=2, dp=2, trainer={"gradient_clip_val": 0.05})
     ranks, expected = check(worlds, run)

@@ -36,12 +36,14 @@ def slow(*runs):
 SEQUENCE = [
     Run("GPT2", tp=2, microbatches=1, sequence=True),
     Run("Llama", pp=2, tp=2, sequence=True),
-    Run("Encoder", pp=2, tp=2, sequence=True),
+    Run("Encoder", tp=2, sequence=True),
+    *slow(Run("Encoder", pp=2, tp=2, sequence=True)),
     *slow(Run("T5", tp=2, sequence=True), Run("Bert", tp=2, sequence=True), Run("ViT", dp=2, tp=2, sequence=True)),
 ]
 CONTEXT = [
     Run("GPT2", cp=2, microbatches=1),
-    Run("Encoder", pp=2, cp=2, trainer={"gradient_clip_val": 0.05}),
+    Run("Encoder", cp=2, trainer={"gradient_clip_val": 0.05}),
+    *slow(Run("Encoder", pp=2, cp=2, trainer={"gradient_clip_val": 0.05})),
     *slow(Run("Llama", pp=2, cp=2), Run("T5", cp=2), Run("Bert", cp=2), Run("ViT", dp=2, cp=2)),
 ]
 

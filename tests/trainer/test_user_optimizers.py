@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import under_sizes
+from layouts import each_under_sizes
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from wild.hand_written import Lamb, ScaledByNorm, SharpnessAware
 
@@ -97,8 +97,11 @@ def assert_parity(worlds, size, pp, tp, case, *args):
         assert_same(result, expected)
 
 
-@under_sizes({"pp2": (2, 2, 1), "dp2xpp2": (4, 2, 1), "tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)})
-@pytest.mark.parametrize("case", [name for name in CASES if name != "Lbfgs"])
+@each_under_sizes(
+    "case",
+    [name for name in CASES if name != "Lbfgs"],
+    {"pp2": (2, 2, 1), "dp2xpp2": (4, 2, 1), "tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)},
+)
 def test_an_optimizer_of_the_user_sees_the_whole_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)
 

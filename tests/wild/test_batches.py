@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from lightning.pytorch import LightningModule
 from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
@@ -16,7 +16,8 @@ from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 from lightning_hybrid.verify import Layout
 
-by_layout = under([*LAYOUTS[2:], COMBINED], slow=[TENSOR])
+BY_LAYOUT = [*LAYOUTS[2:], COMBINED]
+by_layout = under(BY_LAYOUT, slow=[TENSOR])
 WHOLE = {"num_microbatches": None}  # the strategy chooses: one microbatch where a batch cannot be split
 
 
@@ -172,8 +173,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("module", "collate"), SPLIT, ids=lambda value: value.__name__)
-@by_layout
+@each_under("module,collate", SPLIT, BY_LAYOUT, slow=[TENSOR])
 def test_containers_are_split(worlds, module, collate, layout):
     report = check(worlds, module, layout, make_data=Loaders(collate))
     assert report.outcome == "same", str(report)
@@ -304,8 +304,7 @@ UNSPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("module", "collate"), UNSPLIT, ids=lambda value: value.__name__)
-@by_layout
+@each_under("module,collate", UNSPLIT, BY_LAYOUT, slow=[TENSOR])
 def test_batches_that_cannot_be_split_run_whole(worlds, module, collate, layout):
     report = check(worlds, module, layout, make_data=Loaders(collate), **WHOLE)
     assert report.outcome == "same", str(report)

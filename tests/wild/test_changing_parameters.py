@@ -2,13 +2,12 @@
 
 import copy
 
-import pytest
 import torch
-from layouts import under
+from layouts import each_under
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.nn import functional as F
-from wild.bases import BOTH, Regression
+from wild.bases import BOTH, STAGES, Regression
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 
@@ -145,9 +144,9 @@ ANY = [
 ]
 
 
-@pytest.mark.parametrize("module", ANY, ids=lambda module: module.__name__)
-def test_which_parameters_there_are(worlds, module):
-    report = check(worlds, module, BOTH)
+@each_under("module", ANY, [STAGES, BOTH])
+def test_which_parameters_there_are(worlds, module, layout):
+    report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
@@ -191,8 +190,7 @@ class FreezesHead(Callback):
         pl_module.head.requires_grad_(batch_idx % 2 == 0)
 
 
-@under([*LAYOUTS, COMBINED], slow=[TENSOR])
-@pytest.mark.parametrize("module", [Finetuned, TogglesByHand, FreezesByCallback], ids=lambda module: module.__name__)
+@each_under("module", [Finetuned, TogglesByHand, FreezesByCallback], [*LAYOUTS, COMBINED], slow=[TENSOR])
 def test_parameters_are_frozen_and_unfrozen(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)
     assert report.outcome == "same", str(report)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torchmetrics
-from layouts import under
+from layouts import each_under
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -198,8 +198,7 @@ def test_steps_that_change(worlds, module):
     assert report.outcome == "same", str(report)
 
 
-@under([*LAYOUTS, COMBINED])
-@pytest.mark.parametrize("module", [UsedSometimes, DropsLayers], ids=lambda module: module.__name__)
+@each_under("module", [UsedSometimes, DropsLayers], [*LAYOUTS, COMBINED])
 def test_steps_that_change_under_every_layout(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2)
     assert report.outcome == "same", str(report)

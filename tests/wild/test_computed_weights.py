@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +16,6 @@ from wild.test_inside_forward import Regressor, mlp
 from lightning_hybrid import Hybrid3DStrategy
 
 INTERLEAVED = LAYOUTS[3]
-everywhere = under([*LAYOUTS, COMBINED])
 
 
 def old_weight_norm(layer):
@@ -111,15 +110,13 @@ class Diary(Critic):
         self.log("mean_loss", sum(self.losses) / len(self.losses))
 
 
-@everywhere
-@pytest.mark.parametrize("module", [Vocoder, Critic], ids=lambda module: module.__name__)
+@each_under("module", [Vocoder, Critic], [*LAYOUTS, COMBINED])
 def test_hooks_of_torch_compute_the_weights(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
 
-@under([BOTH, INTERLEAVED, COMBINED])
-@pytest.mark.parametrize("module", [NewVocoder, NewCritic], ids=lambda module: module.__name__)
+@each_under("module", [NewVocoder, NewCritic], [BOTH, INTERLEAVED, COMBINED])
 def test_parametrisations_compute_the_weights(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch.nn import functional as F
@@ -85,9 +85,9 @@ OPTIMIZATION = [
 ]
 
 
-@pytest.mark.parametrize("module", OPTIMIZATION, ids=lambda module: module.__name__)
-def test_hooks_of_optimization(worlds, module):
-    report = check(worlds, module, BOTH, epochs=2, steps=4)
+@each_under("module", OPTIMIZATION, [STAGES, BOTH])
+def test_hooks_of_optimization(worlds, module, layout):
+    report = check(worlds, module, layout, epochs=2, steps=4)
     assert report.outcome == "same", str(report)
 
 
@@ -170,9 +170,9 @@ class NormsFrozen(ValidatesInTraining):
         self.layers[1].eval()
 
 
-@pytest.mark.parametrize("module", [ValidatesInTraining, NeverEval, NormsFrozen], ids=lambda m: m.__name__)
-def test_hooks_of_modes(worlds, module):
-    report = check(worlds, module, BOTH, epochs=2, steps=2)
+@each_under("module", [NormsFrozen, ValidatesInTraining, NeverEval], [STAGES, BOTH])
+def test_hooks_of_modes(worlds, module, layout):
+    report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
 

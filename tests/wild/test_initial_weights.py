@@ -2,9 +2,8 @@
 
 import os
 
-import pytest
 import torch
-from layouts import under
+from layouts import each_under
 from torch import nn
 from wild.bases import Regression
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
@@ -52,8 +51,7 @@ class MadeLate(HashOrdered):
         self.head = nn.Linear(FEATURES, 1).double()
 
 
-@under([*LAYOUTS, COMBINED], slow=[TENSOR])
-@pytest.mark.parametrize("module", [HashOrdered, DrawsMoreElsewhere], ids=lambda module: module.__name__)
+@each_under("module", [HashOrdered, DrawsMoreElsewhere], [*LAYOUTS, COMBINED], slow=[TENSOR])
 def test_the_weights_of_the_first_rank_count(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)

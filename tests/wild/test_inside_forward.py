@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
@@ -363,8 +363,7 @@ SAME = [
 
 # The verification looks at the real part of complex parameters alone in one place.
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@all_layouts
-@pytest.mark.parametrize("module", SAME, ids=lambda module: module.__name__)
+@each_under("module", SAME, [*LAYOUTS, COMBINED], replicated=[ForcesOfPart, BatchNormEverywhere])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2, trainer={"inference_mode": False})
     assert report.outcome == "same", str(report)

@@ -2,9 +2,8 @@
 
 import warnings
 
-import pytest
 import torch
-from layouts import under
+from layouts import each_under
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -251,8 +250,8 @@ MODULES = [
 ]
 
 
-@under([*LAYOUTS, COMBINED], slow=[TENSOR])
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+# What is written to buffers is of the samples of one replica.
+@each_under("module", MODULES, [*LAYOUTS, COMBINED], replicated=[Attention, Normed, WritesBuffers], slow=[TENSOR])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

@@ -4,9 +4,8 @@ import os
 from datetime import timedelta
 from unittest import mock
 
-import pytest
 import torch
-from layouts import under_names
+from layouts import each_under_names
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -30,7 +29,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.tuner import Tuner
 from wild.featured import LAYOUTS, SHARED_OUT, Net, check
 
-EVERYWHERE = under_names({**LAYOUTS, **SHARED_OUT})
+EVERYWHERE = {**LAYOUTS, **SHARED_OUT}
 
 # -- Trainer options --------------------------------------------------------------------------------------------------
 
@@ -69,8 +68,7 @@ class Option:
         return self.name == other.name
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("name", OPTIONS)
+@each_under_names("name", list(OPTIONS), EVERYWHERE, replicated=["overfit_batches", "clip_accumulated", "limits"])
 def test_trainer_options(worlds, tmp_path, name, layout):
     check(worlds, tmp_path, Option(name), layout)
 
@@ -272,7 +270,10 @@ CALLBACKS = [
 ]
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("feature", CALLBACKS, ids=lambda feature: feature.__name__)
+# What all replicas did counts for these.
+OVER_REPLICAS = [mean_of_epochs, lr_finder, early_stopping, best_and_last]
+
+
+@each_under_names("feature", CALLBACKS, EVERYWHERE, replicated=OVER_REPLICAS)
 def test_callbacks(worlds, tmp_path, feature, layout):
     check(worlds, tmp_path, feature, layout)

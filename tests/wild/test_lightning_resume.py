@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from layouts import under_names
+from layouts import each_under_names, under_names
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -85,8 +85,7 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("kind", ["swa", "ema"])
+@each_under_names("kind", ["swa", "ema"], LAYOUTS)
 def test_averages_are_saved_whole_and_resumed(worlds, tmp_path, kind, layout):
     check(worlds, tmp_path, SavedAverage(kind), layout)
 
@@ -273,7 +272,14 @@ def requeued(run, ranks):
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("pp2", (1,)), ("pp2", (0,)), ("dp2", (1,)), ("dp2 x pp2", (0, 1, 2, 3)), ("dp2 x pp2", (2,))]
+    ("layout", "ranks"),
+    [
+        ("pp2", (1,)),
+        ("pp2", (0,)),
+        ("dp2", (1,)),
+        ("dp2 x pp2", (0, 1, 2, 3)),
+        pytest.param("dp2 x pp2", (2,), marks=pytest.mark.slow),
+    ],
 )
 def test_a_job_that_slurm_takes_back_is_saved_and_requeued(worlds, tmp_path, layout, ranks):
     size, pp = LAYOUTS[layout]

@@ -5,6 +5,8 @@ from layouts import under
 from wild.suite import LAYOUTS, check
 from wild.test_outputs import Regression, fit_until_error
 
+from lightning_hybrid.verify import Layout
+
 
 class LogsOnFirstRank(Regression):
     def training_step(self, batch, batch_idx):
@@ -21,6 +23,14 @@ class LogsOtherKeysOnOtherRanks(Regression):
         return loss
 
 
+class ValidatesOnFirstRank(Regression):
+    def validation_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.is_global_zero:
+            self.log("first_rank_val", loss)
+
+
+TENSOR_RANKS = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})
 ONE_REPLICA = under([x for x in LAYOUTS if x.replicas == 1])
 
 
@@ -34,6 +44,20 @@ def test_with_one_replica_ranks_are_one_to_the_user(worlds, layout):
 def test_what_the_first_rank_alone_logs_is_refused(worlds, layout):
     report = check(worlds, LogsOnFirstRank, layout)
     assert report.outcome == "refused" and "log the same keys on every rank" in report.message, str(report)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("module", [LogsOnFirstRank, ValidatesOnFirstRank], ids=lambda module: module.__name__)
+def test_what_the_first_tensor_rank_alone_logs_is_refused(worlds, module, num_microbatches):
+    report = check(worlds, module, TENSOR_RANKS, num_microbatches=num_microbatches)
+    # By the time of the validation the model has trained, which is no refusal any more.
+    assert report.outcome == ("refused" if module is LogsOnFirstRank else "failed"), str(report)
+    assert "the 2 tensor ranks of one replica log different keys" in report.message, str(report)
+
+
+def test_to_the_user_tensor_ranks_are_one(worlds):
+    report = check(worlds, LogsOtherKeysOnOtherRanks, TENSOR_RANKS, num_microbatches=1)
+    assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("module", [LogsOnFirstRank, LogsOtherKeysOnOtherRanks], ids=lambda module: module.__name__)

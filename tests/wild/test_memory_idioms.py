@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
-from layouts import under
+from layouts import each_under
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch import nn
 from torch.nn import functional as F
@@ -69,16 +69,15 @@ class ChecksWhenTraining(Regression):
 CHECKPOINTING = [ChecksPairs, ChecksReentrantly, ChecksAll, ChecksSegments, ChecksWhenTraining]
 
 
-@pytest.mark.parametrize("module", CHECKPOINTING, ids=lambda module: module.__name__)
-def test_checkpointing_by_hand(worlds, module):
-    report = check(worlds, module, BOTH)
+@each_under("module", CHECKPOINTING, [STAGES, BOTH])
+def test_checkpointing_by_hand(worlds, module, layout):
+    report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
-@under([STAGES, LAYOUTS[3]])
 @pytest.mark.parametrize("module", [ChecksPairs, ChecksReentrantly], ids=lambda module: module.__name__)
-def test_checkpointing_by_hand_over_stages(worlds, module, layout):
-    report = check(worlds, module, layout)
+def test_checkpointing_by_hand_over_several_stages_of_a_rank(worlds, module):
+    report = check(worlds, module, LAYOUTS[3])
     assert report.outcome == "same", str(report)
 
 
@@ -117,9 +116,9 @@ class ReentrantTransformer(Transformer):
         self.model.enable_input_require_grads()
 
 
-@pytest.mark.parametrize("module", [Transformer, ReentrantTransformer], ids=lambda module: module.__name__)
-def test_gradient_checkpointing_enable(worlds, module):
-    report = check(worlds, module, BOTH, steps=2, precision="32-true")
+@each_under("module", [Transformer, ReentrantTransformer], [STAGES, BOTH], replicated=[])
+def test_gradient_checkpointing_enable(worlds, module, layout):
+    report = check(worlds, module, layout, steps=2, precision="32-true")
     assert report.outcome == "same", str(report)
 
 
@@ -162,9 +161,9 @@ class CompilesWhole(Regression):
         return self.net(x)
 
 
-@pytest.mark.parametrize("module", [CompilesLayers, CompilesInPlace, CompilesFunction, CompilesWhole])
-def test_compiled_modules(worlds, module):
-    report = check(worlds, module, BOTH, steps=2)
+@each_under("module", [CompilesLayers, CompilesInPlace, CompilesFunction, CompilesWhole], [STAGES, BOTH], replicated=[])
+def test_compiled_modules(worlds, module, layout):
+    report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
 
@@ -231,9 +230,9 @@ class SavesOnDisk(Regression):
         return self.head(x)
 
 
-@pytest.mark.parametrize("module", [NamesDevice, UnderMode, Autocasts, SavesOnDisk], ids=lambda m: m.__name__)
-def test_modes_around_parts_of_a_step(worlds, module):
-    report = check(worlds, module, BOTH)
+@each_under("module", [NamesDevice, UnderMode, Autocasts, SavesOnDisk], [STAGES, BOTH])
+def test_modes_around_parts_of_a_step(worlds, module, layout):
+    report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from wild.bases import BOTH, REPLICAS, STAGES, Manual, Regression
@@ -49,9 +49,9 @@ class ReturnsNone(Regression):
         return None
 
 
-@pytest.mark.parametrize("module", [ReturnsList, ReturnsTwoLists, ReturnsDict, ReturnsDictOfScheduler])
-def test_forms_of_configure_optimizers(worlds, module):
-    report = check(worlds, module, BOTH, epochs=2, steps=2)
+@each_under("module", [ReturnsList, ReturnsTwoLists, ReturnsDict, ReturnsDictOfScheduler], [STAGES, BOTH])
+def test_forms_of_configure_optimizers(worlds, module, layout):
+    report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
 
@@ -165,9 +165,9 @@ class NamedParameters(Regression):
         return torch.optim.AdamW(self.named_parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("module", [BuiltInInit, GroupsByName, GroupsById, RatePerLayer, NamedParameters])
-def test_groups_hold_the_parameters_of_the_module(worlds, module):
-    report = check(worlds, module, BOTH)
+@each_under("module", [BuiltInInit, GroupsByName, GroupsById, RatePerLayer, NamedParameters], [STAGES, BOTH])
+def test_groups_hold_the_parameters_of_the_module(worlds, module, layout):
+    report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
     assert not any("did not move" in note for note in report.notes)
 
@@ -206,8 +206,7 @@ class WithScaledByNorm(Regression):
 NOT_ELEMENTWISE = [WithAdafactor, WithMuon, WithLamb, WithScaledByNorm]
 
 
-@under([STAGES, BOTH])
-@pytest.mark.parametrize("module", NOT_ELEMENTWISE, ids=lambda module: module.__name__)
+@each_under("module", NOT_ELEMENTWISE, [STAGES, BOTH])
 def test_statistics_of_optimizers_are_global(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)

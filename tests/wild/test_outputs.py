@@ -7,14 +7,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from lightning.pytorch import Callback, LightningModule
 from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check, regression_data
 
-by_layout = under([*LAYOUTS[1:], COMBINED], slow=[TENSOR])
+BY_LAYOUT = [*LAYOUTS[1:], COMBINED]
+by_layout = under(BY_LAYOUT, slow=[TENSOR])
 DP, DP_PP = LAYOUTS[1], LAYOUTS[2]
 
 
@@ -154,8 +155,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("module", FORMS, ids=lambda module: module.__name__)
-@by_layout
+@each_under("module", FORMS, BY_LAYOUT, slow=[TENSOR])
 def test_forms_of_the_loss(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)

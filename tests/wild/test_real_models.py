@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributions import Normal, kl_divergence
@@ -243,8 +243,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@under([PP2, BOTH])
-@pytest.mark.parametrize(("module", "data"), CASES, ids=lambda case: case.__name__)
+@each_under("module,data", CASES, [PP2, BOTH], replicated=[(ResNet, image_data)])
 def test_same_numbers(worlds, module, data, layout):
     report = check(worlds, module, layout, make_data=data)
     assert report.outcome == "same", str(report)

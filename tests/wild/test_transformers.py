@@ -1,9 +1,8 @@
 """One model of each family of transformers, tiny, trained as its users train it."""
 
-import pytest
 import torch
 import transformers
-from layouts import under
+from layouts import each_under
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 from wild.suite import LAYOUTS, check
@@ -139,8 +138,7 @@ CASES = [
 ]
 
 
-@under([PP2, BOTH])
-@pytest.mark.parametrize(("module", "data", "precision"), CASES, ids=lambda case: getattr(case, "__name__", ""))
+@each_under("module,data,precision", CASES, [PP2, BOTH])
 def test_same_numbers(worlds, module, data, precision, layout):
     report = check(worlds, module, layout, make_data=data, precision=precision)
     assert report.outcome == "same", str(report)

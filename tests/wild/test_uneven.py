@@ -58,7 +58,7 @@ class WithMetrics(Regression):
 
 
 @by_replicas
-@pytest.mark.parametrize("num_val", [13, 9, 5])
+@pytest.mark.parametrize("num_val", [13, pytest.param(9, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("module", [Regression, WithMetrics], ids=lambda module: module.__name__)
 def test_every_sample_counts_once(worlds, module, num_val, layout):
     report = check(worlds, module, layout, make_data=DATA[num_val], steps=2 if num_val == 5 else 4)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from layouts import under
+from layouts import each_under, under
 from torch.nn import functional as F
 from wild.bases import BOTH, Regression
 from wild.suite import LAYOUTS, check
@@ -197,9 +197,9 @@ class ClampsWeights(Regression):
 HOOKED = [MomentumAfterBatch, MomentumBeforeBatch, MomentumInPlace, SwapsAverages, SwapsByStateDict, CollectsMoments]
 
 
-@pytest.mark.parametrize("module", [*HOOKED, ClampsWeights], ids=lambda module: module.__name__)
-def test_parameters_written_in_hooks(worlds, module):
-    report = check(worlds, module, BOTH, epochs=2, steps=2)
+@each_under("module", [*HOOKED, ClampsWeights], [LAYOUTS[0], BOTH])
+def test_parameters_written_in_hooks(worlds, module, layout):
+    report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
 

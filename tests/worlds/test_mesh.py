@@ -18,9 +18,6 @@ LAYOUTS = [
     ParallelLayout(pipeline_parallel_size=2, data_replicate_size=2, context_parallel_size=2),
     ParallelLayout(data_replicate_size=2, data_shard_size=2, tensor_parallel_size=2),
 ]
-on_its_world = pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.world(layout.world_size)) for layout in LAYOUTS]
-)
 
 
 def ranks_along(layout, rank, axes):
@@ -46,27 +43,27 @@ def check_groups(mesh):
     assert mesh.rank_in("data") == mesh.layout.data_rank(mesh.rank)
 
 
-@on_its_world
-def test_groups_hold_the_ranks_that_the_layout_computes(layout):
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.world(layout.world_size)) for layout in LAYOUTS]
+)
+def test_a_mesh_is_what_the_layout_computes(layout):
     mesh = Mesh.build(layout, "cpu")
     assert mesh.rank == dist.get_rank()
     check_groups(mesh)
+    check_that_all_reduce_combines_the_ranks_of_its_axis(mesh)
+    check_that_the_published_mesh_has_lightnings_names_and_our_groups(mesh)
 
 
-@on_its_world
-def test_all_reduce_combines_the_ranks_of_its_axis(layout):
-    mesh = Mesh.build(layout, "cpu")
+def check_that_all_reduce_combines_the_ranks_of_its_axis(mesh):
     for axis, axes in {**{axis: (axis,) for axis in AXES}, **FLATTENED}.items():
-        ranks = torch.tensor(ranks_along(layout, mesh.rank, axes), dtype=torch.float64)
+        ranks = torch.tensor(ranks_along(mesh.layout, mesh.rank, axes), dtype=torch.float64)
         for op, expected in {"sum": ranks.sum(), "mean": ranks.mean(), "max": ranks.max(), "min": ranks.min()}.items():
             tensor = torch.tensor(mesh.rank, dtype=torch.float64)
             assert mesh.all_reduce(tensor, axis, op) is tensor
             assert tensor == expected, (axis, op)
 
 
-@on_its_world
-def test_the_published_mesh_has_lightnings_names_and_our_groups(layout):
-    mesh = Mesh.build(layout, "cpu")
+def check_that_the_published_mesh_has_lightnings_names_and_our_groups(mesh):
     published = mesh.published()
     assert published.mesh_dim_names == ("data_parallel", "tensor_parallel")
     for name, axis in {"data_parallel": "data", "tensor_parallel": "tp"}.items():
