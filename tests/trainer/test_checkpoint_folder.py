@@ -1,0 +1,116 @@
+"""Distributed checkpoints: every rank writes its own bytes, and any layout goes on from them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from models import Samples, make
+from torch.utils.data import DataLoader
+from trainer.fitting import trainer_of
+from trainer.test_checkpoint import (
+    DP2PP2,
+    INTERLEAVED,
+    MODULES,
+    PLAIN,
+    PP1,
+    PP2,
+    PP2TP2,
+    TP2,
+    assert_same_state,
+    load,
+    train,
+)
+
+from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.cli import main as command_line
+
+
+def folders(layout, **options):
+    """The layout, saving folders."""
+    return dataclasses.replace(
+        layout, options=(*layout.options, ("save_distributed_checkpoint", True), *options.items())
+    )
+
+
+class SaveHalfway(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def save_halfway(case, layout, path):
+    """One fit of two epochs, saved after the first; the state at its end."""
+    module = make(MODULES[case])
+    trainer = trainer_of(layout.world_size, layout.strategy(), [SaveHalfway(path)], max_epochs=2)
+    loader = DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp)
+    trainer.fit(module, loader)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def whole(path):
+    """A folder as one file of Lightning's would have it."""
+    checkpoint = SavedFolder(Path(path)).checkpoint()
+    return {**checkpoint, "optimizer_states": [dict(state) for state in checkpoint["optimizer_states"]]}
+
+
+def assert_same_checkpoint(got, expected, tolerance):
+    assert got.keys() == expected.keys()
+    assert got["loops"] == expected["loops"] and got["lr_schedulers"] == expected["lr_schedulers"]
+    assert list(got["state_dict"]) == list(expected["state_dict"])
+    assert_same_state(got["state_dict"], expected["state_dict"], tolerance)
+    for a, b in zip(got["optimizer_states"], expected["optimizer_states"], strict=True):
+        assert a["param_groups"] == b["param_groups"] and list(a["state"]) == list(b["state"])
+        for number, entry in b["state"].items():
+            assert entry.keys() == a["state"][number].keys()
+            for key, value in entry.items():
+                torch.testing.assert_close(a["state"][number][key], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param("OwnOptimizer", PP2TP2, id="two groups, tied, pp2 x tp2"),
+        pytest.param("GPT2", DP2PP2, id="dp2 x pp2", marks=pytest.mark.slow),
+        pytest.param("GPT2", PP2TP2, id="fused projections, pp2 x tp2", marks=pytest.mark.slow),
+        pytest.param("Decoder", TP2, id="unequal parts, tp2", marks=pytest.mark.slow),
+        pytest.param("Tied", INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, layout):
+    file, folder = str(tmp_path / "file.ckpt"), str(tmp_path / "folder.ckpt")
+    worlds.run(layout.world_size, save_halfway, case, layout, file)
+    worlds.run(layout.world_size, save_halfway, case, folders(layout), folder)
+    assert_same_checkpoint(whole(folder), load(file), tolerance=0)
+    sizes = [path.stat().st_size for path in Path(folder).glob("__*")]
+    assert len(sizes) == layout.world_size and min(sizes) > 0
+    assert command_line(["checkpoint", "verify", folder]) == 0
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        pytest.param(PP2TP2, (DP2PP2, PLAIN), id="pp2 x tp2 by others"),
+        pytest.param(DP2PP2, (TP2, PP1, INTERLEAVED), id="dp2 x pp2 by others", marks=pytest.mark.slow),
+        pytest.param(TP2, (PP2TP2, PP2), id="tp2 by others", marks=pytest.mark.slow),
+        pytest.param(PP1, (PP2TP2, DP2PP2), id="one process by others", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("case", ["GPT2", pytest.param("OwnOptimizer", marks=pytest.mark.slow)])
+def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading):
+    path = str(tmp_path / "half.ckpt")
+    [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
+    worlds.run(saving.world_size, save_halfway, case, folders(saving), path)
+    for layout in loading:
+        resumed = path
+        if layout is PLAIN:
+            resumed = str(tmp_path / "one.ckpt")
+            assert command_line(["checkpoint", "convert", path, resumed]) == 0
+        for state, reached in worlds.run(layout.world_size, train, case, layout, 2, resumed):
+            assert reached == steps == 4, layout
+            assert_same_state(state, expected)
