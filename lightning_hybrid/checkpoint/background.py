@@ -43,10 +43,11 @@ class Background:
 
     def _run(self, save: Save, group: ProcessGroup | None) -> None:
         try:
-            write(save, group)
+            write(save, group, self._is_there)
         except BaseException as error:
             self._error = error
-            return
+
+    def _is_there(self) -> None:
         with self._lock:
             for path in self._afterwards:
                 folder.remove(path)
@@ -58,10 +59,10 @@ class Background:
         What is removed after a failed save is kept: it may be the last whole one.
         """
         with self._lock:
-            if self._path is not None:
+            if self._path is None:
+                folder.remove(path)
+            else:
                 self._afterwards.append(path)
-                return
-        folder.remove(path)
 
     def wait(self, *, complain: Callable[[str], None] | None = None) -> None:
         """Wait for the save that is under way.

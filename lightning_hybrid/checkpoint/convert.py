@@ -24,7 +24,7 @@ _LARGE_BYTES = 1 << 20
 def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Callable[[str], None] = print) -> None:
     """Make one file of a folder.
 
-    Tensors are read one by one into a scratch file beside the target, of which the system keeps in memory what it likes.
+    Tensors are read one by one into scratch files beside the target, of which the system keeps in memory what it likes.
 
     Args:
         source: The folder.

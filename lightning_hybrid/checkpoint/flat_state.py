@@ -4,7 +4,8 @@
     optimizer/<number>/<FQN>/<name of the state>
     <path in the checkpoint>                     whatever else holds tensors, such as a callback's average
 
-In the rest, a tensor's place is taken by a dict with one entry, which `torch.load(weights_only=True)` reads.
+In the rest, a tensor's place is taken by a dict with one entry, which `torch.load(weights_only=True)` reads. So is that
+of the bare numbers of optimizers (``step``), of which there is one for each parameter.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Held, whole
 
 REFERENCE = "tensor of the checkpoint"
+_NUMBER = "number of the checkpoint"
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
 # What is smaller, and no part of the module, stays where it is.
 _SMALL_NUMEL = 1024
@@ -45,6 +47,8 @@ def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, di
 
     def leaf(place: Path, value: Any) -> Any:
         if not isinstance(value, Held) and not _is_large(place, value):
+            if type(value) is Tensor and value.dim() == 0 and place[:1] == (OPTIMIZERS,):
+                return {_NUMBER: [value.item(), str(value.dtype).removeprefix("torch.")]}
             return value.detach().clone() if type(value) in (Tensor, nn.Parameter) else value
         known = _identity(value)
         if known not in keys:
@@ -65,7 +69,16 @@ def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
         tree: The rest.
         tensor: Gives one, by key.
     """
-    return _mapped(tree, lambda _, value: tensor(value[REFERENCE]) if _is_reference(value) else value, ())
+
+    def leaf(_: Path, value: Any) -> Any:
+        if not _is_reference(value):
+            return value
+        if REFERENCE in value:
+            return tensor(value[REFERENCE])
+        number, dtype = value[_NUMBER]
+        return torch.tensor(number, dtype=getattr(torch, dtype))
+
+    return _mapped(tree, leaf, ())
 
 
 def references(tree: Any) -> Iterator[str]:
@@ -111,7 +124,7 @@ def _mapped(tree: Any, leaf: Callable[[Path, Any], Any], path: Path) -> Any:
 
 
 def _is_reference(value: Any) -> bool:
-    return type(value) is dict and len(value) == 1 and REFERENCE in value
+    return type(value) is dict and len(value) == 1 and (REFERENCE in value or _NUMBER in value)
 
 
 def _is_large(path: Path, value: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, put_tensors, torc
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Holdings, Part
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.tree import map_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +87,10 @@ class SavedFolder:
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{self.path / name} holds objects that are no tensors or plain Python values ({str(error)[:300]}...);"
-                " if you trust it, pass weights_only=False to fit, validate, test or predict"
+                f"{self.path / name} holds objects of {found[1] if found else 'a class'}, not only tensors and plain"
+                " Python values; if you trust it, pass weights_only=False (--trust on the command line)"
             ) from error
 
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -130,11 +133,19 @@ class SavedFolder:
         self.read([Wanted(key, target)])
         return target
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Lightning's checkpoint with whole tensors, the optimizers' excepted: those are read when they are needed."""
+    def checkpoint(self, map_location: Any = None) -> dict[str, Any]:
+        """Lightning's checkpoint with whole tensors, the optimizers' excepted: those are read when they are needed.
+
+        Args:
+            map_location: The device of the tensors; the CPU if it names none.
+        """
         rest = self.rest()
-        optimizers = rest.pop(OPTIMIZERS, None)
-        checkpoint: dict[str, Any] = self.filled(rest)
+        optimizers = rest.get(OPTIMIZERS)
+        checkpoint: dict[str, Any] = self.filled({**rest, OPTIMIZERS: None} if OPTIMIZERS in rest else rest)
+        if isinstance(map_location, str | torch.device):
+            checkpoint = map_leaves(
+                lambda leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf, checkpoint
+            )
         if optimizers is not None:
             checkpoint[OPTIMIZERS] = [SavedOptimizer(self, state) for state in optimizers]
         return checkpoint

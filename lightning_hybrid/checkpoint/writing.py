@@ -10,7 +10,7 @@ import contextlib
 import io
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,9 @@ def prepare(
     """
     is_first = mesh is None or mesh.rank == 0
     rest, tensors = take_tensors(dict(checkpoint), is_first=is_first)
-    optimizers = rest.pop(OPTIMIZERS, [])
+    optimizers = rest.get(OPTIMIZERS, [])
+    if OPTIMIZERS in rest:
+        rest[OPTIMIZERS] = None  # in a file of their own, since each rank knows some of them
     keys = {id(held): key for key, held in tensors.items()}
     items = []
     for held, box in deal(tensors.values(), mesh):
@@ -110,11 +112,10 @@ def prepare(
         if buffers is not None:
             content = buffers.copied(key, box.offsets, content)
         items.append((key, held.shape, box.offsets, content))
-    with_optimizers = OPTIMIZERS in checkpoint
     return Save(
         path=path,
         items=items,
-        meta=_pickled({**rest, **({OPTIMIZERS: None} if with_optimizers else {})}) if is_first else b"",
+        meta=_pickled(rest) if is_first else b"",
         optimizers=pickle.dumps(optimizers),
         expected=set(tensors),
         about=about,
@@ -127,12 +128,13 @@ def _pickled(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def write(save: Save, group: ProcessGroup | None) -> None:
+def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None] = lambda: None) -> None:
     """Write, and wait until the checkpoint is there; every rank does this.
 
     Args:
         save: What this rank has to write.
         group: Of all ranks, for this alone; None for one process.
+        afterwards: Is called on the first rank as soon as the checkpoint is there, before the others know.
 
     Raises:
         CheckpointError: A rank could not write, or the ranks together did not write all.
@@ -140,7 +142,7 @@ def write(save: Save, group: ProcessGroup | None) -> None:
     rank = 0 if group is None else group.rank()
     report = _write_own(save, rank)
     reports = _gathered(report, group)
-    error = _finish(save, reports) if rank == 0 else ""
+    error = _finish(save, reports, afterwards) if rank == 0 else ""
     error = _told(error, group)
     if error:
         raise CheckpointError(f"the checkpoint {save.path} could not be written: {error}")
@@ -151,6 +153,7 @@ def _write_own(save: Save, rank: int) -> _Report:
     try:
         target = folder.incomplete_path(save.path)
         target.mkdir(parents=True, exist_ok=True)
+        (target / folder.MANIFEST).unlink(missing_ok=True)  # of a save that was killed as it ended
         report.results, report.files = Writer(target).write(Boxes(save.items), rank)
         for key, shape, offsets, content in save.items:
             report.tensors[key] = shape, content.dtype
@@ -160,7 +163,7 @@ def _write_own(save: Save, rank: int) -> _Report:
     return report
 
 
-def _finish(save: Save, reports: Sequence[_Report]) -> str:
+def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], None]) -> str:
     """Make the checkpoint whole; what went wrong, if anything did."""
     target = folder.incomplete_path(save.path)
     try:
@@ -176,6 +179,7 @@ def _finish(save: Save, reports: Sequence[_Report]) -> str:
         index = target / ".metadata"
         files[index.name] = {"bytes": index.stat().st_size, "sha256": folder.digest(index)}
         folder.finish(save.path, {**save.about, "files": files})
+        afterwards()
     except Exception as error:
         with contextlib.suppress(OSError):
             folder.remove(target)  # the disk may be full

@@ -1,7 +1,6 @@
 """Distributed checkpoints: every rank writes its own bytes, and any layout goes on from them."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
