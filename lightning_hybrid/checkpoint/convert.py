@@ -104,7 +104,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
         "step": state.get("global_step"),
         "epoch": state.get("epoch"),
     }
-    write(prepare(state, target, None, about, None), None)
+    write(prepare(state, target, None, about), None)
 
 
 def is_file(path: Path) -> bool:

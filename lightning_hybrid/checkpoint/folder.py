@@ -4,6 +4,7 @@
       manifest.json       what it is: layout, versions, step, and every file with its size and digest; written last
       meta.pt             what is no tensor of the model or optimizers: loops, callbacks, schedulers, hyper-parameters
       optimizers.pt       the optimizers' groups, names and numbers
+      generators.pt       the states of each replica's generators
       .metadata           torch.distributed.checkpoint's own: which box of which tensor lies where
       __0_0.distcp ...    one file of each rank
 
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MANIFEST, META, OPTIMIZERS = "manifest.json", "meta.pt", "optimizers.pt"
+MANIFEST, META, OPTIMIZERS, GENERATORS = "manifest.json", "meta.pt", "optimizers.pt", "generators.pt"
 FORMAT, VERSION = "lightning_hybrid checkpoint", 1
 INCOMPLETE = ".incomplete"
 _LISTED = 5

@@ -83,6 +83,10 @@ class SavedFolder:
             rest[OPTIMIZERS] = self._unpickled(folder.OPTIMIZERS)
         return rest
 
+    def generators(self) -> list[dict[str, Any]]:
+        """The states of each replica's generators; none where they are not known."""
+        return self._unpickled(folder.GENERATORS) if folder.GENERATORS in self.manifest["files"] else []
+
     def _unpickled(self, name: str) -> Any:
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=self._weights_only)

@@ -45,6 +45,7 @@ class Save:
         items: The boxes of this rank, with the keys and shapes of their tensors.
         meta: The rest, pickled by torch; of the first rank.
         optimizers: The optimizers' states without tensors, as far as this rank has them; pickled.
+        generators: The states of the replica's generators; of its first rank.
         expected: Every tensor of this rank's state, by key.
         about: For the manifest.
     """
@@ -53,6 +54,7 @@ class Save:
     items: list[Item]
     meta: bytes
     optimizers: bytes
+    generators: dict[str, Any] | None
     expected: set[str]
     about: dict[str, Any]
 
@@ -62,6 +64,7 @@ class _Report:
     """What the first rank has to know of a rank."""
 
     optimizers: bytes = b""
+    generators: dict[str, Any] | None = None
     expected: set[str] = field(default_factory=set)
     results: list[WriteResult] = field(default_factory=list)
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
@@ -86,7 +89,13 @@ class Buffers:
 
 
 def prepare(
-    checkpoint: Mapping[str, Any], path: Path, mesh: Mesh | None, about: dict[str, Any], buffers: Buffers | None
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    mesh: Mesh | None,
+    about: dict[str, Any],
+    *,
+    buffers: Buffers | None = None,
+    generators: dict[str, Any] | None = None,
 ) -> Save:
     """Take what this rank has to write out of a checkpoint.
 
@@ -96,6 +105,7 @@ def prepare(
         mesh: The ranks; None for one process.
         about: For the manifest.
         buffers: Tensors are copied there, so that training can go on; None if it does not.
+        generators: Their states on this rank, which are saved for the first rank of each replica.
 
     Raises:
         CheckpointError: Two tensors have the same key.
@@ -117,6 +127,7 @@ def prepare(
         items=items,
         meta=_pickled(rest) if is_first else b"",
         optimizers=pickle.dumps(optimizers),
+        generators=generators if mesh is None or mesh.rank_in("replica") == 0 else None,
         expected=set(tensors),
         about=about,
     )
@@ -145,11 +156,11 @@ def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None]
     error = _finish(save, reports, afterwards) if rank == 0 else ""
     error = _told(error, group)
     if error:
-        raise CheckpointError(f"the checkpoint {save.path} could not be written: {error}")
+        raise CheckpointError(error)
 
 
 def _write_own(save: Save, rank: int) -> _Report:
-    report = _Report(optimizers=save.optimizers, expected=save.expected)
+    report = _Report(optimizers=save.optimizers, generators=save.generators, expected=save.expected)
     try:
         target = folder.incomplete_path(save.path)
         target.mkdir(parents=True, exist_ok=True)
@@ -174,18 +185,26 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
         _check(metadata, {*references(optimizers)}.union(*(report.expected for report in reports)))
         files = {name: entry for report in reports for name, entry in report.files.items()}
         Writer(target).finish(metadata, [report.results for report in reports])
-        for name, content in ((folder.META, save.meta), (folder.OPTIMIZERS, _pickled(optimizers))):
+        contents = {folder.META: save.meta, folder.OPTIMIZERS: _pickled(optimizers)}
+        # Ranks are in the order of their replicas, as far as they are the first ones.
+        if generators := [report.generators for report in reports if report.generators is not None]:
+            contents[folder.GENERATORS] = _pickled(generators)
+        for name, content in contents.items():
             files[name] = folder.write_file(target / name, content)
         index = target / ".metadata"
         files[index.name] = {"bytes": index.stat().st_size, "sha256": folder.digest(index)}
         folder.finish(save.path, {**save.about, "files": files})
-        afterwards()
     except Exception as error:
         with contextlib.suppress(OSError):
             folder.remove(target)  # the disk may be full
         with contextlib.suppress(OSError):
             save.path.rmdir()  # what held the name, if it is empty
-        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return f"the checkpoint {save.path} could not be written: {said}"
+    try:
+        afterwards()
+    except OSError as error:
+        return f"the checkpoint {save.path} is written, but what it replaces could not be removed: {error}"
     return ""
 
 

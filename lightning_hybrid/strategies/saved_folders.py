@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.background import Background
 from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.generators import generator_states, restore_generators
 from lightning_hybrid.checkpoint.held import Held, Holdings, whole
 from lightning_hybrid.checkpoint.reading import SavedFolder, SavedOptimizer
 from lightning_hybrid.checkpoint.writing import Buffers, prepare, write
@@ -48,6 +49,7 @@ class FolderStrategy(StagedStrategy):
         self._background = Background()
         self._buffers = Buffers()
         self._writers: tuple[Any, ProcessGroup | None] | None = None
+        self._drawn: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
     def setup_environment(self) -> None:
         """Ask the module in this strategy's way when a checkpoint is made.
@@ -136,7 +138,9 @@ class FolderStrategy(StagedStrategy):
             beside = self._saves_beside and self._is_running and not path.name.startswith(_BEFORE_REQUEUE)
             state = {**checkpoint, "hybrid3d": {"seed": self._seed}}
             about = self._about(checkpoint)
-            save = prepare(state, path, self.mesh, about, self._buffers if beside else None)
+            buffers = self._buffers if beside else None
+            drawn = generator_states(self.root_device)
+            save = prepare(state, path, self.mesh, about, buffers=buffers, generators=drawn)
             if not beside:
                 write(save, self._group)
                 return
@@ -191,6 +195,7 @@ class FolderStrategy(StagedStrategy):
     def teardown(self) -> None:
         """Nothing is being written when a run has ended."""
         super().teardown()
+        self._buffers = Buffers()
         self.wait_for_checkpoint()
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -204,9 +209,18 @@ class FolderStrategy(StagedStrategy):
         self.wait_for_checkpoint()
         if not folder.is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        checkpoint = SavedFolder(Path(checkpoint_path), weights_only=weights_only).checkpoint()
+        saved = SavedFolder(Path(checkpoint_path), weights_only=weights_only)
+        checkpoint = saved.checkpoint()
+        self._drawn = saved.generators()
         self._seed = checkpoint.get("hybrid3d", {}).get("seed", self._seed)
         return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each optimizer's state for the parameters of this rank, and the generators' if there are as many."""
+        super().load_optimizer_state_dict(checkpoint)
+        if len(self._drawn) == self.layout.data_parallel_size:
+            restore_generators(self._drawn[self.data_rank], self.root_device)
+        self._drawn = []
 
     def _own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(state, SavedOptimizer):

@@ -50,7 +50,7 @@ def step_of(path):
 
 
 def save(path, step):
-    return prepare(checkpoint(step), path, None, {"layout": {}, "versions": {}, "step": step, "epoch": 0}, None)
+    return prepare(checkpoint(step), path, None, {"layout": {}, "versions": {}, "step": step, "epoch": 0})
 
 
 def test_a_file_and_a_folder_are_made_of_each_other(saved, tmp_path, capsys):
@@ -171,7 +171,7 @@ def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
     with pytest.raises(CheckpointError, match=r"asks for builtins\.print"):
         SavedFolder(saved)
     state = {**checkpoint(1), "hyper_parameters": {"object": Path("x")}}
-    writing.write(prepare(state, saved, None, {"layout": {}, "versions": {}, "step": 1, "epoch": 0}, None), None)
+    writing.write(prepare(state, saved, None, {"layout": {}, "versions": {}, "step": 1, "epoch": 0}), None)
     with pytest.raises(CheckpointError, match=r"objects of pathlib.*pass weights_only=False"):
         SavedFolder(saved).checkpoint()
     assert SavedFolder(saved, weights_only=False).checkpoint()["hyper_parameters"] == {"object": Path("x")}

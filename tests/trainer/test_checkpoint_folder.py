@@ -1,12 +1,15 @@
 """Distributed checkpoints: every rank writes its own bytes, and any layout goes on from them."""
 
 import dataclasses
+import random
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from models import Samples, make
+from torch import nn
 from torch.utils.data import DataLoader
 from trainer.fitting import trainer_of
 from trainer.test_checkpoint import (
@@ -23,6 +26,7 @@ from trainer.test_checkpoint import (
     train,
 )
 
+from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.cli import main as command_line
 
@@ -113,3 +117,66 @@ def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading):
         for state, reached in worlds.run(layout.world_size, train, case, layout, 2, resumed):
             assert reached == steps == 4, layout
             assert_same_state(state, expected)
+
+
+class Drawing(LightningModule):
+    """Draws in its layers, in its step, and in its loader; in half precision with a scaler of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4)))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch + 0.1 * torch.rand_like(batch)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(random.random() + float(numpy.random.rand()))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Grows(Callback):
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_step == 0:
+            trainer.precision_plugin.scaler._growth_interval = 3
+
+
+def drawn(size, sizes, path, seed, *, save=False, resume=False):
+    torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+    module = Drawing()
+    torch.manual_seed(seed)
+    trainer = trainer_of(
+        size,
+        Hybrid3DStrategy(**sizes, save_distributed_checkpoint=True),
+        [Grows(), *([SaveHalfway(path)] if save else [])],
+        max_epochs=2,
+        plugins=[HybridPrecision("16-mixed")],
+    )
+    data = DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=4, shuffle=True)
+    trainer.fit(module, data, ckpt_path=path if resume else None)
+    scaler = trainer.precision_plugin.scaler.state_dict()
+    return dict(module.state_dict()), module.seen[-2:], scaler, float(trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"pipeline_parallel_size": 2}, id="pp2"),
+        pytest.param(1, {}, id="one process", marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline_parallel_size": 2}, id="dp2 x pp2", marks=pytest.mark.slow),
+        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_draws_and_scales_to_the_bit(worlds, tmp_path, size, sizes):
+    """The seed of the process that resumes is another one."""
+    path = str(tmp_path / "half.ckpt")
+    expected = worlds.run(size, drawn, size, sizes, path, 11, save=True)
+    for got, wanted in zip(worlds.run(size, drawn, size, sizes, path, 12, resume=True), expected, strict=True):
+        assert_same_state(got[0], wanted[0], tolerance=0)
+        assert got[1:] == wanted[1:] and got[2]["growth_interval"] == 3
