@@ -1,16 +1,13 @@
-"""What a rank holds of the tensors of a run, and which of it that rank writes.
+"""What a rank holds of the state of a run, and which of it that rank writes.
 
-The one place that knows how parameters are cut over ranks: saving, and loading into another layout, ask here for the
-boxes of a whole tensor that lie on this rank.
-
-    whole   q0 q1 q2 q3 | k0 k1        cut in two pieces over two tensor ranks
-    rank 0  q0 q1 | k0                 two spans: q0 q1 at 0 of the whole and 0 of the part, k0 at 4 and 2
+Which boxes of a parameter lie here, ``parts/spans.py`` says. Of what several ranks hold, one rank of each replica may
+write it, and the replicas share the work out among them by bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,51 +17,15 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.spans import Part, Shape, part_of
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.tree import flatten, map_leaves
-from lightning_hybrid.tensor.shards import ModelShards
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Span:
-    """A box of a whole tensor that is also a box of a rank's part of it.
-
-    Attributes:
-        offsets: In the whole.
-        local: Offsets in the part.
-        sizes: Of both.
-        counts: Whether no rank of the same replica before this one holds it too.
-    """
-
-    offsets: Shape
-    local: Shape
-    sizes: Shape
-    counts: bool
-
-    def of(self, part: Tensor) -> Tensor:
-        """A view of it in the part."""
-        for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
-            if size != part.shape[dim]:
-                part = part.narrow(dim, start, size)
-        return part
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank keeps of a tensor.
-
-    Attributes:
-        shape: Of the part.
-        spans: Of the whole that it consists of.
-        is_repeated: Whether all replicas keep the same.
-    """
-
-    shape: Shape
-    spans: tuple[Span, ...]
-    is_repeated: bool = True
+# Who has the same boxes as this rank, among whom one is to write: all replicas, those that hold the same part of other
+# copies, or only the first replica, where others have something else.
+ANY, SAME_PART, FIRST = "data", "dp_replicate", "first"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,16 +49,16 @@ class Held:
         shape: Of the whole.
         dtype: Of its elements.
         boxes: What this rank may have to write: what it holds first in its replica.
-        written_by: "any" replica, since all hold the same; the "first" one; or "each", since each holds something else.
+        written_by: ``ANY``, ``SAME_PART`` or ``FIRST``.
     """
 
     shape: Shape
     dtype: torch.dtype
     boxes: tuple[Box, ...]
-    written_by: str = "any"
+    written_by: str = ANY
 
 
-def whole(tensor: Tensor, *, counts: bool = True, written_by: str = "first") -> Held:
+def whole(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> Held:
     """A tensor of which this rank has all.
 
     Args:
@@ -111,41 +72,45 @@ def whole(tensor: Tensor, *, counts: bool = True, written_by: str = "first") -> 
 
 
 def deal(held: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
-    """The boxes that this rank writes: what all replicas hold is dealt to them by bytes.
+    """The boxes that this rank writes: what several have is dealt to them by bytes.
 
     Args:
         held: All that there is to save, in the same order on every rank.
         mesh: The ranks; None for one process.
     """
-    copies, here = (1, 0) if mesh is None else _copies(mesh)
-    loads = [0] * copies
+    places = {axis: (1, 0) if mesh is None else _place(mesh, axis) for axis in (ANY, SAME_PART)}
+    loads = {axis: [0] * size for axis, (size, _) in places.items()}
     mine = []
     for each in held:
         for box in each.boxes:
-            writer = here if each.written_by == "each" else 0
-            if each.written_by == "any":
-                writer = min(range(copies), key=loads.__getitem__)
-                loads[writer] += box.content.nbytes
-            if writer == here:
+            if each.written_by == FIRST:
+                writes = places[ANY][1] == 0
+            else:
+                load, here = loads[each.written_by], places[each.written_by][1]
+                writer = min(range(len(load)), key=load.__getitem__)
+                load[writer] += box.content.nbytes
+                writes = writer == here
+            if writes:
                 mine.append((each, box))
     return mine
 
 
-def _copies(mesh: Mesh) -> tuple[int, int]:
-    """How many ranks hold the same as this one, and which of them it is: replicas, and ranks that share positions."""
-    return mesh.size("data") * mesh.size("cp"), mesh.rank_in("data") * mesh.size("cp") + mesh.rank_in("cp")
+def _place(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """How many ranks along an axis have the same, context ranks among them, and which of them this one is."""
+    return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
 
 
 class Holdings:
     """The module and the optimizers of a run, as one rank holds them."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: ModelShards | None) -> None:
-        """Args: root: the user's module. mesh: of the run. plan, shards: what the ranks hold of it."""
+    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, parts: HeldParts | None) -> None:
+        """Args: root: the user's module. mesh: of the run. plan, parts: what the ranks hold of it."""
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.first is not None else None
-        self._shards = shards
-        self._pp, self._tp, self._tp_size = mesh.rank_in("pp"), mesh.rank_in("tp"), mesh.size("tp")
+        self._cuts = [] if parts is None else list(parts.cuts)
+        self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
+        self._tp_name, self._shard_name = (mesh.group(axis).group_name for axis in ("tp", "dp_shard"))
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
         """What this rank keeps of a parameter, or of what has its shape.
@@ -154,21 +119,10 @@ class Holdings:
             name: FQN of the parameter.
             shape: Of the whole.
         """
-        sizes, zeros = list(shape), [0] * len(shape)
-        placement = self._shards.placements.get(name) if self._shards is not None else None
-        if placement is None:
-            return Part(tuple(sizes), (Span(tuple(zeros), tuple(zeros), tuple(sizes), self._tp == 0),))
-        spans, dim, end = [], placement.dim, 0
-        ranges = placement.ranges(self._tp, self._tp_size)
-        for piece, (start, length) in zip(placement.pieces, ranges, strict=True):
-            number = piece.part_of(self._tp, self._tp_size)
-            first = self._tp == 0 or piece.part_of(self._tp - 1, self._tp_size) != number
-            place, local, box = list(zeros), list(zeros), list(sizes)
-            place[dim], local[dim], box[dim] = start, end, length
-            spans.append(Span(tuple(place), tuple(local), tuple(box), first))
-            end += length
-        sizes[dim] = end
-        return Part(tuple(sizes), tuple(spans))
+        return part_of(self._cuts, name, shape)
+
+    def _is_cut_over(self, name: str, group_name: str) -> bool:
+        return any(name in axis.placements and axis.group.group_name == group_name for axis in self._cuts)
 
     def whole_shape(self, parameter: Tensor) -> Shape:
         """The shape of a parameter in one process."""
@@ -216,25 +170,30 @@ class Holdings:
         if is_absent(tensor):
             return Held(self.whole_shape(tensor), tensor.dtype, ())
         if not self.is_cut(tensor):
-            return whole(tensor, counts=self._is_home(name) and self._tp == 0, written_by="any")
-        return self._held(name, tensor, self.part(name, self.whole_shape(tensor)), self.whole_shape(tensor))
+            return whole(tensor, counts=self._is_home(name) and self._tp == 0, written_by=ANY)
+        return self._held(name, tensor, self.whole_shape(tensor))
 
-    def _held(self, name: str, tensor: Tensor, part: Part, shape: Shape) -> Held:
+    def _held(self, name: str, tensor: Tensor, shape: Shape) -> Held:
+        """Of what a parameter, or something of its shape, is cut into; also while the whole is here."""
         _check_dense(tensor)
-        spans = [span for span in part.spans if span.counts] if self._is_home(name) else []
+        counts = self._is_home(name) and (self._tp == 0 or self._is_cut_over(name, self._tp_name))
+        spans = [span for span in self.part(name, shape).spans if counts and span.is_first]
+        if tuple(tensor.shape) == shape:
+            spans = [span.in_whole() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
-        return Held(shape, tensor.dtype, boxes, "any" if part.is_repeated else "each")
+        return Held(shape, tensor.dtype, boxes, SAME_PART if self._is_cut_over(name, self._shard_name) else ANY)
 
     def _buffer(self, name: str, tensor: Tensor, home: int) -> Held:
         if is_absent(tensor):
             return Held(tuple(tensor.shape), tensor.dtype, ())
-        if self._shards is None or name not in self._shards.placements:
+        axes = [replace(axis, placements=axis.buffers) for axis in self._cuts if name in axis.buffers]
+        if not axes:
             return whole(tensor, counts=self._pp == home and self._tp == 0)
         _check_dense(tensor)
         # Whole at rest, and each rank has written its own part.
-        spans = [s for s in self.part(name, tensor.shape).spans if s.counts] if self._pp == home else []
-        boxes = tuple(Box(s.offsets, Span(s.offsets, s.offsets, s.sizes, True).of(tensor.detach())) for s in spans)
-        return Held(tuple(tensor.shape), tensor.dtype, boxes, "first")
+        spans = part_of(axes, name, tensor.shape).spans if self._pp == home else ()
+        boxes = tuple(Box(s.offsets, s.in_whole().of(tensor.detach())) for s in spans if s.is_first)
+        return Held(tuple(tensor.shape), tensor.dtype, boxes, FIRST)
 
     def _is_home(self, name: str) -> bool:
         """Whether this pipeline rank writes what several may hold."""
@@ -272,10 +231,9 @@ class Holdings:
         if parameter is None or name.startswith("#"):
             return whole(leaf, counts=self._pp == self._tp == 0)
         shape = self.whole_shape(parameter)
-        part = self.part(name, shape)
-        if tuple(leaf.shape) == part.shape:
-            return self._held(name, leaf, part, shape)
-        return whole(leaf, counts=self._is_home(name) and self._tp == 0, written_by="any")
+        if tuple(leaf.shape) == self.part(name, shape).shape:
+            return self._held(name, leaf, shape)
+        return whole(leaf, counts=self._is_home(name) and self._tp == 0, written_by=ANY)
 
 
 def _check_dense(tensor: Tensor) -> None:

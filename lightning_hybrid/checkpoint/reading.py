@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, put_tensors, torch_state
 from lightning_hybrid.checkpoint.folder import CheckpointError
-from lightning_hybrid.checkpoint.held import Holdings, Part
+from lightning_hybrid.checkpoint.held import Holdings
+from lightning_hybrid.parts.spans import Part
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import map_leaves
 

@@ -73,7 +73,7 @@ class FolderStrategy(StagedStrategy):
     @property
     def _holdings(self) -> Holdings:
         assert self.lightning_module is not None
-        return Holdings(self.lightning_module, self.mesh, self._plan, self._shards)
+        return Holdings(self.lightning_module, self.mesh, self._plan, self._parts)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

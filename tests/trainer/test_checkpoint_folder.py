@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from models import Samples, make
+from models import make
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer.fitting import trainer_of
@@ -21,14 +21,20 @@ from trainer.test_checkpoint import (
     PP2,
     PP2TP2,
     TP2,
+    Layout,
     assert_same_state,
     load,
+    loader_of,
     train,
 )
 
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.cli import main as command_line
+
+ZERO = Layout(1, dp=2, options=(("zero_stage", 3),))
+ZERO_TP2 = Layout(1, dp=2, tp=2, options=(("zero_stage", 2),))
+ZERO_PP2 = Layout(2, dp=2, options=(("zero_stage", 3), ("reshard_after_forward", True)))
 
 
 def folders(layout, **options):
@@ -51,8 +57,7 @@ def save_halfway(case, layout, path):
     """One fit of two epochs, saved after the first; the state at its end."""
     module = make(MODULES[case])
     trainer = trainer_of(layout.world_size, layout.strategy(), [SaveHalfway(path)], max_epochs=2)
-    loader = DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp)
-    trainer.fit(module, loader)
+    trainer.fit(module, loader_of(module, layout, trainer))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -83,6 +88,8 @@ def assert_same_checkpoint(got, expected, tolerance):
         pytest.param("GPT2", PP2TP2, id="fused projections, pp2 x tp2", marks=pytest.mark.slow),
         pytest.param("Decoder", TP2, id="unequal parts, tp2", marks=pytest.mark.slow),
         pytest.param("Tied", INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
+        pytest.param("Decoder", ZERO_TP2, id="shared out, dp2 x tp2", marks=pytest.mark.slow),
+        pytest.param("OwnOptimizer", ZERO_PP2, id="shared out, dp2 x pp2", marks=pytest.mark.slow),
     ],
 )
 def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, layout):
@@ -98,7 +105,9 @@ def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, l
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
-        pytest.param(PP2TP2, (DP2PP2, PLAIN), id="pp2 x tp2 by others"),
+        pytest.param(ZERO_TP2, (PP2TP2, PLAIN), id="zero x tp2 by others"),
+        pytest.param(PP2TP2, (ZERO_TP2, ZERO, DP2PP2), id="pp2 x tp2 by others", marks=pytest.mark.slow),
+        pytest.param(ZERO_PP2, (ZERO, TP2), id="zero x pp2 by others", marks=pytest.mark.slow),
         pytest.param(DP2PP2, (TP2, PP1, INTERLEAVED), id="dp2 x pp2 by others", marks=pytest.mark.slow),
         pytest.param(TP2, (PP2TP2, PP2), id="tp2 by others", marks=pytest.mark.slow),
         pytest.param(PP1, (PP2TP2, DP2PP2), id="one process by others", marks=pytest.mark.slow),
