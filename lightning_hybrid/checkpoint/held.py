@@ -57,6 +57,14 @@ class Held:
     boxes: tuple[Box, ...]
     written_by: str = ANY
 
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what is not above: a hook takes it for a tensor.
+        raise AttributeError(
+            f"{name!r} is asked of what a rank holds of a tensor of shape {self.__dict__.get('shape')}, as a"
+            " distributed checkpoint has it; on_save_checkpoint may leave out, rename and add entries, and change"
+            " what is in them only with save_distributed_checkpoint=False"
+        )
+
 
 def whole(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> Held:
     """A tensor of which this rank has all.

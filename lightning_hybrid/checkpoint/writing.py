@@ -48,15 +48,17 @@ class Save:
         generators: The states of the replica's generators; of its first rank.
         expected: Every tensor of this rank's state, by key.
         about: For the manifest.
+        error: Why this rank has nothing to write; the others are told.
     """
 
     path: Path
-    items: list[Item]
-    meta: bytes
-    optimizers: bytes
-    generators: dict[str, Any] | None
-    expected: set[str]
     about: dict[str, Any]
+    items: list[Item] = field(default_factory=list)
+    meta: bytes = b""
+    optimizers: bytes = b""
+    generators: dict[str, Any] | None = None
+    expected: set[str] = field(default_factory=set)
+    error: Exception | None = None
 
 
 @dataclass
@@ -107,30 +109,34 @@ def prepare(
         buffers: Tensors are copied there, so that training can go on; None if it does not.
         generators: Their states on this rank, which are saved for the first rank of each replica.
 
-    Raises:
-        CheckpointError: Two tensors have the same key.
+    Returns:
+        It, or why there is none: `write` tells all ranks, so that none waits for this one.
     """
+    save = Save(path, about)
+    try:
+        _fill(save, dict(checkpoint), mesh, buffers)
+    except Exception as error:
+        return Save(path, about, error=error)
+    if mesh is None or mesh.rank_in("replica") == 0:
+        save.generators = generators
+    return save
+
+
+def _fill(save: Save, checkpoint: dict[str, Any], mesh: Mesh | None, buffers: Buffers | None) -> None:
     is_first = mesh is None or mesh.rank == 0
-    rest, tensors = take_tensors(dict(checkpoint), is_first=is_first)
+    rest, tensors = take_tensors(checkpoint, is_first=is_first)
     optimizers = rest.get(OPTIMIZERS, [])
     if OPTIMIZERS in rest:
         rest[OPTIMIZERS] = None  # in a file of their own, since each rank knows some of them
     keys = {id(held): key for key, held in tensors.items()}
-    items = []
     for held, box in deal(tensors.values(), mesh):
         key, content = keys[id(held)], box.content
         if buffers is not None:
             content = buffers.copied(key, box.offsets, content)
-        items.append((key, held.shape, box.offsets, content))
-    return Save(
-        path=path,
-        items=items,
-        meta=_pickled(rest) if is_first else b"",
-        optimizers=pickle.dumps(optimizers),
-        generators=generators if mesh is None or mesh.rank_in("replica") == 0 else None,
-        expected=set(tensors),
-        about=about,
-    )
+        save.items.append((key, held.shape, box.offsets, content))
+    save.meta = _pickled(rest) if is_first else b""
+    save.optimizers = pickle.dumps(optimizers)
+    save.expected = set(tensors)
 
 
 def _pickled(value: Any) -> bytes:
@@ -156,12 +162,14 @@ def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None]
     error = _finish(save, reports, afterwards) if rank == 0 else ""
     error = _told(error, group)
     if error:
-        raise CheckpointError(error)
+        raise CheckpointError(error) from save.error
 
 
 def _write_own(save: Save, rank: int) -> _Report:
     report = _Report(optimizers=save.optimizers, generators=save.generators, expected=save.expected)
     try:
+        if save.error is not None:
+            raise save.error
         target = folder.incomplete_path(save.path)
         target.mkdir(parents=True, exist_ok=True)
         (target / folder.MANIFEST).unlink(missing_ok=True)  # of a save that was killed as it ended
@@ -225,7 +233,7 @@ def _merged_metadata(reports: Sequence[_Report]) -> Metadata:
 
 def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
     """The optimizers of the first rank, with the entries of all ranks."""
-    first, *others = [pickle.loads(report.optimizers) for report in reports]
+    first, *others = [pickle.loads(report.optimizers) for report in reports]  # sent by ranks of this run
     for other in others:
         for mine, theirs in zip(first, other, strict=False):
             if isinstance(mine, dict) and isinstance(theirs, dict):

@@ -141,7 +141,7 @@ class FolderStrategy(StagedStrategy):
             buffers = self._buffers if beside else None
             drawn = generator_states(self.root_device)
             save = prepare(state, path, self.mesh, about, buffers=buffers, generators=drawn)
-            if not beside:
+            if not beside or save.error is not None:
                 write(save, self._group)
                 return
             if self.is_global_zero and not path.exists():

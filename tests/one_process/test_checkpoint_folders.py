@@ -3,19 +3,26 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint import folder, writing
 from lightning_hybrid.checkpoint.background import Background
 from lightning_hybrid.checkpoint.convert import to_file, to_folder
 from lightning_hybrid.checkpoint.folder import CheckpointError, IncompleteCheckpoint
+from lightning_hybrid.checkpoint.inspect import problems
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.checkpoint.writing import covered, prepare
 from lightning_hybrid.cli import main as command_line
+
+ROOT = Path(__file__).parents[2]
 
 
 def checkpoint(step):
@@ -104,6 +111,40 @@ def test_a_save_that_is_killed_leaves_the_one_before(saved, monkeypatch, last_wo
     for path in (saved, fresh):  # over what the killed ones left
         writing.write(save(path, 5), None)
         assert step_of(path) == 5 and not folder.incomplete_path(path).exists()
+
+
+_SAVES_FOR_EVER = """
+import itertools, sys, torch
+from pathlib import Path
+from lightning_hybrid.checkpoint.writing import prepare, write
+for step in itertools.count(1):
+    state = {"state_dict": {"w": torch.full((1000, 500), float(step))}, "global_step": step}
+    write(prepare(state, Path(sys.argv[1]), None, {"layout": {}, "versions": {}, "step": step, "epoch": 0}), None)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_a_whole_one(tmp_path):
+    path, last = tmp_path / "model.ckpt", 0
+    for number in range(3):
+        command = [sys.executable, "-c", _SAVES_FOR_EVER, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            seen = [int(process.stdout.readline()) for _ in range(number + 1)]
+            threading.Event().wait(0.004 * number)  # anywhere in the next save
+            process.kill()
+            seen += [int(line) for line in process.stdout.read().split()]
+        saved = SavedFolder(path)
+        assert saved.manifest["step"] - seen[-1] in (0, 1) and not list(problems(path))
+        assert torch.equal(saved.tensor("model/w"), torch.full((1000, 500), float(saved.manifest["step"])))
+        last = seen[-1]
+    assert last >= 3
+
+
+def test_options_that_need_each_other():
+    with pytest.raises(ValueError, match="async_checkpoint=True writes distributed checkpoints"):
+        Hybrid3DStrategy(async_checkpoint=True)
 
 
 def test_without_a_swap_of_two_names(saved, monkeypatch):

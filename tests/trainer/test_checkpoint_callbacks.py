@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from wild.featured import Net, Run, compare, on_rank
 
@@ -177,9 +178,22 @@ def one_rank_cannot_write(run):
     return str(error.value)
 
 
+class Unpicklable(Saves):
+    def state_dict(self):
+        return {"function": lambda: None}
+
+
+def first_rank_cannot_pickle(run):
+    with pytest.raises(Exception) as error:
+        fit(run, Net(), Unpicklable(f"{run.folder}/full.ckpt", 6), max_epochs=2)
+    return "".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
 def test_every_rank_learns_that_one_could_not_write(worlds, tmp_path):
     for said in worlds.run(2, on_rank, one_rank_cannot_write, 2, 2, str(tmp_path)):
         assert "full.ckpt could not be written: rank 1: AttributeError" in said
+    for said in worlds.run(2, on_rank, first_rank_cannot_pickle, 2, 2, str(tmp_path)):
+        assert "full.ckpt could not be written: rank 0" in said and "lambda" in said
     assert os.listdir(tmp_path) == []
 
 
@@ -194,10 +208,27 @@ class Wider(Net):
         self.more = nn.Linear(4, 4).double()
 
 
+class Edits(Net):
+    """What users do in this hook: leave out, rename, add."""
+
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        del state["head.2.bias"]
+        state["first.weight"] = state.pop("backbone.0.0.weight")
+        checkpoint["mine"] = torch.arange(3000.0) + torch.distributed.get_rank()
+
+
+class WritesFiles(TorchCheckpointIO):
+    pass
+
+
 def saved_and_misused(run):
     path = f"{run.folder}/half.ckpt"
     fit(run, Net(), Saves(path, 6), max_epochs=2)
     module = Net.load_from_checkpoint(path)
+    fit(run, Edits(), Saves(f"{run.folder}/edited.ckpt", 3), max_epochs=1)
+    with pytest.raises(ValueError, match="WritesFiles was given to write files"):
+        fit(run, Net(), plugins=[WritesFiles()])
     with pytest.raises(CheckpointError) as another:
         fit(run, Wider(), resume=path)
     trainer = run.trainer(strategy_options={"save_distributed_checkpoint": False}, max_epochs=2)
@@ -210,6 +241,9 @@ def test_loaded_without_a_trainer_and_refused_by_another_model(worlds, tmp_path)
     for state, said in worlds.run(2, on_rank, saved_and_misused, 2, 2, str(tmp_path)):
         saved = SavedFolder(tmp_path / "half.ckpt").checkpoint()["state_dict"]
         compare({n: v for n, v in state.items()}, saved, rtol=0, atol=0)
+        edited = SavedFolder(tmp_path / "edited.ckpt").checkpoint()
+        assert set(edited["state_dict"]) == {*saved, "first.weight"} - {"head.2.bias", "backbone.0.0.weight"}
+        assert edited["mine"][0] == 0
         assert "does not fit Wider" in said and "more.weight is in the model alone" in said
         assert "head.0.weight has shape (4, 4) in the checkpoint and (6, 4) in the model" in said
 

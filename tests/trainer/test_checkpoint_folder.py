@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -34,6 +35,7 @@ from lightning_hybrid.cli import main as command_line
 
 ZERO = Layout(1, dp=2, options=(("zero_stage", 3),))
 ZERO_TP2 = Layout(1, dp=2, tp=2, options=(("zero_stage", 2),))
+ON_DISK = Layout(1, dp=2, options=(("zero_stage", 1), ("offload", f"disk:{tempfile.gettempdir()}")))
 ZERO_PP2 = Layout(2, dp=2, options=(("zero_stage", 3), ("reshard_after_forward", True)))
 
 
@@ -90,6 +92,7 @@ def assert_same_checkpoint(got, expected, tolerance):
         pytest.param("Tied", INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
         pytest.param("Decoder", ZERO_TP2, id="shared out, dp2 x tp2", marks=pytest.mark.slow),
         pytest.param("OwnOptimizer", ZERO_PP2, id="shared out, dp2 x pp2", marks=pytest.mark.slow),
+        pytest.param("Tied", ON_DISK, id="states on disk", marks=pytest.mark.slow),
     ],
 )
 def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, layout):
@@ -106,14 +109,14 @@ def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, l
     ("saving", "loading"),
     [
         pytest.param(ZERO_TP2, (PP2TP2, PLAIN), id="zero x tp2 by others"),
-        pytest.param(PP2TP2, (ZERO_TP2, ZERO, DP2PP2), id="pp2 x tp2 by others", marks=pytest.mark.slow),
+        pytest.param(PP2TP2, (ZERO_TP2, ON_DISK, DP2PP2), id="pp2 x tp2 by others", marks=pytest.mark.slow),
         pytest.param(ZERO_PP2, (ZERO, TP2), id="zero x pp2 by others", marks=pytest.mark.slow),
         pytest.param(DP2PP2, (TP2, PP1, INTERLEAVED), id="dp2 x pp2 by others", marks=pytest.mark.slow),
         pytest.param(TP2, (PP2TP2, PP2), id="tp2 by others", marks=pytest.mark.slow),
         pytest.param(PP1, (PP2TP2, DP2PP2), id="one process by others", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("case", ["GPT2", pytest.param("OwnOptimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["Tied", *(pytest.param(c, marks=pytest.mark.slow) for c in ("GPT2", "OwnOptimizer"))])
 def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
