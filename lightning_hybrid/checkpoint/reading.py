@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import folder
-from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, put_tensors, torch_state
+from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Holdings
 from lightning_hybrid.parts.spans import Part
@@ -138,15 +138,16 @@ class SavedFolder:
         self.read([Wanted(key, target)])
         return target
 
-    def checkpoint(self, map_location: Any = None) -> dict[str, Any]:
+    def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
         """Lightning's checkpoint with whole tensors, the optimizers' excepted: those are read when they are needed.
 
         Args:
             map_location: The device of the tensors; the CPU if it names none.
+            unread: Names in the module's state dict that are zero, and take no memory as long as nobody looks.
         """
         rest = self.rest()
         optimizers = rest.get(OPTIMIZERS)
-        checkpoint: dict[str, Any] = self.filled({**rest, OPTIMIZERS: None} if OPTIMIZERS in rest else rest)
+        checkpoint: dict[str, Any] = self.filled({**rest, OPTIMIZERS: None} if OPTIMIZERS in rest else rest, unread)
         if isinstance(map_location, str | torch.device):
             checkpoint = map_leaves(
                 lambda leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf, checkpoint
@@ -155,8 +156,9 @@ class SavedFolder:
             checkpoint[OPTIMIZERS] = [SavedOptimizer(self, state) for state in optimizers]
         return checkpoint
 
-    def filled(self, rest: Any) -> Any:
+    def filled(self, rest: Any, unread: Collection[str] = ()) -> Any:
         """A part of the rest with whole tensors in place of references."""
+        left_out = {key_of((MODULE, name)) for name in unread}
         wanted: dict[str, Wanted] = {}
 
         def target(key: str) -> Tensor:
@@ -164,11 +166,12 @@ class SavedFolder:
                 if key not in self.tensors:
                     raise CheckpointError(f"{self.path} has no {key}")
                 saved = self.tensors[key]
-                wanted[key] = Wanted(key, torch.empty(saved.size, dtype=saved.properties.dtype))
+                make = torch.zeros if key in left_out else torch.empty
+                wanted[key] = Wanted(key, make(saved.size, dtype=saved.properties.dtype))
             return wanted[key].target
 
         tree = put_tensors(rest, target)
-        self.read(list(wanted.values()))
+        self.read([each for key, each in wanted.items() if key not in left_out])
         return tree
 
 

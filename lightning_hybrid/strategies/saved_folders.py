@@ -210,10 +210,18 @@ class FolderStrategy(StagedStrategy):
         if not folder.is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         saved = SavedFolder(Path(checkpoint_path), weights_only=weights_only)
-        checkpoint = saved.checkpoint()
+        checkpoint = saved.checkpoint(unread=self._given_by_first())
         self._drawn = saved.generators()
         self._seed = checkpoint.get("hybrid3d", {}).get("seed", self._seed)
         return checkpoint
+
+    def _given_by_first(self) -> list[str]:
+        """Parameters of a model built empty: set-up gives every rank what it holds of those of the first one."""
+        assert self.lightning_module is not None
+        if self.is_global_zero or not self._is_whole:
+            return []
+        named = self.lightning_module.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if parameter.is_meta]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank, and the generators' if there are as many."""

@@ -248,6 +248,35 @@ def test_loaded_without_a_trainer_and_refused_by_another_model(worlds, tmp_path)
         assert "head.0.weight has shape (4, 4) in the checkpoint and (6, 4) in the model" in said
 
 
+def built_empty(run):
+    path = f"{run.folder}/half.ckpt"
+    fit(run, Net(), Saves(path, 6), max_epochs=2)
+    module, read, keys = Net(), SavedFolder.read, []
+    fit(run, module, resume=path, max_epochs=3)
+    trainer = run.trainer(max_epochs=3, **options(run))
+    with trainer.init_module(empty_init=True):
+        empty = Net()
+
+    def noted(self, wanted):
+        keys.extend(each.key for each in wanted)
+        read(self, wanted)
+
+    SavedFolder.read = noted
+    try:
+        trainer.fit(empty, run.data(), run.val_data(), ckpt_path=path)
+    finally:
+        SavedFolder.read = read
+    return dict(module.state_dict()), dict(empty.state_dict()), keys
+
+
+def test_a_model_built_empty_is_read_by_the_first_rank(worlds, tmp_path):
+    for rank, (expected, got, keys) in enumerate(worlds.run(2, on_rank, built_empty, 2, 2, str(tmp_path))):
+        compare(got, expected, rtol=0, atol=0)
+        kinds = [key.partition("/")[0] for key in keys]
+        assert kinds.count("model") == (0 if rank else len(expected))
+        assert 0 < kinds.count("optimizer") < len(expected)  # each stage reads its own
+
+
 def searched(run):
     """The search saves, trains, and reads the folder again, all in the middle of a run."""
     module = Net()
