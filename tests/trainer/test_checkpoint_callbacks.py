@@ -81,7 +81,7 @@ def averaged(run, save, tp=1):
     ("saving", "loading"),
     [
         pytest.param((4, 2, 2), (2, 1, 1), id="pp2 x tp2 by dp2"),
-        pytest.param((4, 2, 1), (4, 2, 2), id="dp2 x pp2 by tp"),
+        pytest.param((4, 2, 1), (4, 2, 2), id="dp2 x pp2 by tp", marks=pytest.mark.slow),
     ],
 )
 def test_averages_go_on_under_another_layout(worlds, tmp_path, saving, loading):
