@@ -80,27 +80,25 @@ def averaged(run, save, tp=1):
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
-        pytest.param((4, 2, 2), (2, 1, 1), id="pp2 x tp2 by dp2"),
-        pytest.param((4, 2, 1), (4, 2, 2), id="dp2 x pp2 by tp", marks=pytest.mark.slow),
+        pytest.param((4, 2, 2, 0), (2, 1, 1, 0), id="pp2 x tp2 by dp2"),
+        pytest.param((4, 2, 1, 0), (2, 1, 1, 3), id="dp2 x pp2 by zero", marks=pytest.mark.slow),
+        pytest.param((4, 1, 2, 3), (4, 2, 2, 0), id="zero x tp2 by pp2 x tp2", marks=pytest.mark.slow),
     ],
 )
 def test_averages_go_on_under_another_layout(worlds, tmp_path, saving, loading):
-    folder = str(tmp_path)
-    size, pp, tp = saving
-    worlds.run(size, on_rank_in, averaged, size, pp, tp, folder, True)
-    file = str(tmp_path / "one")
-    worlds.run(1, on_rank_in, averaged, 1, 1, 1, file, True)
-    [expected] = worlds.run(1, on_rank_in, averaged, 1, 1, 1, file, False)
-    size, pp, tp = loading
-    for result in worlds.run(size, on_rank_in, averaged, size, pp, tp, folder, False):
+    folder, file, plain = str(tmp_path), str(tmp_path / "one"), (1, 1, 1, 0)
+    worlds.run(saving[0], on_rank_in, averaged, *saving, folder, True)
+    worlds.run(1, on_rank_in, averaged, *plain, file, True)
+    [expected] = worlds.run(1, on_rank_in, averaged, *plain, file, False)
+    for result in worlds.run(loading[0], on_rank_in, averaged, *loading, folder, False):
         compare(result, expected, rtol=1e-9)
 
 
 class InTp(Run):
     """Replicas are the ranks that neither stages nor tensor ranks share."""
 
-    def __init__(self, size, pp, tp, folder):
-        super().__init__(size, pp, folder)
+    def __init__(self, size, pp, tp, zero, folder):
+        super().__init__(size, pp, folder, {"zero_stage": zero})
         self.tp = tp
 
     def data(self, batch_size=8, num=32, **options):
@@ -110,9 +108,9 @@ class InTp(Run):
         return Run(self.size // self.tp, self.pp, self.folder).val_data(num)
 
 
-def on_rank_in(feature, size, pp, tp, folder, save):
+def on_rank_in(feature, size, pp, tp, zero, folder, save):
     os.makedirs(folder, exist_ok=True)
-    return feature(InTp(size, pp, tp, folder), save, tp)
+    return feature(InTp(size, pp, tp, zero, folder), save, tp)
 
 
 # -- beside training --------------------------------------------------------------------------------------------------
