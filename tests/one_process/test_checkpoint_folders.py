@@ -87,6 +87,35 @@ def test_large_tensors_go_by_the_disk(tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), whole, rtol=0, atol=0)
 
 
+def own_bytes():
+    """Of this process, without what is mapped from files."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux's /proc")
+def test_converting_holds_few_tensors_at_a_time(tmp_path):
+    size = 1000 * 1000 * 4
+    torch.save({"state_dict": {f"w{i}": torch.ones(1000, 1000) for i in range(30)}}, tmp_path / "plain.ckpt")
+    peak, begin = [0], own_bytes()
+    done = threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
+        to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=lambda _: None)
+    finally:
+        done.set()
+        watcher.join()
+    assert 0 < peak[0] < begin + 8 * size  # of 30
+
+
 class Killed(BaseException):
     """Nothing is tidied up after it."""
 
