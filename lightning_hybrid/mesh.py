@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -125,6 +126,21 @@ class Mesh:
             return tensor
         dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group(axis))
         return tensor.div_(size) if op == "mean" else tensor
+
+    def further_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
+        """A further group of all ranks, over gloo, for a thread beside the training; collective.
+
+        Args:
+            timeout: of its operations; torch's default if None.
+
+        Returns:
+            None where there is one rank.
+        """
+        if self.layout.world_size == 1:
+            return None
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, ProcessGroup)
+        return group
 
     def published(self) -> DeviceMesh:
         """The mesh that user code finds at `LightningModule.device_mesh`.

@@ -7,12 +7,14 @@ layout, drawing a schedule) never pays for it.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +39,7 @@ def register() -> None:
         for name, attribute, prepare in (
             (f"{namespace.package}.strategies", "StrategyRegistry", _register_in),
             (f"{namespace.package}.trainer.trainer", "Trainer", _prepare_trainer),
+            (f"{namespace.package}.core.saving", "pl_load", _read_folders),
         ):
             module = sys.modules.get(name)
             if module is not None and hasattr(module, attribute):
@@ -60,6 +63,26 @@ def _build(namespace: Namespace, **options: Any) -> Any:
 
 def _prepare_trainer(module: ModuleType, namespace: Namespace) -> None:
     accept_both(module.Trainer, namespace)
+
+
+def _read_folders(module: ModuleType, namespace: Namespace) -> None:
+    """Let ``load_from_checkpoint`` read distributed checkpoints, wherever the module's class comes from."""
+    read = module.pl_load
+    if hasattr(read, "reads_folders"):
+        return
+
+    @functools.wraps(read)
+    def read_both(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        from lightning_hybrid.checkpoint.folder import is_folder
+
+        if not is_folder(path):
+            return read(path, map_location=map_location, weights_only=weights_only)
+        from lightning_hybrid.checkpoint.reading import SavedFolder
+
+        return SavedFolder(Path(path), weights_only=weights_only).checkpoint(map_location)
+
+    read_both.reads_folders = True  # type: ignore[attr-defined]
+    module.pl_load = read_both  # type: ignore[attr-defined]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import flatten, map_leaves
+
+_LISTED = 4
 
 
 def gather_module_state(
@@ -70,26 +73,15 @@ def load_module_state(
         prefix: Of the names of the module of which ranks hold parts, where ``root`` holds it.
 
     Raises:
-        RuntimeError: Names or shapes do not fit, as ``nn.Module.load_state_dict`` says it.
+        CheckpointError: Names or shapes do not fit.
     """
-    own = nn.Module.state_dict(root)
-    missing = [key for key in own if key not in state]
-    unexpected = [key for key in state if key not in own]
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"the checkpoint does not fit {type(root).__name__}: missing {missing[:5]}, unexpected {unexpected[:5]}"
-        )
+    if differing := misfits(root, state, parts, strict=strict, prefix=prefix):
+        raise CheckpointError(differing)
     with torch.no_grad():
-        for key, value in own.items():
+        for key, value in nn.Module.state_dict(root).items():
             if key not in state or not isinstance(value, Tensor):
                 continue
             name = key.removeprefix(prefix)
-            shape = tuple(value.shape) if parts is None else tuple(parts.whole_shape(name, value))
-            if shape != tuple(state[key].shape):
-                raise RuntimeError(
-                    f"the checkpoint does not fit {type(root).__name__}: {key} has shape {tuple(state[key].shape)}"
-                    f" in the file and {shape} in the model"
-                )
             if not is_absent(value):
                 value.copy_(state[key] if parts is None else parts.part_of(name, value, state[key]))
 
@@ -115,6 +107,38 @@ def parts_instead(parts: HeldParts, root: nn.Module) -> Callable[..., None]:
                 state[prefix + key] = parts.part_of(name, here, value)
 
     return hook
+
+
+def misfits(
+    root: nn.Module, state: Mapping[str, Any], parts: HeldParts | None = None, *, strict: bool, prefix: str = ""
+) -> str:
+    """The names and shapes by which a state dict is another model's; "" if there are none.
+
+    Args:
+        root: The module.
+        state: The full state dict.
+        parts: As for ``load_module_state``.
+        strict: Whether names must be the same.
+        prefix: As for ``load_module_state``.
+    """
+    own = nn.Module.state_dict(root)
+    found = []
+    if strict:
+        found += [f"{key} is in the model alone" for key in own if key not in state]
+        found += [f"{key} is in the checkpoint alone" for key in state if key not in own]
+    for key, value in own.items():
+        if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
+            continue
+        mine = tuple(value.shape if parts is None else parts.whole_shape(key.removeprefix(prefix), value))
+        if mine != tuple(state[key].shape):
+            found.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {mine} in the model")
+    if not found:
+        return ""
+    more = f"; {len(found) - _LISTED} more differ" if len(found) > _LISTED else ""
+    return (
+        f"the checkpoint does not fit {type(root).__name__}, of which it should have the names and shapes:"
+        f" {'; '.join(found[:_LISTED])}{more}"
+    )
 
 
 def gather_optimizer_state(

@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.cli import verify
+from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.cli import checkpoint, verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-hybrid", description="Tools around the strategies.")
     commands = parser.add_subparsers(dest="command", required=True)
     verify.add_to(commands)
+    checkpoint.add_to(commands)
     known, others = parser.parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return int(known.run(known, others))
-    except (ValueError, ImportError, AttributeError) as error:
+    except (ValueError, ImportError, AttributeError, OSError, CheckpointError) as error:
         print(f"lightning-hybrid {known.command}: {error}", file=sys.stderr)
         return 2

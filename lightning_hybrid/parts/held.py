@@ -66,6 +66,11 @@ class HeldParts:
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
 
     @property
+    def cuts(self) -> Sequence[AxisCut]:
+        """From the whole to what a rank holds."""
+        return self._cuts
+
+    @property
     def names(self) -> set[str]:
         """FQNs of the parameters that are cut."""
         return {name for axis in self._cuts for name in axis.placements}

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_hybrid.checkpoint.single_file import gather_module_state, load_module_state
+from lightning_hybrid.checkpoint.single_file import load_module_state
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
@@ -51,7 +51,7 @@ class Averages:
         module: pl.LightningModule,
         plan: StagePlan | None,
         parts: HeldParts | None,
-        share: Callable[[], tuple[bool, bool]],
+        gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
         """Let the copies be in parts as the module is.
 
@@ -59,7 +59,7 @@ class Averages:
             module: With its values.
             plan: Who holds what; None where every rank holds all.
             parts: What this rank holds of each layer.
-            share: Whether this rank holds a part of what is saved, and whether its replica keeps it.
+            gather: The state dict of a copy in parts as it is saved; collective.
 
         Raises:
             ValueError: A copy of a module that was built empty should have got the values of a checkpoint.
@@ -74,7 +74,7 @@ class Averages:
             plan.drop_as_root(copy)
             if parts is not None:
                 parts.cut_parameters(copy)
-            self._in_parts(callback, module, plan, parts, share)
+            self._in_parts(callback, module, parts, gather)
         self._plan, self._parts = plan, parts
 
     def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
@@ -95,21 +95,16 @@ class Averages:
         self,
         callback: Any,
         module: nn.Module,
-        plan: StagePlan,
         parts: HeldParts | None,
-        share: Callable[[], tuple[bool, bool]],
+        gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
         average = callback._average_model
         copy = _module_of(average)
         prefix = "module." if average is not copy else ""
 
         def state_dict(*_: Any, **__: Any) -> dict[str, Any]:
-            first, keep = share()
-            if not first:
-                return {}
             own = {name: value for name, value in nn.Module.state_dict(average).items() if not name.startswith(prefix)}
-            gathered = gather_module_state(copy, plan, parts, is_copy=True, keep=keep)
-            return {**(own if prefix else {}), **{prefix + name: value for name, value in gathered.items()}}
+            return {**(own if prefix else {}), **{prefix + name: value for name, value in gather(copy).items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
             load_module_state(average, state, parts, strict=strict, prefix=prefix)

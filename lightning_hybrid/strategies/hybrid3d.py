@@ -55,6 +55,9 @@ class Hybrid3DStrategy(SetUpStrategy):
         compile: "units" runs each layer through ``torch.compile``; a mapping does too, with its options (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``), such as ``{"backend": "inductor", "dynamic": False}``.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
+        save_distributed_checkpoint: Checkpoints are folders in which every rank writes its own bytes; one ordinary
+            file, written by the first rank, if False. Either is loaded under any layout.
+        async_checkpoint: Training goes on while a distributed checkpoint is written.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient is another one there.
         process_group_backend: "nccl" or "gloo"; by device if None.
@@ -93,6 +96,8 @@ class Hybrid3DStrategy(SetUpStrategy):
         tensor_parallel_plan: dict[str, str] | None = None,
         compile: Literal["units"] | dict[str, Any] | None = None,
         example_batch: Any = None,
+        save_distributed_checkpoint: bool = False,
+        async_checkpoint: bool = False,
         verify_first_step: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
@@ -123,6 +128,8 @@ class Hybrid3DStrategy(SetUpStrategy):
             tensor_parallel_plan=tensor_parallel_plan,
             compile=compile,
             example_batch=example_batch,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            async_checkpoint=async_checkpoint,
         )
         super().__init__(
             options=options,

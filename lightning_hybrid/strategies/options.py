@@ -44,6 +44,8 @@ class Options:
     tensor_parallel_plan: dict[str, str] | None
     compile: Literal["units"] | dict[str, Any] | None
     example_batch: Any
+    save_distributed_checkpoint: bool = False
+    async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that can be right in no world."""
@@ -71,6 +73,12 @@ class Options:
         if self.tensor_parallel_plan is not None:
             check_styles(self.tensor_parallel_plan)
         compile_options(self.compile)
+        if self.async_checkpoint and not self.save_distributed_checkpoint:
+            raise ValueError(
+                "async_checkpoint=True writes distributed checkpoints while training goes on, and"
+                " save_distributed_checkpoint=False asks for one file; set save_distributed_checkpoint=True, or give"
+                " the Trainer plugins=[AsyncCheckpointIO()] of Lightning's"
+            )
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():

@@ -13,10 +13,12 @@ from torch.distributed import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.single_file import (
     gather_module_state,
     gather_optimizer_state,
     load_module_state,
+    misfits,
     own_optimizer_state,
     parts_instead,
 )
@@ -179,12 +181,24 @@ class StagedStrategy(MeshStrategy):
                 return {}
             return gather_module_state(self.lightning_module, self._plan, self._parts, keep=self.data_rank == 0)
 
+    def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
+        """The state dict of a copy of the module, in parts as it is, as a checkpoint has it; collective."""
+        assert self._plan is not None
+        if not self._in_first_copy:
+            return {}
+        return gather_module_state(copy, self._plan, self._parts, is_copy=True, keep=self.data_rank == 0)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict into what this rank holds."""
         assert self.lightning_module is not None
         if self._is_whole:
             self._adopt_empty()
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            try:
+                self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            except RuntimeError as error:
+                if differing := misfits(self.lightning_module, checkpoint["state_dict"], strict=strict):
+                    raise CheckpointError(differing) from error
+                raise
         else:
             with self._unguarded():
                 load_module_state(self.lightning_module, checkpoint["state_dict"], self._parts, strict=strict)
@@ -205,15 +219,19 @@ class StagedStrategy(MeshStrategy):
         """Load each optimizer's state for the parameters of this rank."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if any(watched is optimizer for watched in self._watched):
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict(dict(state))
                 if self._reads is not None:
                     self._reads.adopt_state(optimizer.state)
             else:
-                optimizer.load_state_dict(own_optimizer_state(optimizer, state, self._parts))
+                optimizer.load_state_dict(self._own_state(optimizer, state))
             if not self._offloaded:
                 _optimizer_to_device(optimizer, self.root_device)
         for offloaded in self._offloaded:
             offloaded.adopt()
+
+    def _own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank keeps of the state of an optimizer."""
+        return own_optimizer_state(optimizer, state, self._parts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write the file on the first rank; the seed of keyed randomness goes with it."""

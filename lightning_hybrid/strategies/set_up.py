@@ -65,7 +65,13 @@ class SetUpStrategy(VerifyingStrategy):
 
     def __init__(self, *, options: Options, **lightning: Any) -> None:
         """Args: options: what was asked for. lightning: as ``VerifyingStrategy``."""
-        super().__init__(sizes=options.mesh_sizes, microbatch_weight=options.microbatch_weight, **lightning)
+        super().__init__(
+            sizes=options.mesh_sizes,
+            microbatch_weight=options.microbatch_weight,
+            save_distributed_checkpoint=options.save_distributed_checkpoint,
+            async_checkpoint=options.async_checkpoint,
+            **lightning,
+        )
         self.options = options
         self._recompute, self._policies = options.recompute, dict[str, Policy]()
         self._plan_summary = ""
@@ -115,9 +121,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._share_out(trainer, module)
         if shards is not None:
             shards.be_ready(KeyedDraws(shards.rank, self.root_device))
-        self._averages.follow(
-            module, None if self._is_whole else self._plan, parts, lambda: (self._in_first_copy, self.data_rank == 0)
-        )
+        self._averages.follow(module, None if self._is_whole else self._plan, parts, self.averaged_state)
         self._compile_units(module, compile_options(self.options.compile), randomness)
         self._announce()
         if is_fitting:

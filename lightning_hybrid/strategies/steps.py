@@ -24,7 +24,7 @@ from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
-from lightning_hybrid.strategies.saved_state import StagedStrategy
+from lightning_hybrid.strategies.saved_folders import FolderStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
@@ -32,7 +32,7 @@ from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 
-class SteppingStrategy(StagedStrategy):
+class SteppingStrategy(FolderStrategy):
     """Runs the user's steps: through the pipeline where there is a runner, plainly where there is none.
 
     Attributes:
@@ -40,7 +40,7 @@ class SteppingStrategy(StagedStrategy):
     """
 
     def __init__(self, *, microbatch_weight: MicrobatchWeight | None, **options: Any) -> None:
-        """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``StagedStrategy``."""
+        """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``FolderStrategy``."""
         super().__init__(**options)
         self._weight = microbatch_weight
         self._runner: StepRunner | None = None

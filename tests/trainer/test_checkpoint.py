@@ -59,16 +59,19 @@ TP2, PP2TP2 = Layout(1, tp=2), Layout(2, tp=2)
 INTERLEAVED = Layout(2, options=(("schedule", "interleaved_1f1b"), ("stages_per_rank", 2)))
 
 
+def loader_of(module, layout: Layout, trainer) -> DataLoader:
+    """Each replica sees every second sample of a batch: the union is the batch that one process sees."""
+    sampler = torch.utils.data.DistributedSampler(range(16), layout.dp, 0, shuffle=False) if layout.dp > 1 else None
+    if sampler is not None:
+        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) // layout.tp % layout.dp
+    return DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp, sampler=sampler)
+
+
 def train(case: str, layout: Layout, max_epochs: int, resume: str | None = None, save: str | None = None):
     """Fit, two batches of 8 samples over all replicas per epoch, and give the state of module and optimizers."""
     module = make(MODULES[case])
     trainer = trainer_of(layout.world_size, layout.strategy(), [], max_epochs=max_epochs)
-    # Each replica sees every second sample of a batch: the union is the batch that one process sees.
-    sampler = torch.utils.data.DistributedSampler(range(16), layout.dp, 0, shuffle=False) if layout.dp > 1 else None
-    if sampler is not None:
-        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) // layout.tp % layout.dp
-    loader = DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp, sampler=sampler)
-    trainer.fit(module, loader, ckpt_path=resume)
+    trainer.fit(module, loader_of(module, layout, trainer), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
     return {name: value.clone() for name, value in module.state_dict().items()}, trainer.global_step

@@ -1,0 +1,224 @@
+"""A distributed checkpoint on disk: a folder that is whole or not there.
+
+    model.ckpt/
+      manifest.json       what it is: layout, versions, step, and every file with its size and digest; written last
+      meta.pt             what is no tensor of the model or optimizers: loops, callbacks, schedulers, hyper-parameters
+      optimizers.pt       the optimizers' groups, names and numbers
+      generators.pt       the states of each replica's generators
+      .metadata           torch.distributed.checkpoint's own: which box of which tensor lies where
+      __0_0.distcp ...    one file of each rank
+
+A save goes to ``model.ckpt.incomplete`` and takes its name when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST, META, OPTIMIZERS, GENERATORS = "manifest.json", "meta.pt", "optimizers.pt", "generators.pt"
+FORMAT, VERSION = "lightning_hybrid checkpoint", 1
+INCOMPLETE = ".incomplete"
+_LISTED = 5
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or is not what it should be."""
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """A save that did not end, or a folder that lost something since."""
+
+
+def incomplete_path(path: Path) -> Path:
+    """Where a checkpoint is while it is written."""
+    return path.with_name(path.name + INCOMPLETE)
+
+
+def is_folder(path: Any) -> bool:
+    """Whether a path is a local folder, whole or not, or one that a save has not finished."""
+    if not isinstance(path, str | os.PathLike) or "://" in str(path):
+        return False
+    local = Path(path)
+    return local.is_dir() or (not local.exists() and incomplete_path(local).is_dir())
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of this kind, complete or not."""
+    return (path / MANIFEST).is_file()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        IncompleteCheckpoint: It has none, or its save did not end.
+        CheckpointError: It is a folder of something else, or of a later version.
+    """
+    if not (path / MANIFEST).is_file():
+        raise _no_checkpoint(path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except ValueError as error:
+        raise IncompleteCheckpoint(f"{path / MANIFEST} is torn ({error}); use another checkpoint") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST} is not the manifest of a checkpoint of lightning_hybrid")
+    if manifest["version"] > VERSION:
+        raise CheckpointError(
+            f"{path} has version {manifest['version']} and this lightning_hybrid reads up to {VERSION}; it was written"
+            f" by lightning_hybrid {manifest['versions'].get('lightning_hybrid')}: install that or a later one"
+        )
+    return manifest
+
+
+def _no_checkpoint(path: Path) -> CheckpointError:
+    """Why a folder without a manifest is none."""
+    if incomplete_path(path).is_dir() and not (path.is_dir() and any(path.iterdir())):
+        return IncompleteCheckpoint(f"{path} is not there: a save to it began and did not end{_whole_ones(path)}")
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        return IncompleteCheckpoint(f"{path} is empty: a save to it began and did not end{_whole_ones(path)}")
+    if any(name.startswith("__") and name.endswith(".distcp") for name in names) and ".metadata" not in names:
+        return IncompleteCheckpoint(f"{path} has no {MANIFEST}: its save did not end{_whole_ones(path)}")
+    kind = "of a file or folder of something else"
+    if ".metadata" in names:
+        kind = "of torch.distributed.checkpoint, written by something else"
+    if {"meta.pt", ".metadata"} <= names:
+        kind = "a sharded checkpoint of Lightning's own strategies; `python -m lightning.fabric.utilities."
+        kind += "consolidate_checkpoint` makes one file of it, which can be loaded"
+    listed = ", ".join(sorted(names)[:_LISTED])
+    return CheckpointError(f"{path} is no checkpoint of lightning_hybrid: it has no {MANIFEST} but {listed} ({kind})")
+
+
+def _whole_ones(path: Path) -> str:
+    """What else there is to resume from."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    whole = sorted(p.name for p in beside if p.is_dir() and p != path and is_checkpoint(p) and not missing(p))
+    return f"; whole ones beside it: {', '.join(whole[:_LISTED])}" if whole else "; there is no whole one beside it"
+
+
+def missing(path: Path) -> list[str]:
+    """What a folder lacks of what its manifest lists, one sentence each; contents are not read."""
+    found = []
+    for name, entry in read_manifest(path)["files"].items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["bytes"]:
+            found.append(
+                f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {entry['bytes']}"
+            )
+    return found
+
+
+def check_complete(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint of which every file is there with its size.
+
+    Raises:
+        IncompleteCheckpoint: Something is missing.
+        CheckpointError: It is no checkpoint.
+    """
+    manifest = read_manifest(path)
+    if lacking := missing(path):
+        raise IncompleteCheckpoint(
+            f"{path} is incomplete: {', '.join(lacking[:_LISTED])} ({len(lacking)} of {len(manifest['files'])} files)"
+            f"{_whole_ones(path)}"
+        )
+    return manifest
+
+
+def write_file(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a file to the disk and describe it as the manifest does."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, read piece by piece."""
+    with path.open("rb") as file:
+        found = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def finish(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Give what lies at ``incomplete_path(path)`` its manifest and then its name.
+
+    Args:
+        path: Of the checkpoint; what is there is replaced at once.
+        manifest: Without format and version.
+
+    Raises:
+        CheckpointError: A file that it lists is not there: ranks do not share the filesystem.
+    """
+    folder = incomplete_path(path)
+    for name, entry in manifest["files"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{folder / name} was written by another rank and is not seen by the first one; save to a folder on a"
+                " filesystem that all ranks share"
+            )
+    for entry in folder.iterdir():  # of an earlier save that did not end
+        if entry.name not in manifest["files"]:
+            entry.unlink()
+    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1)
+    write_file(folder / MANIFEST, text.encode())
+    _sync(folder)
+    _publish(folder, path)
+    _sync(path.parent)
+
+
+def _publish(folder: Path, path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        os.rename(folder, path)  # takes the place of an empty folder too
+    elif _exchange(folder, path):
+        remove(folder)
+    else:
+        aside = path.with_name(path.name + ".replaced")
+        remove(aside)
+        os.rename(path, aside)
+        os.rename(folder, path)
+        remove(aside)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths at once, where the system can."""
+    with contextlib.suppress(OSError, AttributeError):
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    return False
+
+
+def _sync(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every filesystem can
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder; of a checkpoint the manifest goes first, so that no part of it is taken for a whole."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)

@@ -1,0 +1,45 @@
+"""The states of the generators that user code draws from, as plain values: a run goes on drawing where it was saved.
+
+What steps draw is keyed by seed and step (``step/randomness.py``) under stages and microbatches and needs no state.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators.
+
+    Args:
+        device: Of this rank; its generator too.
+    """
+    version, numbers, gauss = random.getstate()
+    name, keys, *others = numpy.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, [int(key) for key in keys], *others],
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Go on drawing from there.
+
+    Args:
+        states: Of ``generator_states``.
+        device: Of this rank.
+    """
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *others = states["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *others))
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["device"], device)

@@ -1,0 +1,322 @@
+"""Write a distributed checkpoint: every rank its own bytes, through ``torch.distributed.checkpoint``.
+
+No rank asks another one what to write (`held.deal`), so the ranks meet once: when all have written, the first one is
+told of every box and file, checks that each element of each tensor was written once, and gives the folder its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
+from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.held import deal
+from lightning_hybrid.checkpoint.torch_writer import Boxes, Item, Writer, chunk_of
+from lightning_hybrid.mesh import Mesh
+
+_MERGED = "state"  # of an optimizer: each rank has entries of its own
+
+
+@dataclass
+class Save:
+    """What one rank has to write.
+
+    Attributes:
+        path: Of the checkpoint.
+        items: The boxes of this rank, with the keys and shapes of their tensors.
+        meta: The rest, pickled by torch; of the first rank.
+        optimizers: The optimizers' states without tensors, as far as this rank has them; pickled.
+        generators: The states of the replica's generators; of its first rank.
+        expected: Every tensor of this rank's state, by key.
+        about: For the manifest.
+        error: Why this rank has nothing to write; the others are told.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    items: list[Item] = field(default_factory=list)
+    meta: bytes = b""
+    optimizers: bytes = b""
+    generators: dict[str, Any] | None = None
+    expected: set[str] = field(default_factory=set)
+    error: Exception | None = None
+
+
+@dataclass
+class _Report:
+    """What the first rank has to know of a rank."""
+
+    optimizers: bytes = b""
+    generators: dict[str, Any] | None = None
+    expected: set[str] = field(default_factory=set)
+    results: list[WriteResult] = field(default_factory=list)
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    chunks: list[tuple[str, ChunkStorageMetadata]] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+
+
+class Buffers:
+    """Memory that saves are copied to; what one has used the next one uses again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def copied(self, key: str, offsets: tuple[int, ...], content: Tensor) -> Tensor:
+        """The content on the CPU, in memory that nobody else writes."""
+        known = self._known.get((key, offsets))
+        if known is None or known.shape != content.shape or known.dtype != content.dtype:
+            known = torch.empty(content.shape, dtype=content.dtype)
+            self._known[key, offsets] = known
+        return known.copy_(content)
+
+
+def prepare(
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    mesh: Mesh | None,
+    about: dict[str, Any],
+    *,
+    buffers: Buffers | None = None,
+    generators: dict[str, Any] | None = None,
+) -> Save:
+    """Take what this rank has to write out of a checkpoint.
+
+    Args:
+        checkpoint: Lightning's, with ``Held`` for what ranks hold parts of.
+        path: Where it is to be.
+        mesh: The ranks; None for one process.
+        about: For the manifest.
+        buffers: Tensors are copied there, so that training can go on; None if it does not.
+        generators: Their states on this rank, which are saved for the first rank of each replica.
+
+    Returns:
+        It, or why there is none: `write` tells all ranks, so that none waits for this one.
+    """
+    save = Save(path, about)
+    try:
+        _fill(save, dict(checkpoint), mesh, buffers)
+    except Exception as error:
+        return Save(path, about, error=error)
+    if mesh is None or mesh.rank_in("replica") == 0:
+        save.generators = generators
+    return save
+
+
+def _fill(save: Save, checkpoint: dict[str, Any], mesh: Mesh | None, buffers: Buffers | None) -> None:
+    is_first = mesh is None or mesh.rank == 0
+    rest, tensors = take_tensors(checkpoint, is_first=is_first)
+    optimizers = rest.get(OPTIMIZERS, [])
+    if OPTIMIZERS in rest:
+        rest[OPTIMIZERS] = None  # in a file of their own, since each rank knows some of them
+    keys = {id(held): key for key, held in tensors.items()}
+    for held, box in deal(tensors.values(), mesh):
+        key, content = keys[id(held)], box.content
+        if buffers is not None:
+            content = buffers.copied(key, box.offsets, content)
+        save.items.append((key, held.shape, box.offsets, content))
+    save.meta = _pickled(rest) if is_first else b""
+    save.optimizers = pickle.dumps(optimizers)
+    save.expected = set(tensors)
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None] = lambda: None) -> None:
+    """Write, and wait until the checkpoint is there; every rank does this.
+
+    Args:
+        save: What this rank has to write.
+        group: Of all ranks, for this alone; None for one process.
+        afterwards: Is called on the first rank as soon as the checkpoint is there, before the others know.
+
+    Raises:
+        CheckpointError: A rank could not write, or the ranks together did not write all.
+    """
+    rank = 0 if group is None else group.rank()
+    report = _write_own(save, rank)
+    reports = _gathered(report, group)
+    error = _finish(save, reports, afterwards) if rank == 0 else ""
+    error = _told(error, group)
+    if error:
+        raise CheckpointError(error) from save.error
+
+
+def _write_own(save: Save, rank: int) -> _Report:
+    report = _Report(optimizers=save.optimizers, generators=save.generators, expected=save.expected)
+    try:
+        if save.error is not None:
+            raise save.error
+        target = folder.incomplete_path(save.path)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / folder.MANIFEST).unlink(missing_ok=True)  # of a save that was killed as it ended
+        report.results, report.files = Writer(target).write(Boxes(save.items), rank)
+        for key, shape, offsets, content in save.items:
+            report.tensors[key] = shape, content.dtype
+            report.chunks.append((key, chunk_of(offsets, content)))
+    except Exception as error:
+        report.error = f"rank {rank}: {type(error).__name__}: {error}"
+    return report
+
+
+def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], None]) -> str:
+    """Make the checkpoint whole; what went wrong, if anything did."""
+    target = folder.incomplete_path(save.path)
+    try:
+        if errors := [report.error for report in reports if report.error]:
+            raise CheckpointError("; ".join(errors))
+        metadata = _merged_metadata(reports)
+        optimizers = _merged_optimizers(reports)
+        _check(metadata, {*references(optimizers)}.union(*(report.expected for report in reports)))
+        files = {name: entry for report in reports for name, entry in report.files.items()}
+        Writer(target).finish(metadata, [report.results for report in reports])
+        contents = {folder.META: save.meta, folder.OPTIMIZERS: _pickled(optimizers)}
+        # Ranks are in the order of their replicas, as far as they are the first ones.
+        if generators := [report.generators for report in reports if report.generators is not None]:
+            contents[folder.GENERATORS] = _pickled(generators)
+        for name, content in contents.items():
+            files[name] = folder.write_file(target / name, content)
+        index = target / ".metadata"
+        files[index.name] = {"bytes": index.stat().st_size, "sha256": folder.digest(index)}
+        folder.finish(save.path, {**save.about, "files": files})
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            folder.remove(target)  # the disk may be full
+        with contextlib.suppress(OSError):
+            save.path.rmdir()  # what held the name, if it is empty
+        said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return f"the checkpoint {save.path} could not be written: {said}"
+    try:
+        afterwards()
+    except OSError as error:
+        return f"the checkpoint {save.path} is written, but what it replaces could not be removed: {error}"
+    return ""
+
+
+def _merged_metadata(reports: Sequence[_Report]) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for report in reports:
+        for key, (shape, dtype) in report.tensors.items():
+            known = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
+            if tuple(known.size) != shape or known.properties.dtype != dtype:
+                raise CheckpointError(
+                    f"ranks disagree on {key}: {tuple(known.size)} of {known.properties.dtype} and {shape} of {dtype};"
+                    " see that on_save_checkpoint does the same on every rank"
+                )
+        for key, chunk in report.chunks:
+            tensors[key].chunks.append(chunk)
+    return Metadata(state_dict_metadata=dict(tensors))
+
+
+def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
+    """The optimizers of the first rank, with the entries of all ranks."""
+    first, *others = [pickle.loads(report.optimizers) for report in reports]  # sent by ranks of this run
+    for other in others:
+        for mine, theirs in zip(first, other, strict=False):
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                mine[_MERGED] = {**theirs.get(_MERGED, {}), **mine.get(_MERGED, {})}
+    return first
+
+
+def _check(metadata: Metadata, expected: set[str]) -> None:
+    """See that every tensor is there, each element once.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    lost = sorted(expected - metadata.state_dict_metadata.keys())
+    if lost:
+        raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors)")
+    for key, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        if said := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {said}")
+
+
+def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """What is wrong if not every element lies in one of the boxes (offsets and sizes) and one only; "" if all is well.
+
+    Args:
+        shape: Of the tensor.
+        boxes: Of its parts.
+    """
+    for offsets, sizes in boxes:
+        if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
+            return f"has a box outside of it, at {offsets} of sizes {sizes}"
+    ordered = sorted(boxes)
+    for number, (offsets, sizes) in enumerate(ordered):
+        for other, lengths in ordered[number + 1 :]:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
+                return f"has elements that two boxes hold, at {offsets} of sizes {sizes} and at {other} of {lengths}"
+    held = sum(math.prod(sizes) for _, sizes in boxes)
+    return "" if held == math.prod(shape) else f"has {math.prod(shape)} elements, of which {held} are held"
+
+
+# -- between ranks ----------------------------------------------------------------------------------------------------
+# The group's own methods: torch.distributed's functions look at the default group, which is another one while code of
+# the user's runs in the main thread.
+
+
+def _gathered(report: _Report, group: ProcessGroup | None) -> list[_Report]:
+    """The reports of all ranks on the first; nothing elsewhere."""
+    if group is None:
+        return [report]
+    if group.rank() > 0:
+        _send(report, 0, group)
+        return []
+    reports = [report]
+    for rank in range(1, group.size()):
+        try:
+            reports.append(_received(rank, group))
+        except RuntimeError as error:  # it has died, and the others are to know
+            reports.append(_Report(error=f"rank {rank} could not be reached: {error}"))
+    return reports
+
+
+def _told(error: str, group: ProcessGroup | None) -> str:
+    """What the first rank says."""
+    if group is None:
+        return error
+    if group.rank() > 0:
+        return str(_received(0, group))
+    for rank in range(1, group.size()):
+        with contextlib.suppress(RuntimeError):  # it has died
+            _send(error, rank, group)
+    return error
+
+
+def _send(value: Any, rank: int, group: ProcessGroup) -> None:
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    group.send([torch.tensor([content.numel()])], rank, 0).wait()
+    group.send([content], rank, 0).wait()
+
+
+def _received(rank: int, group: ProcessGroup) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv([size], rank, 0).wait()
+    content = torch.empty(int(size), dtype=torch.uint8)
+    group.recv([content], rank, 0).wait()
+    return pickle.loads(content.numpy().tobytes())
