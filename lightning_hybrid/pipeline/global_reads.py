@@ -18,7 +18,6 @@ end of the hook; so a read on some ranks only is an error on all, and neither a 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,8 +58,6 @@ _INPLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERA
 
 # Inputs of one operation that together have no more elements are made known to all, and so is what comes out.
 _FEW_ELEMENTS = 1 << 16
-# So many first calls of each hook are compared although they read nothing; see [Note: comparing at the end].
-_COMPARED_CALLS = 2
 
 
 class GlobalReadError(RuntimeError):
@@ -100,8 +97,6 @@ class GlobalReads(TorchFunctionMode):
         for fqn, parameter in parameters.items():
             self._contents.place(parameter, self._holders[fqn], fqn)
         self._hook: str | None = None
-        self._calls: Counter[str] = Counter()
-        self._reading: set[str] = set()
         self._is_complete = True
         self._elements = 0
         # Of this hook: which parameters have a gradient on their ranks, and the stand-ins for those of other ranks.
@@ -123,18 +118,9 @@ class GlobalReads(TorchFunctionMode):
             yield
             return
         self._hook, self._is_complete, self._elements = name, is_complete, 0
-        before = self._contents.meetings
-        self._calls[name] += 1
         try:
-            with self, tolist_seen():
+            with self._contents.compared(name), self, tolist_seen():
                 yield
-            if self._contents.meetings > before:
-                self._reading.add(name)
-            # [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a
-            # hook, and in hooks that have read, the others come to compare and say so at once. A hook that never reads
-            # must not make the ranks wait for each other; should one rank begin to, it gives up after a while.
-            if name in self._reading or self._calls[name] <= _COMPARED_CALLS:
-                self._contents.meet(name, "leaves the hook")
         finally:
             self._hook = None
             self._has_gradient, self._stand_ins = {}, {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,8 @@ Ranks = tuple[int, ...] | None  # None: all
 _NOTE = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
 # So long a rank waits in a hook for the others to do the same.
 _PATIENCE = timedelta(seconds=120)
+# So many first calls of each hook are compared although they read nothing; see [Note: comparing at the end].
+_COMPARED_CALLS = 2
 _ALIGNMENT = 16  # bytes; a tensor cannot begin anywhere in a message
 
 
@@ -48,6 +52,8 @@ class Contents:
         self._token = object()
         self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
         self.meetings = 0
+        self._calls: Counter[str] = Counter()
+        self._reading: set[str] = set()  # hooks that have read
 
     def place(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
         """``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
@@ -145,6 +151,25 @@ class Contents:
             f" read different ones. {listed}. Each rank holds a part of the model, so read them on every rank, and put"
             " only what is done with the number under a condition on the rank"
         )
+
+    @contextlib.contextmanager
+    def compared(self, hook: str) -> Iterator[None]:
+        """What runs inside is a hook, at whose end the ranks may compare whether they read the same; then collective.
+
+        [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a hook,
+        and in hooks that have read, the others come to compare and say so at once. A hook that never reads must not
+        make the ranks wait for each other; should one rank begin to, it gives up after a while.
+
+        Raises:
+            RanksDisagree: Some ranks read what others do not.
+        """
+        before = self.meetings
+        self._calls[hook] += 1
+        yield
+        if self.meetings > before:
+            self._reading.add(hook)
+        if hook in self._reading or self._calls[hook] <= _COMPARED_CALLS:
+            self.meet(hook, "leaves the hook")
 
     def fetch(self, hook: str, why: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The contents of tensors that are not everywhere, each from the first rank that has it; collective.

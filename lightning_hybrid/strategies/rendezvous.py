@@ -36,7 +36,7 @@ class Rendezvous:
         self._store = store
         self._prefix = prefix
         self._met = self._passed = self._trained = 0
-        self._is_needed = mesh.size("pp") > 1
+        self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "parts"))
 
     def passes(self) -> None:
         """Say that this rank goes on to what other ranks take part in; a message that nobody waits for."""
@@ -72,7 +72,7 @@ class Rendezvous:
                 if gone:
                     raise NotOnAllRanks(
                         f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
-                        f" stages' part, but ranks {gone} "
+                        f" part, but ranks {gone} "
                         + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
                         + "; call it on all ranks: only the first writes the file"
                     )

@@ -52,6 +52,7 @@ from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.zero_stages import (
     check_shard,
+    describe_zero,
     hold_in_evaluation,
     layers_of_parameters,
     share_out,
@@ -268,7 +269,11 @@ class SetUpStrategy(VerifyingStrategy):
         if plan.num_ranks > 1:
             stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
         self._hook_reads = reads = HookReads(
-            stages, self._parts, parameters, Contents(self.mesh.group("parts"), self.root_device, "layer's")
+            stages,
+            self._parts,
+            parameters,
+            Contents(self.mesh.group("parts"), self.root_device, "layer's"),
+            over_replicas=self._zero_cut is not None,
         )
         for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary):
@@ -289,6 +294,12 @@ class SetUpStrategy(VerifyingStrategy):
         text = describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)
         if self._shards is not None:
             text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
+        if self._zero is not None:
+            size = self.layout.data_shard_size
+            text = f"{text}\n{describe_zero(self.options.zero_stage, size, per_layer=self._zero.per_layer)}"
+        if self.options.offloaded:
+            places = ", ".join(f"{what.replace('_', ' ')} {where}" for what, where in self.options.offloaded.items())
+            text = f"{text}\nat rest: {places}"
         if self._policies:
             text = f"{text}\n{describe_policies(self._policies, self._recompute)}"
         if self._compiled is not None:

@@ -240,6 +240,12 @@ class KeyedDraws:
             generator.set_state(before)
 
 
+# Replicas that share parameters out may have different numbers of these.
+_PER_EVALUATED_BATCH = tuple(
+    f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")
+)
+
+
 class HookReads:
     """What hooks of the user read: of all stages, and whole where ranks hold parts."""
 
@@ -249,6 +255,8 @@ class HookReads:
         parts: HeldParts | None,
         parameters: Mapping[str, nn.Parameter],
         contents: Contents,
+        *,
+        over_replicas: bool = False,
     ) -> None:
         """Say what is in parts.
 
@@ -257,7 +265,9 @@ class HookReads:
             parts: If parameters are cut.
             parameters: Of the module, by FQN.
             contents: By which the ranks that hold parts find out that they do not read the same.
+            over_replicas: Whether replicas hold parts of one copy.
         """
+        self._over_replicas = over_replicas
         self._stages = stages
         self._contents = contents
         self._cuts = None
@@ -292,6 +302,8 @@ class HookReads:
                 if self._stages is not None:
                     stack.enter_context(self._stages.hook(name, is_complete=is_complete))
                 if self._cuts is not None and outer:
+                    if not (self._over_replicas and name.endswith(_PER_EVALUATED_BATCH)):
+                        stack.enter_context(self._contents.compared(name))
                     stack.enter_context(self._cuts)
                 yield
         finally:

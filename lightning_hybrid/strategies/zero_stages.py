@@ -143,6 +143,14 @@ def _whole_bytes(parameter: nn.Parameter) -> int:
     return torch.Size(shape).numel() * parameter.element_size()
 
 
+def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
+    """One line: what is shared out among how many, and when it is gathered."""
+    what = ["optimizer states", "gradients", "parameters"][:stage]
+    listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
+    when = "layer by layer, for each microbatch" if per_layer else "once per step"
+    return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
+
+
 def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
     """All parameters, layer by layer; first those that are of none.
 

@@ -80,7 +80,7 @@ def test_resolve_gives_the_remaining_ranks_to_data():
         (
             8,
             {"pipeline_parallel_size": 2, "data_shard_size": 8},
-            "data_shard_size=8 does not divide data_parallel_size=4; set data_shard_size=4",
+            "shard_size=8 does not divide data_parallel_size=4; set shard_size=4",
         ),
     ],
 )

@@ -312,7 +312,7 @@ REFUSED = {
 }
 
 
-def run_refused(name):
+def run_refused(name, pp=2, strategy=None):
     ignore_warnings()
     model = {case.__name__: case for case in REFUSED}[name]()
     before = weights_of(model)
@@ -321,8 +321,10 @@ def run_refused(name):
     most = limits["most_elements"]
     try:
         limits["most_elements"] = 30 if name == "FetchesMuch" else most
-        trainer_of(2, 2, strategy_options={"num_microbatches": 2}, **options).fit(model, loader(4))
+        trainer_of(2, pp, strategy_options=strategy or {"num_microbatches": 2}, **options).fit(model, loader(4))
     except Exception as error:
+        if strategy is not None:
+            return f"{type(error).__name__}: {error}"
         kept = [name for name, value in weights_of(model).items() if type(value) is torch.Tensor]
         assert all(torch.equal(dict(model.named_parameters())[name], before[name]) for name in kept)
         return f"{type(error).__name__}: {error}"
@@ -335,6 +337,13 @@ def run_refused(name):
 def test_reads_that_cannot_be_global_are_refused_on_every_rank_before_the_step(worlds, case):
     for message in worlds.run(2, run_refused, case.__name__):
         assert all(word in message for word in REFUSED[case]), message
+
+
+@pytest.mark.parametrize("case", [ReadsOnFirstRank, ReadsOnSecondRank], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=["zero3", "tp2"])
+def test_reads_of_some_ranks_that_hold_parts_of_layers_are_refused(worlds, case, strategy):
+    for message in worlds.run(2, run_refused, case.__name__, 1, strategy, timeout=60):
+        assert all(word in message for word in REFUSED[case][:3]), message
 
 
 class ReadsLateOnFirstRank(Noting):

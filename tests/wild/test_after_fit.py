@@ -65,12 +65,12 @@ class SavesAlone(Exports):
         self.clip_gradients(optimizer, 1.0)
 
 
-def fit(make, size, pp, folder):
+def fit(make, size, pp, folder, **further):
     warnings.simplefilter("ignore")
     torch.manual_seed(3)
     module = make()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    strategy = Hybrid3DStrategy(pipeline_parallel_size=pp, num_microbatches=2)
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=pp, num_microbatches=2, **further)
     options = {"accelerator": "cpu", "max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
     trainer = Trainer(devices=size, strategy=strategy, precision="64-true", default_root_dir=folder, **options, **quiet)
     trainer.fit(module, **regression_data())
@@ -109,10 +109,10 @@ def test_what_follows_fit(worlds, tmp_path, use, size, pp):
     assert all(result == results[0] for result in results)
 
 
-def save_alone(size, hook, folder):
+def save_alone(size, hook, folder, pp=2, further=None):
     start = time.monotonic()
     try:
-        fit(partial(SavesAlone, hook, first_replica=size > 2), size, 2, folder)
+        fit(partial(SavesAlone, hook, first_replica=size > 2), size, pp, folder, **(further or {}))
     except Exception as error:
         return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}", time.monotonic() - start
     return "saved", time.monotonic() - start
@@ -123,6 +123,15 @@ PLACES = [(2, "on_train_batch_end"), (2, "on_before_optimizer_step"), (4, "on_tr
 
 @pytest.mark.parametrize(("size", "hook"), PLACES, ids=lambda value: str(value))
 def test_a_checkpoint_that_some_ranks_ask_for_ends_within_seconds(worlds, tmp_path, size, hook):
-    results = worlds.run(size, save_alone, size, hook, str(tmp_path), timeout=40)
+    assert_refused_soon(worlds.run(size, save_alone, size, hook, str(tmp_path), timeout=40))
+
+
+@pytest.mark.parametrize("further", [{"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=["zero3", "tp2"])
+def test_one_of_the_ranks_that_hold_parts_of_layers_asks_for_a_checkpoint(worlds, tmp_path, further):
+    results = worlds.run(2, save_alone, 2, "on_train_batch_end", str(tmp_path), 1, further, timeout=40)
+    assert_refused_soon(results)
+
+
+def assert_refused_soon(results):
     assert all(text != "saved" and seconds < 20 for text, seconds in results), results
     assert all("have gone on without it; call it on all ranks" in text for text, _ in results), results
