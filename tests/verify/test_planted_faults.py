@@ -106,8 +106,8 @@ def counted_twice_in_the_norm(patch):
 
     original = set_up.connect_gradients
 
-    def connect_gradients(module, plan, mesh):
-        reducers, shared, _ = original(module, plan, mesh)
+    def connect_gradients(module, plan, mesh, **options):
+        reducers, shared, _ = original(module, plan, mesh, **options)
         return reducers, shared, {id(parameter) for parameter in module.parameters()}
 
     patch.setattr(set_up, "connect_gradients", connect_gradients)
