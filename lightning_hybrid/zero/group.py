@@ -118,6 +118,7 @@ class ParameterGroup:
         if not self.is_whole:
             self.launch_gather()
 
+    @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
     @torch.no_grad()
     def gather(self) -> None:
         """Wait for all parts: the parameters are whole from now on, their gradients new ones."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from models import CASES, Samples, TiedByHand, make
 from torch import nn
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainer.fitting import Run, assert_parity, fit, fit_reference, trainer_of
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.group import shard_placement
+from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, shard_placement
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -41,6 +42,7 @@ RUNS = {
     "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
     "recomputed by layer": zero(3, strategy={"recompute": "full"}, **EACH),
     "a short last batch": zero(3, last=6, validate=True, **EACH),
+    "validated before the first step": zero(1, validate=True, trainer={"num_sanity_val_steps": 2}),
     "stage 1 over stages": zero(1, pp=2, strategy={"schedule": "gpipe"}, slow=True),
     "stage 1 over tensor ranks": zero(1, tp=2, slow=True),
     "stage 2": zero(2, slow=True),
@@ -201,6 +203,25 @@ def test_every_element_has_one_rank(shape, size):
 
 def test_a_single_number_stays_whole():
     assert shard_placement(torch.Size(()), 2) is None and shard_placement(torch.Size((1, 1)), 2) is None
+
+
+def changed_after_inference(keeps_whole):
+    world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
+    p = nn.Parameter(torch.ones(2))
+    ranks = ShardRanks(world, alone)
+    group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_whole=keeps_whole)
+    with torch.inference_mode():
+        group.hold()
+    group.let_go()
+    with torch.no_grad():
+        p.add_(1)
+    group.gather()
+    return p.tolist()
+
+
+@pytest.mark.parametrize("keeps_whole", [True, False])
+def test_parameters_gathered_in_inference_mode_can_be_trained_afterwards(worlds, keeps_whole):
+    assert worlds.run(2, changed_after_inference, keeps_whole) == [[2.0] * 4] * 2
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
