@@ -59,6 +59,7 @@ GRID = [
     (Run("Layers", dp=2, microbatches=1, strategy=QUICK), 2),  # without a pipeline
     (Run("Layers", pp=2, strategy=QUICK), 2),
     (Run("Layers", tp=2, strategy=QUICK), 2),
+    slow(Run("Layers", dp=2, strategy={**QUICK, "zero_stage": 3, "reshard_after_forward": True}), 2),
     slow(Run("Layers", pp=2, dp=2, strategy=QUICK), 2),
     slow(Run("Layers", pp=2, tp=2, strategy=QUICK), 2),
     # Transformers' cache for generation is a list of layers, at which each layer looks.
