@@ -8,8 +8,12 @@ import textwrap
 import pytest
 import torch
 from lightning.pytorch import Callback
-from trainer.fitting import Run, fit
+from models import Samples, make
+from torch.utils.data import DataLoader
+from trainer.fitting import trainer_of
 from trainer.test_launchers import run, torchrun
+
+from lightning_hybrid import Hybrid3DStrategy
 
 SCRIPT = """
     import os, random, signal, sys, warnings
@@ -21,6 +25,7 @@ SCRIPT = """
     from lightning_runs import Tiny, loader
 
     FOLDER, FAULTS = sys.argv[1], int(sys.argv[2])
+    RANK = int(os.environ["RANK"])  # in steps it is the replica's
     ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     PLACES = ["forward", "communication", "optimizer", "save"]
     draw = random.Random(1000 + ATTEMPT)
@@ -30,7 +35,7 @@ SCRIPT = """
 
     def die(place, trainer=None):
         "Once, in the second step of this attempt or later."
-        if ATTEMPT < FAULTS and place == PLACE and int(os.environ["RANK"]) == VICTIM and Drill.steps >= 2:
+        if ATTEMPT < FAULTS and place == PLACE and RANK == VICTIM and Drill.steps >= 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     class Drill(Callback):
@@ -80,7 +85,7 @@ SCRIPT = """
     last = os.path.exists(FOLDER) and any(name.startswith("last") for name in os.listdir(FOLDER))
     # Saved after each epoch of one batch: where a loader without a state stands within one, no checkpoint knows.
     trainer.fit(model, loader({batch_size}), ckpt_path="last" if last else None)
-    if int(os.environ["RANK"]) == 0:
+    if RANK == 0:
         torch.save(model.state_dict(), f"{{FOLDER}}.pt")
         print("attempts", ATTEMPT + 1, "steps", trainer.global_step, flush=True)
 """
@@ -134,6 +139,13 @@ class Footprint(Callback):
             self.noted.append((resident, len(os.listdir("/proc/self/fd"))))
 
 
+def footprint(options):
+    counts, module = Footprint(), make("Layers")
+    trainer = trainer_of(2, Hybrid3DStrategy(**options, num_microbatches=2), [counts])
+    trainer.fit(module, DataLoader(Samples(module.kind, 4000), batch_size=4))
+    return counts.noted
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
@@ -142,8 +154,7 @@ class Footprint(Callback):
     ids=["zero3 by layer", "zero3", "zero1"],
 )
 def test_memory_and_open_files_stay_flat_over_500_steps(worlds, options):
-    run_ = Run("Layers", dp=2, num_batches=500, callback=Footprint, strategy=options)
-    for rank in worlds.run(2, fit, run_, timeout=300):
-        (after, files), *_, (last, last_files) = rank.extra[1:]
-        assert last_files == files, rank.extra
+    for noted in worlds.run(2, footprint, options, timeout=300):
+        (after, files), *_, (last, last_files) = noted[1:]
+        assert last_files == files, noted
         assert last - after < 4 * 2**20, f"{(last - after) / 2**20:.1f} MiB more after 500 steps than after 100"
