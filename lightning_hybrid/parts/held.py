@@ -224,8 +224,4 @@ class HeldParts:
 def _first_places(axis: AxisCut, placement: Shard) -> Tensor:
     """Which places along a cut dim hold what no rank before this one holds."""
     rank, size = axis.group.rank(), axis.group.size()
-    marks = [
-        torch.full((piece.local_length,), rank == 0 or piece.part_of(rank - 1, size) != piece.part_of(rank, size))
-        for piece in placement.pieces
-    ]
-    return torch.cat(marks)
+    return torch.cat([torch.full((piece.local_length,), piece.is_first(rank, size)) for piece in placement.pieces])

@@ -61,6 +61,10 @@ class Piece:
             raise ValueError(f"a piece in {self.parts} parts cannot be dealt to {size} ranks evenly")
         return rank * self.parts // size
 
+    def is_first(self, rank: int, size: int) -> bool:
+        """Whether no rank before this one holds the same part."""
+        return rank == 0 or self.part_of(rank - 1, size) != self.part_of(rank, size)
+
 
 @dataclass(frozen=True)
 class Shard:

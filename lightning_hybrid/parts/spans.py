@@ -77,7 +77,6 @@ def _cut_further(part: Part, axis: AxisCut, name: str) -> Part:
     placement, rank, size = axis.placements[name], axis.group.rank(), axis.group.size()
     dim, end, found = placement.dim, 0, []
     for piece, (start, length) in zip(placement.pieces, placement.ranges(rank, size), strict=True):
-        is_first = rank == 0 or piece.part_of(rank - 1, size) != piece.part_of(rank, size)
         for span in part.spans:
             begin = max(start, span.local[dim])
             stop = min(start + length, span.local[dim] + span.sizes[dim])
@@ -87,7 +86,7 @@ def _cut_further(part: Part, axis: AxisCut, name: str) -> Part:
                         _with(span.offsets, dim, span.offsets[dim] + begin - span.local[dim]),
                         _with(span.local, dim, end + begin - start),
                         _with(span.sizes, dim, stop - begin),
-                        span.is_first and is_first,
+                        span.is_first and piece.is_first(rank, size),
                     )
                 )
         end += length

@@ -88,6 +88,7 @@ class ParameterGroup:
         if parts_on is not None and parts_on != first.device:
             for name, part in self._parts.items():
                 parameters[name].data = self._parts[name] = part.to(parts_on)
+        self._offsets, self._part_numel = _offsets_of({name: self._largest_part(name) for name in self._cut})
         self._wholes: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._reducing: tuple[dist.Work | None, Tensor, list[str]] | None = None
@@ -102,8 +103,8 @@ class ParameterGroup:
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Send this rank's parts; does not wait."""
-        if self._gathering is not None or self._is_held or not self._cut:
+        """Send this rank's parts, unless the wholes are here or on their way; does not wait."""
+        if self.is_whole or self._gathering is not None or self._is_held or not self._cut:
             return
         message = self._like.new_zeros(self._part_numel)
         for name, offset in self._offsets.items():
@@ -112,11 +113,6 @@ class ParameterGroup:
         received = self._like.new_empty(self._size * message.numel())
         work = _all_gather(received, message, group=self._ranks.shard, async_op=True)
         self._gathering = work, received
-
-    def prefetch(self) -> None:
-        """Launch a gather that will be waited for soon, if one is needed."""
-        if not self.is_whole:
-            self.launch_gather()
 
     @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
     @torch.no_grad()
@@ -152,19 +148,11 @@ class ParameterGroup:
         for rank in range(self._size):
             if rank == self._rank and self.keeps_whole and part.untyped_storage() is whole.untyped_storage():
                 continue  # this rank's part is a view of it
-            ((start, length),) = placement.ranges(rank, self._size)
-            shape = list(part.shape)
-            shape[placement.dim] = length
+            target = self._part_of(name, whole, rank)
             place = rank * stride + offset
-            sent = received[place : place + _numel(shape)].view(shape)
-            whole.narrow(placement.dim, start, length).copy_(sent)
+            target.copy_(received[place : place + target.numel()].view(target.shape))
         if self.keeps_whole:
-            self._parts[name] = self._own_part(name, whole)
-
-    def _own_part(self, name: str, whole: Tensor) -> Tensor:
-        placement = self._cut[name]
-        ((start, length),) = placement.ranges(self._rank, self._size)
-        return whole.narrow(placement.dim, start, length)
+            self._parts[name] = self._part_of(name, whole, self._rank)
 
     def free(self) -> None:
         """Free the memory of wholes between a layer's forward and its backward; parameters keep the wholes' shape."""
@@ -197,7 +185,7 @@ class ParameterGroup:
     def _write_back(self) -> None:
         """What a step may have written to wholes."""
         for name in self._cut:
-            self._parts[name].copy_(self._own_part(name, self._wholes[name]))
+            self._parts[name].copy_(self._part_of(name, self._wholes[name], self._rank))
 
     def hold(self) -> None:
         """Gather, and rest without freeing: gathers need no other rank until `let_go`."""
@@ -318,14 +306,6 @@ class ParameterGroup:
         return whole.narrow(placement.dim, start, length)
 
     # -- messages ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _part_numel(self) -> int:
-        return sum(map(self._largest_part, self._cut))
-
-    @property
-    def _offsets(self) -> dict[str, int]:
-        return _offsets_of({name: self._largest_part(name) for name in self._cut})[0]
 
     def _gradient_offsets(self, names: Sequence[str]) -> tuple[dict[str, int], int]:
         return _offsets_of({n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names})

@@ -121,7 +121,6 @@ class ZeroSharding:
         Raises:
             RanksDiffer: They do not; on every rank.
         """
-        names = [name for group in self._all for name in group.parameters]
         trained = tuple(p.requires_grad for group in self._all for p in group.parameters.values())
         digest = zlib.crc32(bytes(trained))
         votes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
@@ -130,6 +129,7 @@ class ZeroSharding:
                 dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks)
         highest, lowest = votes.tolist()
         if highest != -lowest:
+            names = [name for group in self._all for name in group.parameters]
             frozen = [name for name, takes in zip(names, trained, strict=True) if not takes]
             raise RanksDiffer(
                 f"replicas train different parameters: here {len(frozen)} of {len(names)} are frozen"
@@ -237,7 +237,7 @@ class ZeroSharding:
             for other in self._layers[group.fqn]:
                 other.gather()
             for other in self._previous.get(group.fqn, []):
-                other.prefetch()
+                other.launch_gather()
 
     def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         groups = self._layers[fqn]
@@ -249,7 +249,7 @@ class ZeroSharding:
             if not self.per_layer or self._is_evaluating or not freed:
                 return forward(*args, **kwargs)
             for group in self._next.get(fqn, []):
-                group.prefetch()
+                group.launch_gather()
             try:
                 if not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)
