@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +32,7 @@ from lightning_hybrid.tensor.search import plan_units
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.tensor.units import Calls, seen_calls
 from lightning_hybrid.tensor.vocabulary import Use, VocabularyUses
+from lightning_hybrid.zero.offload import twin_of
 
 
 class TensorPlanner:
@@ -373,11 +373,7 @@ def _stepped(
     optimizer: Optimizer, starts: list[torch.Tensor], gradients: list[list[torch.Tensor]]
 ) -> list[torch.Tensor]:
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin = copy.copy(optimizer)
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
-    for when in ("pre", "post"):
-        twin.__dict__[f"_optimizer_step_{when}_hooks"] = OrderedDict()
+    twin = twin_of(optimizer, parameters)
     for given in gradients:
         for parameter, gradient in zip(parameters, given, strict=True):
             parameter.grad = gradient.clone()

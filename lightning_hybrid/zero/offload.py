@@ -159,7 +159,7 @@ def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
 
 def steps_in_turn(optimizer: Optimizer) -> bool:
     """Whether an optimizer does to parameters one after the other what it does to them at once; tried on small ones."""
-    at_once, in_turn = _twin(optimizer), _twin(optimizer)
+    at_once, in_turn = _small_twin(optimizer), _small_twin(optimizer)
     try:
         for round_ in range(2):
             for twin in (at_once, in_turn):
@@ -186,7 +186,7 @@ def states_of_a_step(optimizer: Optimizer) -> list[int | None]:
     Returns:
         For each tensor of more than one number the bytes of an element; None for the dtype of the parameter.
     """
-    twin = _twin(optimizer)
+    twin = _small_twin(optimizer)
     for p in twin.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     type(optimizer).step(twin)
@@ -203,9 +203,19 @@ def states_of_a_step(optimizer: Optimizer) -> list[int | None]:
     return found
 
 
-def _twin(optimizer: Optimizer) -> Any:
+def _small_twin(optimizer: Optimizer) -> Any:
+    starts = [torch.rand(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    return twin_of(optimizer, [torch.nn.Parameter(start) for start in starts])
+
+
+def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
+    """An optimizer with the class and options of another one, for other parameters: to try what its step does.
+
+    Args:
+        optimizer: The other one; its first group's options count.
+        parameters: Of the twin, in one group.
+    """
     twin: Any = copy.copy(optimizer)
-    parameters = [torch.nn.Parameter(torch.rand(6, 8, generator=torch.Generator().manual_seed(k))) for k in range(2)]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
     for name in _HOOKS:
