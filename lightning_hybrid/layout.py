@@ -72,6 +72,13 @@ class ParallelLayout:
                 f"which expert_parallel_size={self.expert_parallel_size} does not divide; "
                 f"set expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
             )
+        fewer, more = sorted((self.data_shard_size, self.expert_parallel_size))
+        if more % fewer:
+            raise LayoutError(
+                f"shards of {self.data_shard_size} replicas and experts over expert_parallel_size="
+                f"{self.expert_parallel_size} of them do not fit each other; set one to a multiple of the other, such "
+                f"as expert_parallel_size={math.gcd(fewer, more)}"
+            )
 
     @classmethod
     def resolve(

@@ -7,6 +7,16 @@ the layout there are four flattened ones:
     replica  pp x cp x tp: ranks that hold parts of one copy of the model and see the same batch
     parts    dp_shard x tp: ranks that hold parts of the same parameters
     world    all ranks
+
+Experts are laid over the data axes, so that a second look at the same ranks is needed:
+
+    data ranks              0   1   2   3   4   5   6   7       expert_parallel_size=2, shards of 4
+    ep                     (0   1) (2   3) (4   5) (6   7)      share the experts
+    ep_replicate           (0 2 4 6) (1 3 5 7)                  hold the same experts, and average their gradients
+    ep_shard               (0   2) (1   3) (4   6) (5   7)      of these, those of one shard (ZeRO)
+    ep_outer               (0   4) (1   5) (2   6) (3   7)      of these, those of other shards
+
+Where more ranks share experts than share a shard, `parts` is ep x tp.
 """
 
 from __future__ import annotations
@@ -81,6 +91,7 @@ class Mesh:
         device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
         submeshes = {axis: device_mesh[axis] for axis in AXES}
         submeshes |= {name: _flatten(device_mesh, name, axes) for name, axes in FLATTENED.items()}
+        submeshes |= _expert_view(layout, device_mesh)
         rank = dist.get_rank()
         return cls(
             layout=layout,
@@ -89,6 +100,11 @@ class Mesh:
             device_mesh=device_mesh,
             _submeshes=submeshes,
         )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of all axes, flattened ones among them."""
+        return tuple(self._submeshes)
 
     def submesh(self, axis: str) -> DeviceMesh:
         """The one-dimensional mesh along an axis of the layout or a flattened one, as `fully_shard` takes it."""
@@ -127,6 +143,25 @@ class Mesh:
         dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group(axis))
         return tensor.div_(size) if op == "mean" else tensor
 
+    def places(self, axis: str) -> dict[str, int]:
+        """Where this rank is along the axes of parameters, by what they consist of.
+
+        Ranks of a shard and ranks that share experts are the same ranks in part: the smaller group runs along "inner",
+        the larger one along "inner" and "outer".
+
+        Args:
+            axis: "tp", "cp", "dp_shard", "ep" or "ep_shard".
+        """
+        if axis in ("tp", "cp"):
+            return {axis: self.rank_in(axis)}
+        sizes = self.layout.data_shard_size, self.layout.expert_parallel_size
+        outer, inner = divmod(self.layout.data_rank(self.rank) % max(sizes), min(sizes))
+        both = {"inner": inner, "outer": outer}
+        if axis == "ep_shard":
+            return {"outer": outer}
+        size = sizes[0] if axis == "dp_shard" else sizes[1]
+        return both if size == max(sizes) else {"inner": inner}
+
     def further_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """A further group of all ranks, over gloo, for a thread beside the training; collective.
 
@@ -156,6 +191,24 @@ class Mesh:
             ranks,
             mesh_dim_names=("data_parallel", "tensor_parallel"),
         )
+
+
+def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """The axes of experts, if ranks share them, and `parts` where more ranks share experts than share a shard."""
+    size, shard = layout.expert_parallel_size, layout.data_shard_size
+    if size == 1:
+        return {}
+    assert layout.data_parallel_size % size == 0, "experts over context ranks are refused by the strategy's options"
+    inside = max(1, shard // size)
+    data = layout.data_parallel_size // (size * inside), inside, size
+    view = layout.pipeline_parallel_size, *data, layout.context_parallel_size, layout.tensor_parallel_size
+    names = ("pp", "ep_outer", "ep_shard", "ep", "cp", "tp")
+    experts = DeviceMesh(device_mesh.device_type, device_mesh.mesh.reshape(view), mesh_dim_names=names)
+    found = {axis: experts[axis] for axis in ("ep_outer", "ep_shard", "ep")}
+    found["ep_replicate"] = _flatten(experts, "ep_replicate", ("ep_outer", "ep_shard"))
+    if size > shard:
+        found["parts"] = _flatten(experts, "ep_parts", ("ep", "tp"))
+    return found
 
 
 def _flatten(device_mesh: DeviceMesh, name: str, axes: tuple[str, ...]) -> DeviceMesh:

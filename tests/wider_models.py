@@ -22,6 +22,105 @@ class Mixtral(Causal):
         return transformers.MixtralForCausalLM(config)
 
 
+def moe_sizes(**further):
+    """Of transformers' mixtures; one shared expert where there are any, and as many heads as all of them can divide."""
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "moe_intermediate_size": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 0,
+        "eos_token_id": 0, "experts_implementation": "batched_mm", **further,
+    }  # fmt: skip
+
+
+class Qwen3Moe(Causal):
+    """Each layer is a mixture of many small experts; gates of the chosen ones sum to one."""
+
+    def build(self, transformers):
+        sizes = moe_sizes(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, head_dim=4, decoder_sparse_step=1)
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(num_hidden_layers=self.layers, **sizes))
+
+
+class DeepseekV3(Causal):
+    """A dense layer, then mixtures with a shared expert, and groups of experts of which some are chosen."""
+
+    def build(self, transformers):
+        sizes = moe_sizes(
+            n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1,
+            num_key_value_heads=4, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4,
+            qk_rope_head_dim=4, v_head_dim=4,
+        )  # fmt: skip
+        config = transformers.DeepseekV3Config(num_hidden_layers=self.layers, **sizes)
+        return transformers.DeepseekV3ForCausalLM(config)
+
+
+class GptOss(Causal):
+    """Experts have biases, and weights with their dims the other way around."""
+
+    def build(self, transformers):
+        sizes = moe_sizes(num_local_experts=4, num_experts_per_tok=2, head_dim=4, sliding_window=4)
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(num_hidden_layers=self.layers, **sizes))
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class LoopedExperts(nn.Module):
+    """A list of experts, those called that some token chose; as in many repositories before weights were stacked."""
+
+    def __init__(self, num_experts=4, top_k=2):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(num_experts))
+        self.top_k = top_k
+
+    def forward(self, hidden):
+        batch, length, width = hidden.shape
+        hidden = hidden.view(-1, width)
+        weights, chosen = torch.topk(F.softmax(self.gate(hidden), dim=1), self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(hidden)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for number, expert in enumerate(self.experts):
+            place, token = torch.where(mask[number])
+            if token.shape[0] == 0:
+                continue
+            answer = expert(hidden[token]) * weights[token, place, None]
+            out.index_add_(0, token, answer)
+        return out.reshape(batch, length, width)
+
+
+class SparseBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(WIDTH), LoopedExperts()
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))
+
+
+class Looped(Lit):
+    """Layers with lists of experts."""
+
+    kind = "tokens"
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(SparseBlock() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, batch):
+        x = self.embed(batch["input_ids"])
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
 class CausalSelfAttention(nn.Module):
     """One projection for queries, keys and values, a mask in a buffer, and sizes in terms of the whole."""
 

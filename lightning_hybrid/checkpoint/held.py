@@ -23,9 +23,10 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.tree import flatten, map_leaves
 
-# Who has the same boxes as this rank, among whom one is to write: all replicas, those that hold the same part of other
-# copies, or only the first replica, where others have something else.
-ANY, SAME_PART, FIRST = "data", "dp_replicate", "first"
+# Who has the same boxes as this rank, among whom one is to write: all replicas, or only the first replica, where others
+# have something else. What is cut over replicas is there again along another axis of the mesh.
+ANY, FIRST = "data", "first"
+_COPIES = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_outer"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Held:
         shape: Of the whole.
         dtype: Of its elements.
         boxes: What this rank may have to write: what it holds first in its replica.
-        written_by: ``ANY``, ``SAME_PART`` or ``FIRST``.
+        written_by: ``ANY``, ``FIRST``, or an axis along which ranks hold the same.
     """
 
     shape: Shape
@@ -86,10 +87,13 @@ def deal(held: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
         held: All that there is to save, in the same order on every rank.
         mesh: The ranks; None for one process.
     """
-    places = {axis: (1, 0) if mesh is None else _place(mesh, axis) for axis in (ANY, SAME_PART)}
-    loads = {axis: [0] * size for axis, (size, _) in places.items()}
+    places: dict[str, tuple[int, int]] = {}
+    loads: dict[str, list[int]] = {}
     mine = []
     for each in held:
+        for axis in {ANY, each.written_by} - places.keys() - {FIRST}:
+            places[axis] = (1, 0) if mesh is None else _place(mesh, axis)
+            loads[axis] = [0] * places[axis][0]
         for box in each.boxes:
             if each.written_by == FIRST:
                 writes = places[ANY][1] == 0
@@ -118,7 +122,7 @@ class Holdings:
         self._plan = plan if plan is not None and plan.first is not None else None
         self._cuts = [] if parts is None else list(parts.cuts)
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
-        self._tp_name, self._shard_name = (mesh.group(axis).group_name for axis in ("tp", "dp_shard"))
+        self._tp_name = mesh.group("tp").group_name
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
         """What this rank keeps of a parameter, or of what has its shape.
@@ -189,7 +193,8 @@ class Holdings:
         if tuple(tensor.shape) == shape:
             spans = [span.in_whole() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
-        return Held(shape, tensor.dtype, boxes, SAME_PART if self._is_cut_over(name, self._shard_name) else ANY)
+        over_replicas = [axis.axis for axis in self._cuts if name in axis.placements and axis.axis in _COPIES]
+        return Held(shape, tensor.dtype, boxes, _COPIES[over_replicas[-1]] if over_replicas else ANY)
 
     def _buffer(self, name: str, tensor: Tensor, home: int) -> Held:
         if is_absent(tensor):

@@ -30,11 +30,20 @@ class AxisCut:
         group: The ranks along the axis.
         placements: Of each parameter that is cut, by FQN; of what the cuts before this one leave of it.
         buffers: Those of which each rank writes its own part, though it holds the whole.
+        axis: Its name on the mesh.
+        places: Where this rank is along it, by the axes that it consists of: axes of two cuts may have some in common.
     """
 
     group: dist.ProcessGroup
     placements: Mapping[str, Shard]
     buffers: Mapping[str, Shard] = field(default_factory=dict)
+    axis: str = ""
+    places: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def own_places(self) -> Mapping[str, int]:
+        """Where this rank is along it, by axes that have names in any case."""
+        return self.places or {self.axis or self.group.group_name: self.group.rank()}
 
     def part(self, whole: Tensor, placement: Shard) -> Tensor:
         """What this rank holds of a tensor."""
@@ -93,7 +102,10 @@ class HeldParts:
         """The whole of what each rank holds of a parameter; collective."""
         for axis in reversed(self._cuts):
             placement = axis.placements.get(name)
-            if placement is not None and local.shape[placement.dim] != placement.length:
+            if placement is None:
+                continue
+            # The part of an owner is as large as the whole; and no rank gathers these otherwise than here.
+            if placement.is_owned or local.shape[placement.dim] != placement.length:
                 local = axis.joined(local, placement)
         return local
 
@@ -197,7 +209,11 @@ class HeldParts:
     def holds_first(self, parameter: Tensor) -> bool:
         """Whether no rank before this one holds the same of a parameter."""
         name = self._names.get(id(parameter), "")
-        return all(axis.group.rank() == 0 or name in axis.placements for axis in self._cuts)
+        places: dict[str, int] = {}
+        for along in self._cuts:
+            places.update(along.own_places)
+        cut_over = {place for along in self._cuts if name in along.placements for place in along.own_places}
+        return all(place == 0 or axis in cut_over for axis, place in places.items())
 
     def first_held(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
         """The parts of a local tensor that no rank before this one holds.

@@ -8,7 +8,8 @@ A parameter is either whole on every rank, or cut along one dim. What is cut con
     rank 1  q2 q3 | k1 | v1
 
 A piece with fewer parts than ranks (key heads that several query heads read) is repeated: ranks next to each other
-hold the same part. A vocabulary that the ranks do not divide has a last part that is smaller than the others.
+hold the same part. A vocabulary that the ranks do not divide has a last part that is smaller than the others. Of an
+expert with parameters of its own, one rank holds all and the others hold nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class Piece:
         length: Its size in the whole parameter.
         parts: Into how many parts it is cut; divides the number of ranks, and the length if they are equal.
         uneven: Whether the last parts may be smaller than the others.
+        owner: The rank that holds all of it, if one does; the parts are then as many as ranks, and uneven.
     """
 
     length: int
     parts: int
     uneven: bool = False
+    owner: int | None = None
 
     def __post_init__(self) -> None:
         if self.uneven and self.parts >= 1:
@@ -48,12 +51,18 @@ class Piece:
 
     @property
     def local_length(self) -> int:
-        """Its size on one rank; of an uneven piece on all but the last."""
-        return -(-self.length // self.parts)
+        """Its size on one rank; of an uneven piece on the rank that holds most."""
+        return self.length if self.owner is not None else -(-self.length // self.parts)
 
     def part_length(self, part: int) -> int:
         """The size of one part."""
+        if self.owner is not None:
+            return self.length if part == self.owner else 0
         return max(0, min(self.local_length, self.length - part * self.local_length))
+
+    def start_of(self, part: int) -> int:
+        """Where one part begins."""
+        return 0 if part == self.owner else min(part * self.local_length, self.length)
 
     def part_of(self, rank: int, size: int) -> int:
         """Which part a rank holds."""
@@ -100,6 +109,11 @@ class Shard:
         """One piece with a part for each rank, the last ones smaller, or nothing, if need be."""
         return cls(dim, (Piece(length, size, uneven=length % size > 0),))
 
+    @classmethod
+    def owned(cls, length: int, size: int, owner: int) -> Shard:
+        """One piece, of the first dim, all of which one rank holds."""
+        return cls(0, (Piece(length, size, uneven=True, owner=owner),))
+
     def __post_init__(self) -> None:
         if self.is_uneven and len(self.pieces) > 1:
             raise ValueError(f"{len(self.pieces)} pieces along one dim cannot have parts of different sizes")
@@ -108,6 +122,11 @@ class Shard:
     def is_uneven(self) -> bool:
         """Whether ranks hold parts of different sizes."""
         return any(piece.uneven for piece in self.pieces)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether one rank holds all of it."""
+        return self.pieces[0].owner is not None
 
     @property
     def length(self) -> int:
@@ -128,8 +147,7 @@ class Shard:
         found, offset = [], 0
         for piece in self.pieces:
             part = piece.part_of(rank, size)
-            start = min(part * piece.local_length, piece.length)
-            found.append((offset + start, piece.part_length(part)))
+            found.append((offset + piece.start_of(part), piece.part_length(part)))
             offset += piece.length
         return found
 

@@ -76,7 +76,7 @@ class StepRunner:
     Attributes:
         plan: Who holds what.
         splitter: Of the user, for batches.
-        watching_units: Entered with the first step's recorded form while that step is recorded once more.
+        watching_units: All entered with the first step's recorded form while that step is recorded once more.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StepRunner:
         self._channel = transport.channel
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
-        self.watching_units: Callable[[Variant], AbstractContextManager[Any]] | None = None
+        self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
 
     def record(
         self,
@@ -125,8 +125,10 @@ class StepRunner:
         train = name == "training_step"
         call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
         variants, _ = self._choose(call, batch, microbatches)
-        if self.watching_units is not None:
-            with self.watching_units(variants[0]):
+        if self.watching_units:
+            with contextlib.ExitStack() as watching:
+                for watch in self.watching_units:
+                    watching.enter_context(watch(variants[0]))
                 step_once = partial(call.on, microbatches[0])
                 self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
 

@@ -95,7 +95,7 @@ class HybridPrecision(MixedPrecision):
         self,
         mesh: Mesh,
         owned_parameters: Callable[[], Set[int]],
-        axes: Sequence[str] = ("pp", "dp_shard", "cp", "tp"),
+        axes: Sequence[str] = ("pp", "cp", "parts"),
         parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None,
     ) -> None:
         """Let loss scale and gradient norm cover all ranks; `unscale_`, `step` and clipping are collective from now.

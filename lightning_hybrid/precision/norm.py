@@ -27,7 +27,7 @@ class MeshNorm:
 
     mesh: Mesh
     owned_parameters: Callable[[], Set[int]]
-    axes: Sequence[str] = ("pp", "dp_shard", "cp", "tp")
+    axes: Sequence[str] = ("pp", "cp", "parts")
     parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None
 
     @property

@@ -48,8 +48,8 @@ class GradientReducer:
 
     What is guaranteed after `finish()`, on every rank alike:
 
-    * `grad` is the sum of all ranks' gradients, each divided by the number of ranks. What was accumulated in
-      earlier backwards counts in. A rank without a gradient counts as zeros.
+    * `grad` is the sum of all ranks' gradients, each divided by the number of ranks (or `divisor`). What was
+      accumulated in earlier backwards counts in. A rank without a gradient counts as zeros.
     * A parameter that has a gradient on no rank has None, as in one process.
     * Ranks need not agree on which parameters are frozen or were used: nothing hangs, and `requires_grad` may change
       between steps. They do need the same parameters in the same order, and the same calls.
@@ -64,6 +64,8 @@ class GradientReducer:
         bucket_bytes: a bucket is sent once it holds that much.
         first_bucket_bytes: the same for the first bucket; smaller, so that the first message leaves early.
         observer: sees the gradients before and after they are averaged.
+        divisor: what sums are divided by, where gradients are sums over more ranks than those of the group; the number
+            of ranks of the group if None.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         first_bucket_bytes: int = 2**20,
         observer: GradientObserver | None = None,
+        divisor: int | None = None,
     ) -> None:
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in parameters:
@@ -83,6 +86,7 @@ class GradientReducer:
         self._parameters = [parameter for _, parameter in reversed(unique.values())]
         self._group = group
         self._size = group.size()
+        self._divisor = divisor or self._size
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
@@ -132,6 +136,10 @@ class GradientReducer:
         Raises:
             RuntimeError: not armed.
         """
+        if self._size == 1 and self._divisor > 1:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            if gradients:
+                torch._foreach_div_(gradients, float(self._divisor))
         if self._size == 1 or not self._parameters:
             return
         if not self._armed:
@@ -201,7 +209,7 @@ class GradientReducer:
         self._next += 1
         if self.observer is not None:
             self.observer.before_average(bucket.parameters)
-        bucket.fill(self._size, self._wants_room)
+        bucket.fill(self._size, self._divisor, self._wants_room)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
@@ -325,8 +333,8 @@ class _Bucket:
         self.is_whole = False
         self.work: dist.Work | None = None
 
-    def fill(self, size: int, wants_room: bool) -> None:
-        """Copy the gradients of this rank in, divided by the number of ranks; `grad` becomes the view at once.
+    def fill(self, size: int, divisor: int, wants_room: bool) -> None:
+        """Copy the gradients of this rank in, divided; `grad` becomes the view at once.
 
         Dividing on the way costs no pass of its own, and half precision does not overflow in the sum.
         """
@@ -345,7 +353,7 @@ class _Bucket:
                 continue
             flags.append(1.0)
             # With `zero_grad(set_to_none=False)` the backward has accumulated into the view itself.
-            torch.div(gradient, size, out=view)
+            torch.div(gradient, divisor, out=view)
             if gradient is not view:
                 parameter.grad = view
         if self.is_whole:

@@ -124,9 +124,8 @@ class Failures(pl.Callback):
     def _close(self) -> None:
         """Close this rank's connections; whoever waits for it gets an error."""
         self.cut_off = True
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "data", "replica", "world")
         world: Any = dist.group.WORLD
-        for group in {id(group): group for group in (world, *map(self._mesh.group, axes))}.values():
+        for group in {id(group): group for group in (world, *map(self._mesh.group, self._mesh.axes))}.values():
             if group.size() > 1:
                 _close_group(group)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Collection, Sequence
 
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.shared import SharedParameters
+from lightning_hybrid.replicate.joint import JointReducer
 from lightning_hybrid.replicate.reducer import GradientReducer
 
-Reducers = dict[int | None, GradientReducer]
+Reducers = dict[int | None, GradientReducer | JointReducer]
 
 
 def stage_of_gradient(plan: StagePlan, name: str) -> int | None:
@@ -19,7 +25,12 @@ def stage_of_gradient(plan: StagePlan, name: str) -> int | None:
 
 
 def connect_gradients(
-    module: nn.Module, plan: StagePlan | None, mesh: Mesh, *, averages: bool = True
+    module: nn.Module,
+    plan: StagePlan | None,
+    mesh: Mesh,
+    *,
+    averages: bool = True,
+    experts: Collection[str] = (),
 ) -> tuple[Reducers, SharedParameters | None, set[int]]:
     """Build the reducers of one rank.
 
@@ -28,6 +39,7 @@ def connect_gradients(
         plan: Which stage holds what; None without stages.
         mesh: The ranks.
         averages: Whether to build reducers; else somebody else averages over replicas.
+        experts: FQNs of parameters of which other replicas hold other parts.
 
     Returns:
         A bucketed reducer by stage (None: what is complete only after all stages), the parameters that several
@@ -44,5 +56,58 @@ def connect_gradients(
     for name, ranks in holders.items():
         if plan.rank in ranks:
             own.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
-    reducers: Reducers = {key: GradientReducer(members, data) for key, members in own.items()} if averages else {}
+    reducers: Reducers = {}
+    for key, members in own.items() if averages else ():
+        dense = GradientReducer([(name, p) for name, p in members if name not in experts], data)
+        reducers[key] = dense
+        if experts:
+            shared = [(name, p) for name, p in members if name in experts]
+            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size())
+            reducers[key] = JointReducer([dense, of_experts])
     return reducers, SharedParameters(holders, parameters, mesh.group("pp")), counted
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:
+    """Refuse what no rank can do with the parameters that it has.
+
+    Args:
+        optimizers: Of the run.
+        plan: Who holds what; None where every rank holds all.
+
+    Raises:
+        ValueError: One needs all parameters in one vector.
+    """
+    if plan is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
+            " set pipeline_parallel_size=1, tensor_parallel_size=1 and expert_parallel_size=1"
+        )
+
+
+def check_adascale(layout: ParallelLayout, zero_stage: int, parts: HeldParts | None) -> None:
+    """Refuse AdaScale where it cannot see gradients before and after their average, each once.
+
+    Args:
+        layout: The sizes.
+        zero_stage: What replicas share out.
+        parts: What this rank holds of parameters; None if all.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if zero_stage:
+        raise ValueError(
+            f"AdaScale compares gradients before and after their average, of which zero_stage={zero_stage} leaves each"
+            " replica a part; set zero_stage=0"
+        )
+    if layout.expert_parallel_size > 1:
+        raise ValueError(
+            "AdaScale compares the gradients of replicas, and those of experts are summed over"
+            f" expert_parallel_size={layout.expert_parallel_size} of them before any replica has them; set"
+            " expert_parallel_size=1"
+        )
+    if parts is not None and parts.has_repeated:
+        raise ValueError(
+            f"AdaScale cannot count gradients of which several of the {layout.tensor_parallel_size} tensor ranks hold"
+            " the same part (key heads fewer than ranks); set a smaller tensor_parallel_size"
+        )

@@ -29,6 +29,10 @@ class Hybrid3DStrategy(SetUpStrategy):
         tensor_parallel_size: Ranks that share each layer; how layers are cut is found, and proved, at the start.
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that share the positions of each sequence, layer by layer.
+        expert_parallel_size: Replicas that share the experts of each layer that has some, and send each other the rows
+            of their tokens; divides ``data_parallel_size``.
+        expert_chunks: Parts in which the experts of a rank are run, so that rows of one travel while another is
+            computed.
         sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence.
         num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
             four times the number of stages with them.
@@ -86,6 +90,8 @@ class Hybrid3DStrategy(SetUpStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         *,
         context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        expert_chunks: int = 1,
         sequence_parallel: bool = False,
         zero_stage: Literal[0, 1, 2, 3] = 0,
         shard_size: int | None = None,
@@ -112,6 +118,7 @@ class Hybrid3DStrategy(SetUpStrategy):
                 "tensor_parallel_size": tensor_parallel_size,
                 "pipeline_parallel_size": pipeline_parallel_size,
                 "context_parallel_size": context_parallel_size,
+                "expert_parallel_size": expert_parallel_size,
             },
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -128,6 +135,7 @@ class Hybrid3DStrategy(SetUpStrategy):
             tensor_parallel_plan=tensor_parallel_plan,
             compile=compile,
             example_batch=example_batch,
+            expert_chunks=expert_chunks,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_checkpoint=async_checkpoint,
         )

@@ -44,6 +44,7 @@ class Options:
     tensor_parallel_plan: dict[str, str] | None
     compile: Literal["units"] | dict[str, Any] | None
     example_batch: Any
+    expert_chunks: int = 1
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
 
@@ -73,6 +74,8 @@ class Options:
         if self.tensor_parallel_plan is not None:
             check_styles(self.tensor_parallel_plan)
         compile_options(self.compile)
+        if not _is_count(self.expert_chunks):
+            raise ValueError(f"expert_chunks={self.expert_chunks!r}; use a whole number of 1 or more")
         if self.async_checkpoint and not self.save_distributed_checkpoint:
             raise ValueError(
                 "async_checkpoint=True writes distributed checkpoints while training goes on, and"
@@ -97,6 +100,12 @@ class Options:
             raise LayoutError(
                 f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of"
                 " them to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
+            )
+        experts = self.sizes.get("expert_parallel_size", 1)
+        if experts != 1 and context != 1:
+            raise LayoutError(
+                f"expert_parallel_size={experts} and context_parallel_size={context} do not go together yet; set one of"
+                " them to 1"
             )
 
     def _check_zero(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,9 +11,9 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim import LBFGS
 
 from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.memory.recompute import Policy, Recompute
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
@@ -26,8 +27,9 @@ from lightning_hybrid.pipeline.transport import GroupTransport
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
 from lightning_hybrid.strategies.averages import Averages
+from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
-from lightning_hybrid.strategies.gradients import connect_gradients
+from lightning_hybrid.strategies.gradients import check_adascale, check_optimizers, connect_gradients
 from lightning_hybrid.strategies.options import Options, check_module, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
@@ -55,10 +57,10 @@ from lightning_hybrid.strategies.zero_stages import (
     describe_zero,
     hold_in_evaluation,
     layers_of_parameters,
+    offload_states,
     share_out,
-    zero_cut,
+    zero_cuts,
 )
-from lightning_hybrid.zero.offload import OffloadedStates
 
 
 class SetUpStrategy(VerifyingStrategy):
@@ -75,10 +77,10 @@ class SetUpStrategy(VerifyingStrategy):
         )
         self.options = options
         self._recompute, self._policies = options.recompute, dict[str, Policy]()
-        self._plan_summary = ""
+        self._plan_summary = self._expert_summary = ""
         self._whole_again: pl.Callback | None = None
         self._hook_reads: HookReads | None = None
-        self._zero_cut: AxisCut | None = None
+        self._zero_cuts: list[AxisCut] = []
         self._stop_reads = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -104,8 +106,8 @@ class SetUpStrategy(VerifyingStrategy):
         self._averages = Averages(trainer)
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
-        self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = self._zero_cut = None
-        self._recomputing, self._policies = None, {}
+        self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = None
+        self._experts, self._zero_cuts, self._recomputing, self._policies = None, [], None, {}
         if self._recompute is not None and not self._needs_runner():
             recomputation, self._policies = recompute_plain_layers(
                 module, self._recompute, compiled=self.options.compile is not None
@@ -116,12 +118,14 @@ class SetUpStrategy(VerifyingStrategy):
             self._record(trainer, module, randomness)
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
-        parts, shards = self.parts, self.shards
+        parts, shards, experts = self.parts, self.shards, self.experts
         if parts is not None:
             parts.cut_parameters(module)
             self._share_out(trainer, module)
         if shards is not None:
             shards.be_ready(KeyedDraws(shards.rank, self.root_device))
+        if experts is not None:
+            experts.be_ready()
         self._averages.follow(module, None if self._is_whole else self._plan, parts, self.averaged_state)
         self._compile_units(module, compile_options(self.options.compile), randomness)
         self._announce()
@@ -132,6 +136,11 @@ class SetUpStrategy(VerifyingStrategy):
         self.setup_precision_plugin()
         if is_fitting and not self._offloaded:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    def experts(self) -> SharedExperts | None:
+        """The experts that replicas share, while the run trains."""
+        return self._experts
 
     def _needs_runner(self) -> bool:
         num_stages = self.layout.pipeline_parallel_size * self.options.stages_per_rank
@@ -155,7 +164,9 @@ class SetUpStrategy(VerifyingStrategy):
     @property
     def _in_parts_by_layout(self) -> bool:
         """Whether a rank holds a part of the module only."""
-        return self.layout.pipeline_parallel_size > 1 or self._shares_layers or self.layout.data_shard_size > 1
+        layout = self.layout
+        over_replicas = layout.data_shard_size > 1 or layout.expert_parallel_size > 1
+        return layout.pipeline_parallel_size > 1 or self._shares_layers or over_replicas
 
     @property
     def _shares_layers(self) -> bool:
@@ -196,7 +207,11 @@ class SetUpStrategy(VerifyingStrategy):
                 plan=self.options.tensor_parallel_plan,
                 folder=plan_folder(trainer) if self.is_global_zero else None,  # the first rank plans for all
             )
-            self._runner.watching_units = planner.watching
+            self._runner.watching_units.append(planner.watching)
+        experts = None
+        if self.layout.expert_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            experts = ExpertPlanner(module, self.mesh)
+            self._runner.watching_units.append(experts.watching)
         recorded = record_first_step(
             trainer,
             module,
@@ -208,11 +223,14 @@ class SetUpStrategy(VerifyingStrategy):
         )
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(), planner.summary
+        if recorded and experts is not None:
+            self._experts = experts.plan(self.options.expert_chunks, randomness)
+            self._expert_summary = experts.summary
         if recorded:
             reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
             self._runner.shard_units(self._units, reads)
             self._plan_parts(trainer, module)
-            if self._zero_cut is not None:
+            if self._zero_cuts:
                 self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
@@ -224,6 +242,8 @@ class SetUpStrategy(VerifyingStrategy):
                 compiled=self.options.compile is not None,
             )
             self._runner.wrap_layers(recomputation.running)
+        if self._experts is not None:  # outermost: what they run is gathered and recomputed where it is
+            self._runner.wrap_layers(self._experts.running)
         if recorded and self._in_parts_by_layout:
             self._plan.drop_foreign()
             self._in_parts(module)
@@ -235,21 +255,28 @@ class SetUpStrategy(VerifyingStrategy):
     def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Say what this rank will hold of each parameter."""
         cuts = [] if self._shards is None else [self._shards.cut]
+        if self._experts is not None:
+            cuts.append(self._experts.cut)
         if self.options.zero_stage and trainer.state.fn == TrainerFn.FITTING:
-            self._zero_cut = zero_cut(module, self.mesh, cuts[0] if cuts else None)
-            cuts.append(self._zero_cut)
+            self._zero_cuts = zero_cuts(module, self.mesh, cuts)
+            cuts += self._zero_cuts
         if cuts:
             self._parts = HeldParts(module, cuts)
 
     def _share_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Be ready to gather the parameters that are cut over replicas."""
-        if self._zero_cut is None:
+        if self._experts is not None:
+            assert self._parts is not None
+            begin = partial(self._experts.begin_evaluation, self._parts)
+            self._stop_reads.callback(hold_in_evaluation(trainer, begin, self._experts.end_evaluation))
+        if not self._zero_cuts:
             return
         assert self._plan is not None
         self._zero = share_out(
             module,
             self._plan,
-            self._zero_cut,
+            self._zero_cuts,
+            self._experts,
             self.mesh,
             self.root_device,
             stage=self.options.zero_stage,
@@ -259,7 +286,7 @@ class SetUpStrategy(VerifyingStrategy):
         )
         recompute_whole(self._policies, self._zero.freed)
         self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
-        self._stop_reads.callback(hold_in_evaluation(trainer, self._zero))
+        self._stop_reads.callback(hold_in_evaluation(trainer, self._zero.begin_evaluation, self._zero.end_evaluation))
 
     def _read_globally(self, trainer: pl.Trainer, module: pl.LightningModule, plan: StagePlan) -> None:
         """Let hooks of the user read gradients and parameters of all stages."""
@@ -273,7 +300,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._parts,
             parameters,
             Contents(self.mesh.group("parts"), self.root_device, "layer's"),
-            over_replicas=self._zero_cut is not None,
+            over_replicas=bool(self._zero_cuts) or self._experts is not None,
         )
         for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary):
@@ -291,31 +318,33 @@ class SetUpStrategy(VerifyingStrategy):
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
-        text = describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)
+        texts = [describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)]
         if self._shards is not None:
-            text = f"{text}\n{describe_tensor_plans(self._shards.plans, self._plan_summary)}"
+            texts.append(describe_tensor_plans(self._shards.plans, self._plan_summary))
+        if self._experts is not None:
+            texts.append(self._expert_summary)
         if self._zero is not None:
             size = self.layout.data_shard_size
-            text = f"{text}\n{describe_zero(self.options.zero_stage, size, per_layer=self._zero.per_layer)}"
+            texts.append(describe_zero(self.options.zero_stage, size, per_layer=self._zero.per_layer))
         if self.options.offloaded:
-            places = ", ".join(f"{what.replace('_', ' ')} {where}" for what, where in self.options.offloaded.items())
-            text = f"{text}\nat rest: {places}"
+            places = (f"{what.replace('_', ' ')} {where}" for what, where in self.options.offloaded.items())
+            texts.append(f"at rest: {', '.join(places)}")
         if self._policies:
-            text = f"{text}\n{describe_policies(self._policies, self._recompute)}"
+            texts.append(describe_policies(self._policies, self._recompute))
         if self._compiled is not None:
-            text = "\n".join([text, *self._compiled.lines()])
-        rank_zero_info(text)
+            texts += self._compiled.lines()
+        rank_zero_info("\n".join(texts))
 
     def _connect_gradients(self, module: pl.LightningModule) -> None:
         for reducer in self._reducers.values():
             reducer.close()
-        if self._plan is not None and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError(
-                "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
-                " set pipeline_parallel_size=1 and tensor_parallel_size=1"
-            )
+        check_optimizers(self.optimizers, self._plan)
         self._reducers, self._shared, counted = connect_gradients(
-            module, self._plan, self.mesh, averages=self._zero is None
+            module,
+            self._plan,
+            self.mesh,
+            averages=self._zero is None,
+            experts=frozenset() if self._experts is None else self._experts.cut.placements.keys(),
         )
         parts = self._parts
         counted_parts = None if parts is None else parts.first_held
@@ -329,36 +358,16 @@ class SetUpStrategy(VerifyingStrategy):
                     self._watched.append(optimizer)
                     self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
         if (where := self.options.offloaded.get("optimizer_states")) is not None:
-            self._offload(module, None if where == "cpu" else where.removeprefix("disk:"))
+            folder = None if where == "cpu" else where.removeprefix("disk:")
+            layers = layers_of_parameters(module, self._plan)
+            self._offloaded += offload_states(self.optimizers, layers, folder, self._watched, self._stop_reads)
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):
-                if self._zero is not None:
-                    raise ValueError(
-                        f"AdaScale compares gradients before and after their average, of which zero_stage="
-                        f"{self.options.zero_stage} leaves each replica a part; set zero_stage=0"
-                    )
-                if parts is not None and parts.has_repeated:
-                    raise ValueError(
-                        f"AdaScale cannot count gradients of which several of the {self.layout.tensor_parallel_size}"
-                        " tensor ranks hold the same part (key heads fewer than ranks); set a smaller"
-                        " tensor_parallel_size"
-                    )
+                check_adascale(self.layout, self.options.zero_stage, parts)
                 callback.connect_mesh(self.mesh, lambda: counted)
                 for reducer in self._reducers.values():
                     reducer.observer = callback
-
-    def _offload(self, module: pl.LightningModule, folder: str | None) -> None:
-        """Step layer by layer, with states on the host or in files."""
-        layers = layers_of_parameters(module, self._plan)
-        for optimizer in self.optimizers:
-            if any(watched is optimizer for watched in self._watched):
-                raise ValueError(
-                    f"offload steps the parameters layer by layer, but {type(optimizer).__name__} may look at all of"
-                    " them in its step; leave offload out, or use an optimizer of torch"
-                )
-            self._offloaded.append(OffloadedStates(optimizer, layers, folder))
-            self._stop_reads.callback(self._offloaded[-1].close)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

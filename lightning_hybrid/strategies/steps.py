@@ -13,17 +13,18 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.pipeline.deposit import Deposit
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
+from lightning_hybrid.strategies.gradients import Reducers
 from lightning_hybrid.strategies.saved_folders import FolderStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
@@ -45,8 +46,9 @@ class SteppingStrategy(FolderStrategy):
         self._weight = microbatch_weight
         self._runner: StepRunner | None = None
         self._shared: SharedParameters | None = None
-        self._reducers: dict[int | None, GradientReducer] = {}
+        self._reducers: Reducers = {}
         self._zero: ZeroSharding | None = None
+        self._experts: SharedExperts | None = None
         self._backward_syncs = True
         self._grads_complete = True  # summed over stages and averaged over replicas
         self._evaluated = 0
@@ -93,6 +95,8 @@ class SteppingStrategy(FolderStrategy):
                 self._shared.sum_gradients()
             if self._zero is None:
                 self._reducers[None].reduce()
+            if self._experts is not None:
+                self._experts.agree_on_gradients()
         assert result.loss is not None
         loss = deposit.wrap(result.loss)
         if isinstance(result.output, Mapping):
@@ -165,6 +169,8 @@ class SteppingStrategy(FolderStrategy):
         self._passes()
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
+        if self._experts is not None and train is not None:
+            self._experts.meet(runner.count(name, args[0]))
         share = name == "predict_step" or output_is_read(self._trainer, name)
         gathered = nullcontext() if self._zero is None else self._zero.step(trains=train is not None)
         with self.user_world(), gathered:  # once: each forward and backward runs code of the user's

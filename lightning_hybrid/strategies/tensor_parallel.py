@@ -123,7 +123,7 @@ class TensorPlanner:
             _check_dealt(box[0], self._size)
         else:
             check_cut(box[0], self._size)
-        return ModelShards(self._module, box[0], self._mesh.group(self._axis))
+        return ModelShards(self._module, box[0], self._mesh.group(self._axis), self._axis)
 
     @property
     def _option(self) -> str:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
+from lightning_hybrid.parts.spans import part_of
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.gradients import stage_of_gradient
 from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, shard_placement
+from lightning_hybrid.zero.offload import OffloadedStates
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
@@ -37,31 +42,32 @@ def check_shard(stage: int, mesh: Mesh) -> None:
         )
 
 
-def zero_cut(module: nn.Module, mesh: Mesh, tensor: AxisCut | None) -> AxisCut:
-    """Where the parts of each parameter lie.
+def zero_cuts(module: nn.Module, mesh: Mesh, cuts: Sequence[AxisCut]) -> list[AxisCut]:
+    """Where the parts of each parameter lie: over the ranks of a shard, or those of them that have the same experts.
 
     Args:
         module: The user's, before it is cut.
         mesh: The ranks.
-        tensor: What tensor ranks hold of each parameter.
+        cuts: What else is cut, from the whole to what these ranks share out.
     """
-    group = mesh.group("dp_shard")
-    placements = {}
-    for name, parameter in module.named_parameters():
-        shape = list(parameter.shape)
-        if tensor is not None and name in tensor.placements:
-            placement = tensor.placements[name]
-            shape[placement.dim] = tensor.local_length(placement)
-        found = shard_placement(torch.Size(shape), group.size())
-        if found is not None:
-            placements[name] = found
-    return AxisCut(group, placements)
+    experts = {name for cut in cuts if cut.axis == "ep" for name in cut.placements}
+    shapes = {name: part_of(cuts, name, parameter.shape).shape for name, parameter in module.named_parameters()}
+    found = []
+    for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
+        if not names or mesh.size(axis) == 1:
+            continue
+        group = mesh.group(axis)
+        placements = {name: shard_placement(torch.Size(shapes[name]), group.size()) for name in shapes if name in names}
+        cut = {name: placement for name, placement in placements.items() if placement is not None}
+        found.append(AxisCut(group, cut, axis=axis, places=mesh.places(axis)))
+    return found
 
 
 def share_out(
     module: nn.Module,
     plan: StagePlan,
-    cut: AxisCut,
+    cuts: Sequence[AxisCut],
+    experts: SharedExperts | None,
     mesh: Mesh,
     device: torch.device,
     *,
@@ -75,7 +81,8 @@ def share_out(
     Args:
         module: The user's.
         plan: Who holds what.
-        cut: Where the parts lie.
+        cuts: Where the parts lie.
+        experts: That ranks share.
         mesh: The ranks.
         device: Of this rank.
         stage: Of ZeRO.
@@ -84,23 +91,31 @@ def share_out(
         agree: Whether any rank says so; collective.
     """
     assert plan.first is not None
-    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"))
+    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
+    expert_ranks = ranks
+    if experts is not None:
+        expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
     layers = find_layers(plan.first.recording.units)
     layer_of = _layers_of(module, layers, plan)
-    members: dict[tuple[Stage, str, torch.dtype], dict[str, nn.Parameter]] = {}
+    placements = {name: placement for cut in cuts for name, placement in cut.placements.items()}
+    of_experts: Collection[str] = ()
+    if experts is not None:
+        of_experts = experts.cut.placements.keys()
+        layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
+    members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
     own = {name: p for name, p in module.named_parameters() if not is_absent(p)}
     for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
-        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype
+        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
         members.setdefault(key, {})[name] = parameter
     groups: dict[Stage, list[ParameterGroup]] = {}
     host = torch.device("cpu")
-    for (of, fqn, _), parameters in members.items():
+    for (of, fqn, _, is_expert), parameters in members.items():
         group = ParameterGroup(
             fqn,
             parameters,
-            cut.placements,
-            ranks,
+            placements,
+            expert_ranks if is_expert else ranks,
             keeps_whole=stage < 3,
             parts_on=host if "parameters" in offload else None,
             gradients_on=host if "gradients" in offload else None,
@@ -170,27 +185,59 @@ def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list
     return [[p for p in module.parameters() if id(p) not in seen], *distinct]
 
 
-def hold_in_evaluation(trainer: Any, zero: ZeroSharding) -> Callable[[], None]:
+def offload_states(
+    optimizers: Sequence[Optimizer],
+    layers: Sequence[Sequence[nn.Parameter]],
+    folder: str | None,
+    watched: Sequence[Optimizer],
+    until: contextlib.ExitStack,
+) -> list[OffloadedStates]:
+    """Step layer by layer, with states on the host or in files.
+
+    Args:
+        optimizers: Of the run.
+        layers: All parameters, layer by layer.
+        folder: Where files are; None for the host.
+        watched: Optimizers that may look at all parameters in their step.
+        until: Closed when the run ends.
+
+    Raises:
+        ValueError: An optimizer may look at all parameters.
+    """
+    found = []
+    for optimizer in optimizers:
+        if any(other is optimizer for other in watched):
+            raise ValueError(
+                f"offload steps the parameters layer by layer, but {type(optimizer).__name__} may look at all of"
+                " them in its step; leave offload out, or use an optimizer of torch"
+            )
+        found.append(OffloadedStates(optimizer, layers, folder))
+        until.callback(found[-1].close)
+    return found
+
+
+def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
     """Gather wholes once for each validation: after callbacks have put other weights in place, before its first batch.
 
     Args:
         trainer: About to fit.
-        zero: Of this rank.
+        begin: Gathers them.
+        end: Frees them.
 
     Returns:
         What undoes it.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     before = {name: vars(loop).get(name) for name in ("on_run_start", "on_run_end")}
-    start, end = loop.on_run_start, loop.on_run_end
+    run_start, run_end = loop.on_run_start, loop.on_run_end
 
     def on_run_start(*args: Any, **kwargs: Any) -> None:
-        start(*args, **kwargs)
-        zero.begin_evaluation()
+        run_start(*args, **kwargs)
+        begin()
 
     def on_run_end(*args: Any, **kwargs: Any) -> Any:
-        zero.end_evaluation()
-        return end(*args, **kwargs)
+        end()
+        return run_end(*args, **kwargs)
 
     loop.on_run_start, loop.on_run_end = on_run_start, on_run_end
 

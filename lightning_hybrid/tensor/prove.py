@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.step.exact import Exact, random_copy
 from lightning_hybrid.tensor.examples import Example, make_example, spread_rows
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.trial import (
-    Exact,
     Outcome,
     Setting,
     TrialFailed,
     TrialRanks,
     joined,
-    random_copy,
     run_whole,
 )
 

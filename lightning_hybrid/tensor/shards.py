@@ -36,8 +36,10 @@ class ModelShards:
         cut: What they hold of each parameter.
     """
 
-    def __init__(self, root: nn.Module, plans: Mapping[str, UnitPlan], group: dist.ProcessGroup) -> None:
-        """Args: root: the user's module, whole. plans: by FQN of the unit. group: the tensor ranks."""
+    def __init__(
+        self, root: nn.Module, plans: Mapping[str, UnitPlan], group: dist.ProcessGroup, axis: str = ""
+    ) -> None:
+        """Args: root: the user's module, whole. plans: by FQN of the unit. group: the ranks along the axis."""
         self.plans = dict(plans)
         self._root = root
         self._group = group
@@ -53,7 +55,7 @@ class ModelShards:
                 if isinstance(placement, Shard) and name in tensors:
                     key = id(tensors[name])
                     (placements if key in parameters else buffers)[names[key]] = placement
-        self.cut = AxisCut(group, placements, buffers)
+        self.cut = AxisCut(group, placements, buffers, axis)
 
     @property
     def rank(self) -> int:

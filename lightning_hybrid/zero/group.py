@@ -34,15 +34,13 @@ class ShardRanks:
     Attributes:
         shard: Those among which the parts of one copy lie.
         replicate: Those that hold the same part of other copies.
+        num_replicas: Replicas whose gradients are averaged: more than these ranks, if what a rank holds has gradients
+            of the data of several.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup
-
-    @property
-    def num_replicas(self) -> int:
-        """Ranks whose gradients are averaged: they all see other data."""
-        return self.shard.size() * self.replicate.size()
+    num_replicas: int
 
 
 class ParameterGroup:

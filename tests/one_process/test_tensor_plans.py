@@ -11,10 +11,11 @@ from tensor_blocks import BLOCKS, WIDTH, BiasedAttention, FusedAttention, tokens
 from torch import nn
 
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
+from lightning_hybrid.step.exact import random_copy
 from lightning_hybrid.tensor.examples import make_example
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.prove import Proof
-from lightning_hybrid.tensor.trial import Setting, TrialRanks, random_copy, run_whole
+from lightning_hybrid.tensor.trial import Setting, TrialRanks, run_whole
 from lightning_hybrid.tensor.written import from_json, to_json
 
 # name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order

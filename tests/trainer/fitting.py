@@ -94,7 +94,7 @@ class Run:
 
     Attributes:
         case: Name of the module.
-        pp, dp, tp, cp: Sizes.
+        pp, dp, tp, cp, ep: Sizes; the last one is a view of dp.
         sequence: Whether tensor ranks are dealt positions between regions.
         batch_size: Of one replica.
         num_batches: That each replica sees.
@@ -111,6 +111,7 @@ class Run:
     dp: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     sequence: bool = False
     batch_size: int = 4
     num_batches: int = 3
@@ -141,6 +142,7 @@ def fit(run: Run) -> Fitted:
         "pipeline_parallel_size": run.pp,
         "tensor_parallel_size": run.tp,
         "context_parallel_size": run.cp,
+        "expert_parallel_size": run.ep,
         "sequence_parallel": run.sequence,
     }
     strategy = Hybrid3DStrategy(**sizes, num_microbatches=run.microbatches, **run.strategy)

@@ -208,7 +208,7 @@ def test_a_single_number_stays_whole():
 def changed_after_inference(keeps_whole):
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
     p = nn.Parameter(torch.ones(2))
-    ranks = ShardRanks(world, alone)
+    ranks = ShardRanks(world, alone, 2)
     group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_whole=keeps_whole)
     with torch.inference_mode():
         group.hold()

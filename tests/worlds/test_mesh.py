@@ -73,6 +73,34 @@ def check_that_the_published_mesh_has_lightnings_names_and_our_groups(mesh):
         assert published[name].mesh.tolist() == dist.get_process_group_ranks(mesh.group(axis))
 
 
+EXPERTS = {  # replicas, shards, experts, tensor ranks: the groups of rank 1 along each axis of experts, and its places
+    (4, 1, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1], "parts": [0, 1]}, {"inner": 0, "outer": 1}),
+    (2, 2, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1], "parts": [0, 1]}, {"inner": 1, "outer": 0}),
+    (1, 4, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1, 3], "parts": [0, 1, 2, 3]}, {"inner": 1}),
+    (2, 2, 4, 1): ({"ep": [0, 1, 2, 3], "ep_replicate": [1], "parts": [0, 1, 2, 3]}, {"inner": 1, "outer": 0}),
+    (2, 1, 2, 2): ({"ep": [1, 3], "ep_replicate": [1], "parts": [0, 1, 2, 3]}, {"inner": 0, "outer": 0}),
+}
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("sizes", list(EXPERTS), ids=str)
+def test_experts_are_laid_over_the_data_axes(sizes):
+    replicate, shard, experts, tensor = sizes
+    layout = ParallelLayout(
+        data_replicate_size=replicate,
+        data_shard_size=shard,
+        expert_parallel_size=experts,
+        tensor_parallel_size=tensor,
+    )
+    mesh = Mesh.build(layout, "cpu")
+    groups, places = EXPERTS[sizes]
+    for axis, expected in groups.items():
+        if mesh.rank == 1:
+            assert dist.get_process_group_ranks(mesh.group(axis)) == expected, axis
+    if mesh.rank == 1:
+        assert mesh.places("ep") == places
+
+
 @pytest.mark.world(4)
 def test_an_axis_that_fills_a_flattened_one_lends_it_its_group():
     mesh = Mesh.build(ParallelLayout(data_shard_size=2, tensor_parallel_size=2), "cpu")

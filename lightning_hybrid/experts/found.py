@@ -1,0 +1,131 @@
+"""Find the modules with experts, as a recorded step shows them, and prove that ranks may share their experts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
+from lightning_hybrid.experts.lists import ExpertList
+from lightning_hybrid.experts.proof import prove
+from lightning_hybrid.experts.registry import recognised
+from lightning_hybrid.step.alike import unit_key
+from lightning_hybrid.step.copies import copied
+from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.step.tree import flatten
+
+
+@dataclass(frozen=True)
+class FoundExperts:
+    """What was found, the same on every rank.
+
+    Attributes:
+        adapters: By FQN of the module.
+        whole: Why the experts of others stay whole on every rank, by FQN.
+    """
+
+    adapters: Mapping[str, ExpertsAdapter] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+class ExpertCalls:
+    """How modules are called while a step is recorded."""
+
+    def __init__(self) -> None:
+        """Before the recording."""
+        self._calls: dict[str, Call] = {}
+        self._rows: dict[str, int | None] = {}  # of each module, in its last call: numbers of vectors that it got
+
+    @contextlib.contextmanager
+    def watching(self, root: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+        """A step is recorded inside.
+
+        Args:
+            root: The user's module.
+            units: What the recording runs as one operation, by FQN; what lies in them is watched.
+        """
+        inside = {
+            f"{fqn}.{name}" if name else fqn: module
+            for fqn, unit in units.items()
+            for name, module in unit.named_modules()
+            if any(True for _ in module.parameters())
+        }
+
+        def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def seen(*args: Any, **kwargs: Any) -> Any:
+                tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+                first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
+                self._calls[fqn] = copied(args), copied(kwargs)
+                self._rows[fqn] = None if first is None else first.shape[:-1].numel()
+                return forward(*args, **kwargs)
+
+            return seen
+
+        with replaced_forwards(inside, wrap):
+            yield
+
+    def find(self, root: nn.Module, size: int) -> FoundExperts:
+        """The modules whose experts ``size`` ranks can share.
+
+        Args:
+            root: The user's module, whole.
+            size: Number of ranks.
+        """
+        found: dict[str, ExpertsAdapter] = {}
+        whole: dict[str, str] = {}
+        known: dict[Hashable, ExpertsAdapter | str] = {}
+        shared = _held_twice(root)
+        for fqn, call in self._calls.items():
+            module = root.get_submodule(fqn)
+            candidates = [c for c in recognised(module, call) if not self._is_a_stack(fqn, c)]
+            if not candidates:
+                continue
+            if any(id(parameter) in shared for parameter in module.parameters()):
+                whole[fqn] = "other modules hold its parameters too"
+                continue
+            key = unit_key(fqn, module)
+            if key not in known:
+                known[key] = _chosen(module, candidates, call, size)
+            answer = known[key]
+            if isinstance(answer, str):
+                whole[fqn] = answer
+            else:
+                found[fqn] = answer
+        return FoundExperts(found, whole)
+
+    def _is_a_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
+        """Whether the modules of a list all get everything, as layers do."""
+        if not isinstance(adapter, ExpertList):
+            return False
+        rows = [self._rows.get(f"{fqn}.{name}") for name in adapter.names]
+        tokens = self._rows[fqn]
+        return None not in rows and len(set(rows)) == 1 and tokens in (None, rows[0])
+
+
+def _chosen(module: nn.Module, candidates: list[ExpertsAdapter], call: Call, size: int) -> ExpertsAdapter | str:
+    """The first adapter that is right, or why none is."""
+    reason = ""
+    for adapter in candidates:
+        if adapter.num_experts % size:
+            reason = reason or f"its {adapter.num_experts} experts are no multiple of {size}"
+            continue
+        verdict = prove(module, adapter, call, size)
+        if verdict.is_right:
+            return adapter
+        reason = reason or f"not the same in the proof: {verdict.reason}"
+    return reason
+
+
+def _held_twice(root: nn.Module) -> set[int]:
+    """Ids of parameters that several modules hold."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (twice if id(parameter) in seen else seen).add(id(parameter))
+    return twice

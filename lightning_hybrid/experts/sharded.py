@@ -1,0 +1,212 @@
+"""The modules of one rank whose experts are shared: how they are cut, and how they run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.adapters import ExpertsAdapter
+from lightning_hybrid.experts.exchange import RanksOfExperts
+from lightning_hybrid.experts.lists import ExpertList
+from lightning_hybrid.parts.held import AxisCut, HeldParts
+from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
+
+
+def placements_of(root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int) -> dict[str, Shard]:
+    """Where the parts of the experts lie, by FQN of the parameter in the root.
+
+    Args:
+        root: The user's module, whole.
+        adapters: By FQN of the module with experts.
+        size: Number of ranks.
+    """
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    found = {}
+    for fqn, adapter in adapters.items():
+        module = root.get_submodule(fqn)
+        for name, placement in adapter.placements(module, size).items():
+            found[names[id(module.get_parameter(name))]] = placement
+    return found
+
+
+class RanksOfExpertsDiffer(RuntimeError):
+    """Ranks that share experts are about to run their layers a different number of times."""
+
+
+class SharedExperts:
+    """The modules with experts of one rank.
+
+    Attributes:
+        adapters: By FQN.
+        cut: What this rank holds of each parameter.
+        ranks: That share the experts.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        adapters: Mapping[str, ExpertsAdapter],
+        cut: AxisCut,
+        *,
+        chunks: int,
+        randomness: KeyedRandomness,
+    ) -> None:
+        """Before the parameters are cut.
+
+        Args:
+            root: The user's module.
+            adapters: By FQN.
+            cut: What this rank holds of each parameter.
+            chunks: Of the experts of each rank, whose messages overlap with computation.
+            randomness: Keys what modules draw.
+        """
+        self.adapters, self.cut = dict(adapters), cut
+        self.ranks = RanksOfExperts(cut.group, chunks=chunks)
+        self._root = root
+        self._modules: dict[str, nn.Module] = {}
+        self._names: dict[str, list[str]] = {}
+        self._wholes: dict[str, dict[nn.Parameter, Tensor]] | None = None
+        for adapter in self.adapters.values():
+            if isinstance(adapter, ExpertList):
+                adapter.again = randomness.again
+
+    @property
+    def not_gathered_by_layer(self) -> frozenset[str]:
+        """FQNs of parameters that not all ranks use as often: nobody may wait for others when a layer runs."""
+        lists = {fqn for fqn, adapter in self.adapters.items() if adapter.may_skip}
+        return frozenset(name for name in self.cut.placements if any(name.startswith(f"{fqn}.") for fqn in lists))
+
+    def be_ready(self) -> None:
+        """Be ready to run, now that each parameter holds this rank's part."""
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        for fqn in self.adapters:
+            module = self._root.get_submodule(fqn)
+            mine = [p for p in module.parameters() if names[id(p)] in self.cut.placements]
+            if not any(is_absent(parameter) for parameter in mine):
+                self._modules[fqn] = module
+                self._names[fqn] = [names[id(parameter)] for parameter in mine]
+
+    def running(self) -> AbstractContextManager[None]:
+        """The modules run with shared experts inside."""
+        return replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward))
+
+    def _run(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module, adapter = self._modules[fqn], self.adapters[fqn]
+        if self._wholes is not None:
+            with _holding(self._wholes[fqn]):
+                return forward(*args, **kwargs)
+        trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+
+        def exchange(rows: Tensor, counts: Tensor) -> Tensor:
+            trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
+            return self.ranks.run(rows, counts, partial(adapter.compute, module, forward), trains=trains)
+
+        return adapter.run(module, forward, args, kwargs, exchange)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def meet(self, num_microbatches: int) -> None:
+        """See that all ranks are about to run the layers as often; collective over the ranks that share experts.
+
+        Args:
+            num_microbatches: Of the step on this rank.
+
+        Raises:
+            RanksOfExpertsDiffer: They are not; on every rank.
+        """
+        device = next(iter(self._root.parameters())).device
+        votes = torch.tensor([num_microbatches, -num_microbatches], device=device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cut.group)
+        most, fewest = votes[0].item(), -votes[1].item()
+        if most != fewest:
+            raise RanksOfExpertsDiffer(
+                f"replicas that share experts must run their layers equally often, but have batches of {fewest} to"
+                f" {most} microbatches ({num_microbatches} here); give them batches of equal size, or set"
+                " num_microbatches=1"
+            )
+
+    @torch.no_grad()
+    def agree_on_gradients(self) -> None:
+        """What one rank alone holds has a gradient on the others too, of no element; collective.
+
+        So optimizers have a state for the same parameters on every rank.
+        """
+        owned = [p for fqn in self._modules if self.adapters[fqn].may_skip for p in self._parameters_of(fqn)]
+        if not owned:
+            return
+        has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
+        has = has.to(owned[0].device)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.cut.group)
+        for parameter, one_has in zip(owned, has.tolist(), strict=True):
+            if one_has and parameter.grad is None and not parameter.numel():
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _parameters_of(self, fqn: str) -> list[nn.Parameter]:
+        return [self._root.get_parameter(name) for name in self._names[fqn]]
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self, parts: HeldParts) -> None:
+        """Hold all experts until ``end_evaluation``: replicas may have different numbers of batches; collective.
+
+        Args:
+            parts: What this rank holds of all parameters.
+        """
+        parameters = dict(self._root.named_parameters())
+        with torch.no_grad():
+            self._wholes = {
+                fqn: {parameters[name]: parts.joined(name, parameters[name].detach()) for name in names}
+                for fqn, names in self._names.items()
+            }
+
+    def end_evaluation(self) -> None:
+        """Let them go."""
+        self._wholes = None
+
+
+@contextlib.contextmanager
+def _holding(wholes: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Parameters are whole inside."""
+    parts = {parameter: parameter.data for parameter in wholes}
+    for parameter, whole in wholes.items():
+        parameter.data = whole
+    try:
+        yield
+    finally:
+        for parameter, part in parts.items():
+            parameter.data = part
+
+
+def describe_experts(adapters: Mapping[str, ExpertsAdapter], whole: Mapping[str, str], size: int) -> str:
+    """What is shared and what is not, in words.
+
+    Args:
+        adapters: By FQN of the module.
+        whole: Why others stay whole, by FQN.
+        size: Number of ranks.
+    """
+    alike: dict[tuple[str, int], list[str]] = {}
+    for fqn, adapter in adapters.items():
+        alike.setdefault((adapter.what, adapter.num_experts), []).append(fqn)
+    lines = [
+        f"{_listed(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
+        for (what, number), fqns in alike.items()
+    ]
+    reasons: dict[str, list[str]] = {}
+    for fqn, reason in whole.items():
+        reasons.setdefault(reason, []).append(fqn)
+    lines += [f"{_listed(fqns)}: experts stay whole on every rank, {reason}" for reason, fqns in reasons.items()]
+    return "\n".join(lines)
+
+
+def _listed(fqns: list[str]) -> str:
+    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"

@@ -1,0 +1,77 @@
+"""Expert parallelism in a strategy: find the experts as the first step is recorded, share them, say what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.experts.found import ExpertCalls, FoundExperts
+from lightning_hybrid.experts.sharded import SharedExperts, describe_experts, placements_of
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import AxisCut
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.step.randomness import KeyedRandomness
+
+
+class ExpertPlanner:
+    """Finds the experts of one module while its first step is recorded.
+
+    Attributes:
+        summary: What was found, in words.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        """Args: module: the user's, whole. mesh: the ranks."""
+        self._module, self._mesh = module, mesh
+        self._calls = ExpertCalls()
+        self.summary = ""
+
+    @contextmanager
+    def watching(self, variant: Variant) -> Iterator[None]:
+        """See the modules while the step is recorded inside."""
+        with self._calls.watching(self._module, variant.recording.units):
+            yield
+
+    def plan(self, chunks: int, randomness: KeyedRandomness) -> SharedExperts:
+        """Find the experts on the first rank, and share them; collective over the world.
+
+        Args:
+            chunks: Of the experts of each rank, whose messages overlap with computation.
+            randomness: Keys what modules draw.
+
+        Raises:
+            LayoutError: There are no experts that the ranks can share; on every rank.
+            RuntimeError: The search failed; on every rank.
+        """
+        size = self._mesh.size("ep")
+        box: list[Any] = [None]
+        if self._mesh.rank == 0:
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    box[0] = self._calls.find(self._module, size)
+            except Exception as error:
+                box[0] = f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(box, src=0)
+        found = box[0]
+        if not isinstance(found, FoundExperts):
+            raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {found}")
+        if not found.adapters:
+            reasons = "; ".join(f"{fqn}: {reason}" for fqn, reason in found.whole.items())
+            numbers = "a size that divides the number of experts, or " if found.whole else ""
+            raise LayoutError(
+                f"expert_parallel_size={size} finds no experts that {size} ranks can share"
+                f" ({reasons or 'no module has stacked experts or a list of them that its tokens choose from'});"
+                f" set {numbers}expert_parallel_size=1, or register an adapter with"
+                " lightning_hybrid.experts.register_experts"
+            )
+        self._calls = ExpertCalls()
+        self.summary = describe_experts(found.adapters, found.whole, size)
+        placements = placements_of(self._module, found.adapters, size)
+        cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
+        return SharedExperts(self._module, found.adapters, cut, chunks=chunks, randomness=randomness)
