@@ -1,1 +1,18 @@
-"""Experts: layers that send each token to few of many networks, and the ranks that share these."""
+"""Mixtures of experts: routers, experts with stacked weights, the layer made of them, and ranks that share experts."""
+
+from lightning_hybrid.experts.adapters import ExpertsAdapter
+from lightning_hybrid.experts.grouped import GroupedExperts
+from lightning_hybrid.experts.layer import MoE
+from lightning_hybrid.experts.registry import register_experts
+from lightning_hybrid.experts.routing import ExpertChoiceRouter, Report, Routing, TopKRouter
+
+__all__ = [
+    "ExpertChoiceRouter",
+    "ExpertsAdapter",
+    "GroupedExperts",
+    "MoE",
+    "Report",
+    "Routing",
+    "TopKRouter",
+    "register_experts",
+]

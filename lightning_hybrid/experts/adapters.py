@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.permute import gathered, spread
+from lightning_hybrid.experts.dispatch import all_pairs, combine, take_rows
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.tree import flatten, map_leaves, unflatten
 
@@ -170,12 +170,12 @@ class BatchedPairs(_Batched):
         shape, k = hidden.shape, which.shape[-1]
         hidden = hidden.reshape(-1, shape[-1])
         numbers = which.reshape(-1).clamp(0, self.num_experts)
-        order = torch.argsort(numbers, stable=True)
         counts = torch.bincount(numbers, minlength=self.num_experts + 1)[: self.num_experts]
-        out = exchange(spread(hidden, order, k), counts)
-        pairs = gathered(out, order).view(-1, k, out.shape[-1])
-        mixed = (pairs * weights.reshape(-1, k, 1)).sum(1).to(out.dtype)
-        return mixed.view(*shape[:-1], -1)
+        pairs = all_pairs(numbers.view(-1, k), weights.reshape(-1, k), counts)
+        out = exchange(take_rows(hidden, pairs), counts)
+        if missing := numbers.shape[0] - out.shape[0]:  # pairs that name no expert lie behind all others
+            out = torch.cat([out, out.new_zeros(missing, out.shape[-1])])
+        return combine(out, pairs, hidden.shape[0]).view(*shape[:-1], out.shape[-1])
 
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
