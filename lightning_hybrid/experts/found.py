@@ -13,7 +13,7 @@ from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
 from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.experts.proof import prove
 from lightning_hybrid.experts.registry import recognised
-from lightning_hybrid.step.alike import unit_key
+from lightning_hybrid.step.alike import each_alone, unit_key
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import flatten
@@ -65,7 +65,7 @@ class ExpertCalls:
 
             return seen
 
-        with replaced_forwards(inside, wrap):
+        with each_alone(units), replaced_forwards(inside, wrap):
             yield
 
     def find(self, root: nn.Module, size: int) -> FoundExperts:

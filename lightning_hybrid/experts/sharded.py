@@ -201,11 +201,20 @@ def describe_experts(adapters: Mapping[str, ExpertsAdapter], whole: Mapping[str,
         f"{_listed(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
         for (what, number), fqns in alike.items()
     ]
+    lines += [f"{fqns}: experts stay whole on every rank, {reason}" for fqns, reason in by_reason(whole)]
+    return "\n".join(lines)
+
+
+def by_reason(whole: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Modules, in words, and the reason that they share.
+
+    Args:
+        whole: Why modules stay whole, by FQN.
+    """
     reasons: dict[str, list[str]] = {}
     for fqn, reason in whole.items():
         reasons.setdefault(reason, []).append(fqn)
-    lines += [f"{_listed(fqns)}: experts stay whole on every rank, {reason}" for reason, fqns in reasons.items()]
-    return "\n".join(lines)
+    return [(_listed(fqns), reason) for reason, fqns in reasons.items()]
 
 
 def _listed(fqns: list[str]) -> str:

@@ -8,8 +8,9 @@ shape says so.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,21 @@ def _value_key(value: Any, position: int | None) -> Hashable:
 
 def _tensor_key(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+@contextlib.contextmanager
+def each_alone(units: Mapping[str, nn.Module]) -> Iterator[None]:
+    """No unit is like another inside, so that a recording runs each of them."""
+    for fqn, unit in units.items():
+        unit.__dict__[_ALONE] = fqn
+    try:
+        yield
+    finally:
+        for unit in units.values():
+            unit.__dict__.pop(_ALONE, None)
+
+
+_ALONE = "_hybrid_recorded_alone"
 
 
 def arguments_key(leaves: list[Any], spec: Any) -> Hashable:

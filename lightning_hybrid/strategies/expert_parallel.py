@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.experts.found import ExpertCalls, FoundExperts
-from lightning_hybrid.experts.sharded import SharedExperts, describe_experts, placements_of
+from lightning_hybrid.experts.sharded import SharedExperts, by_reason, describe_experts, placements_of
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
@@ -62,7 +62,7 @@ class ExpertPlanner:
         if not isinstance(found, FoundExperts):
             raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {found}")
         if not found.adapters:
-            reasons = "; ".join(f"{fqn}: {reason}" for fqn, reason in found.whole.items())
+            reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(found.whole))
             numbers = "a size that divides the number of experts, or " if found.whole else ""
             raise LayoutError(
                 f"expert_parallel_size={size} finds no experts that {size} ranks can share"

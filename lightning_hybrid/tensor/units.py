@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.step.alike import each_alone
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
@@ -73,7 +74,7 @@ def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.M
 
         return seen
 
-    with _unlike(units), replaced_forwards(units, wrap), replaced_forwards(pipeline_units, wrap_pipeline_unit):
+    with each_alone(units), replaced_forwards(units, wrap), replaced_forwards(pipeline_units, wrap_pipeline_unit):
         yield calls
 
 
@@ -92,21 +93,6 @@ class _ReadWatch(TorchFunctionMode):
                 if unit not in self._running and getattr(func, "__name__", "") != "__get__":
                     self._calls.read_outside.setdefault(unit, set()).add(name)
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _unlike(units: Mapping[str, nn.Module]) -> Iterator[None]:
-    """No unit is like another inside, so that a recording runs each of them."""
-    for fqn, unit in units.items():
-        unit.__dict__[_ALONE] = fqn
-    try:
-        yield
-    finally:
-        for unit in units.values():
-            unit.__dict__.pop(_ALONE, None)
-
-
-_ALONE = "_hybrid_recorded_alone"
 
 
 def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

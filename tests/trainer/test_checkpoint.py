@@ -12,6 +12,7 @@ from models import GPT2, Decoder, Layers, Samples, Tied, batch_of, make
 from one_process.in_process import assert_same_gradients
 from torch.utils.data import DataLoader
 from trainer.fitting import trainer_of
+from wider_models import Looped, Mixtral
 
 from lightning_hybrid import Hybrid3DStrategy
 
@@ -32,6 +33,7 @@ class OwnOptimizer(Tied):
 
 
 MODULES = {"GPT2": GPT2, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
+MODULES |= {"Mixtral": Mixtral, "Looped": Looped}
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,20 @@
 from typing import ClassVar
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 from trainer.fitting import Run, assert_parity, fit, fit_reference
+from trainer.test_checkpoint import PLAIN, PP2, Layout, assert_same_state, train
+from trainer.test_checkpoint_folder import ZERO, folders, save_halfway
 from trainer.test_experts import Experts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from wider_models import DeepseekV3, GptOss, Looped, Mixtral, Qwen3Moe
+from worlds_plugin import RankError
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.cli import main as command_line
+from lightning_hybrid.experts import register_experts
+from lightning_hybrid.layout import LayoutError
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -53,3 +64,127 @@ IN_FLOAT32 = {DeepseekV3: 1e-5}
 @pytest.mark.parametrize("run", list(RUNS.values()), ids=list(RUNS))
 def test_parity(worlds, run):
     check(worlds, run, tolerance=IN_FLOAT32.get(run.case, 1e-10))
+
+
+# --- what a rank holds and sends --------------------------------------------------------------------------------------
+
+
+class CountsExperts(Callback):
+    """Bytes of experts between two steps, and the all-to-alls of the run."""
+
+    noted = None
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        [optimizer] = trainer.optimizers
+        with torch._C.DisableTorchFunction():
+            experts = [p for name, p in pl_module.named_parameters() if ".experts." in name]
+            held = {
+                "parameters": sum(p.untyped_storage().nbytes() for p in experts),
+                "gradients": sum(p.grad.nbytes for p in experts if p.grad is not None),
+                "states": sum(v.nbytes for p in experts for v in optimizer.state[p].values() if v.dim()),
+            }
+        shared = getattr(trainer.strategy, "experts", None)
+        self.noted = held, shared.ranks.num_exchanges if shared is not None else 0
+
+
+@pytest.mark.parametrize("case", [Mixtral, Looped])
+def test_bytes_are_halved_and_exchanges_counted(worlds, case):
+    run = shared(case, microbatches=1, num_batches=2, callback=CountsExperts)
+    [(whole, _)] = worlds.run(1, held_by_one, run)
+    ranks = [rank.extra for rank in worlds.run(2, fit, run)]
+    for what, size in whole.items():
+        assert sum(held[what] for held, _ in ranks) == size > 0, (what, whole, ranks)
+        assert ranks[0][0][what] == size // 2, what
+    layers, steps = 4, 2
+    assert all(number == (2 + 2) * layers * steps for _, number in ranks)  # two forward and two backward
+
+
+def held_by_one(run):
+    return fit_reference(run).extra
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+EP2 = Layout(1, dp=2, options=(("expert_parallel_size", 2),))
+EP2_PP2 = Layout(2, dp=2, options=(("expert_parallel_size", 2),))
+EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 3)))
+
+
+@pytest.mark.parametrize(
+    ("case", "saving", "loading"),
+    [
+        pytest.param("Looped", EP2, (ZERO, PLAIN), id="a list of experts, by others"),
+        pytest.param("Mixtral", EP2_ZERO, (EP2_PP2, PP2), id="zero x ep2, by others"),
+        pytest.param("Mixtral", PP2, (EP2, EP2_ZERO), id="by ep2", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["folder", pytest.param("file", marks=pytest.mark.slow)])
+def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
+    path = str(tmp_path / "half.ckpt")
+    [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
+    worlds.run(saving.world_size, save_halfway, case, folders(saving) if kind == "folder" else saving, path)
+    for layout in loading:
+        resumed = path
+        if layout is PLAIN and kind == "folder":
+            resumed = str(tmp_path / "one.ckpt")
+            assert command_line(["checkpoint", "convert", path, resumed]) == 0
+        for state, reached in worlds.run(layout.world_size, train, case, layout, 2, resumed):
+            assert reached == steps == 4, layout
+            assert_same_state(state, expected)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class OfAllRows(MixtralExperts):
+    """What it does to a row depends on the other ones, so that rows cannot be computed elsewhere."""
+
+    def forward(self, hidden, which, weights):
+        return super().forward(hidden - hidden.mean(0), which, weights)
+
+
+def mixed_up(module):
+    for layer in module.model.model.layers:
+        layer.mlp.experts.__class__ = OfAllRows
+
+
+def ragged(module):
+    """The second batch of the second replica is shorter."""
+
+    def cut(batch, dataloader_idx):
+        is_short = module.trainer.global_rank == 1 and module.trainer.global_step == 1
+        return {name: value[:2] for name, value in batch.items()} if is_short else batch
+
+    module.on_before_batch_transfer = cut
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run("Layers", dp=2, ep=2), r"finds no experts that 2 ranks can share \(no module has stacked experts"),
+        (
+            Run(Mixtral, dp=3, ep=3),
+            r"its 4 experts are no multiple of 3\); set a size that divides",
+        ),
+        (
+            shared(change=mixed_up),
+            r"experts \(4\): not the same in the proof: an argument.s gradient differs by",
+        ),
+        (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
+        (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
+    ],
+    ids=["no experts", "uneven", "fails its proof", "ragged", "too many"],
+)
+def test_refused(worlds, run, message):
+    with pytest.raises(RankError, match=message):
+        worlds.run(run.world_size, fit, run)
+
+
+def test_no_context_ranks_yet():
+    with pytest.raises(LayoutError, match="expert_parallel_size=2 and context_parallel_size=2"):
+        Hybrid3DStrategy(expert_parallel_size=2, context_parallel_size=2)
+
+
+def test_an_adapter_is_a_class():
+    with pytest.raises(TypeError, match="give a subclass of"):
+        register_experts(Mixtral)
