@@ -284,7 +284,8 @@ def _attributes_of(module: nn.Module, size: int) -> list[tuple[str, ...]]:
     """Attributes that may hold the number of experts, the likeliest choice first."""
     equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
     named = [name for name in equal if "expert" in name.lower()]
-    return list(dict.fromkeys([tuple(named), tuple(equal), ()]))
+    alone = [(name,) for name in equal]
+    return list(dict.fromkeys([tuple(named), tuple(equal), *alone, ()]))
 
 
 def _bound(module: nn.Module, call: Call) -> dict[str, Any]:
