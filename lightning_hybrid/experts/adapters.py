@@ -117,8 +117,12 @@ class _Batched(ExpertsAdapter):
     def _called(self, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
         """By place where that is possible: what is behind a decorated forward may have other names for them."""
         given = {self.names[what]: value for what, value in arguments.items()}
-        first = list(inspect.signature(type(module).forward).parameters)[1 : 1 + len(given)]
-        out: Tensor = forward(*map(given.get, first)) if set(first) == given.keys() else forward(**given)
+        by_place = []
+        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]:
+            if parameter.name not in given or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                break
+            by_place.append(given.pop(parameter.name))
+        out: Tensor = forward(*by_place, **given)
         return out
 
     @contextlib.contextmanager
