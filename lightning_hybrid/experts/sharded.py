@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,24 +17,33 @@ from lightning_hybrid.experts.exchange import RanksOfExperts
 from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.spans import part_of
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
 
 
-def placements_of(root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int) -> dict[str, Shard]:
+def placements_of(
+    root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, cuts: Sequence[AxisCut] = ()
+) -> dict[str, Shard]:
     """Where the parts of the experts lie, by FQN of the parameter in the root.
 
     Args:
         root: The user's module, whole.
         adapters: By FQN of the module with experts.
         size: Number of ranks.
+        cuts: What is cut before.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found = {}
     for fqn, adapter in adapters.items():
         module = root.get_submodule(fqn)
         for name, placement in adapter.placements(module, size).items():
-            found[names[id(module.get_parameter(name))]] = placement
+            parameter = module.get_parameter(name)
+            fqn_of = names[id(parameter)]
+            if placement.is_owned:  # all that is left
+                owner = placement.pieces[0].owner
+                placement = Shard.owned(part_of(cuts, fqn_of, parameter.shape).shape[0], size, owner or 0)
+            found[fqn_of] = placement
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,11 @@ class ExpertPlanner:
         with self._calls.watching(self._module, variant.recording.units):
             yield
 
-    def plan(self, chunks: int, randomness: KeyedRandomness) -> SharedExperts:
+    def plan(self, cuts: Sequence[AxisCut], chunks: int, randomness: KeyedRandomness) -> SharedExperts:
         """Find the experts on the first rank, and share them; collective over the world.
 
         Args:
+            cuts: What is cut before.
             chunks: Of the experts of each rank, whose messages overlap with computation.
             randomness: Keys what modules draw.
 
@@ -72,6 +73,6 @@ class ExpertPlanner:
             )
         self._calls = ExpertCalls()
         self.summary = describe_experts(found.adapters, found.whole, size)
-        placements = placements_of(self._module, found.adapters, size)
+        placements = placements_of(self._module, found.adapters, size, cuts)
         cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
         return SharedExperts(self._module, found.adapters, cut, chunks=chunks, randomness=randomness)

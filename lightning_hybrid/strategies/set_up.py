@@ -224,7 +224,8 @@ class SetUpStrategy(VerifyingStrategy):
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(), planner.summary
         if recorded and experts is not None:
-            self._experts = experts.plan(self.options.expert_chunks, randomness)
+            cuts = [] if self._shards is None else [self._shards.cut]
+            self._experts = experts.plan(cuts, self.options.expert_chunks, randomness)
             self._expert_summary = experts.summary
         if recorded:
             reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads

@@ -54,6 +54,22 @@ RUNS = {
     "in chunks": shared(strategy={"expert_chunks": 2}),
     "recomputed": shared(strategy={"recompute": "full"}),
     "validated": shared(validate=True),
+    "ep4": shared(dp=4, ep=4, slow=True),
+    "ep4, a list": shared(Looped, dp=4, ep=4, slow=True),
+    "ep4 over stages": shared(Qwen3Moe, dp=4, ep=4, pp=2, slow=True),
+    "a list over stages and tensor ranks": shared(Looped, pp=2, tp=2, slow=True),
+    "a list, zero3": shared(Looped, dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
+    "a list, zero3 by layer": shared(
+        Looped, dp=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, slow=True
+    ),
+    "zero3 by layer": shared(dp=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, slow=True),
+    "zero2 within the experts' ranks": shared(dp=4, ep=4, strategy={"zero_stage": 2, "shard_size": 2}, slow=True),
+    "zero1 over stages": shared(dp=2, pp=2, strategy={"zero_stage": 1}, validate=True, slow=True),
+    "a list, recomputed": shared(Looped, strategy={"recompute": "full"}, slow=True),
+    "recomputed in part": shared(strategy={"recompute": "selective"}, slow=True),
+    "a list, validated": shared(Looped, validate=True, slow=True),
+    "interleaved": shared(pp=2, strategy={"stages_per_rank": 2}, slow=True),
+    "sequence dealt": shared(tp=2, sequence=True, slow=True),
 }
 
 
