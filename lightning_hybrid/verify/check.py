@@ -53,6 +53,8 @@ class Verification:
             return Report(layout.name, "failed", f"the reference did not run: {_text(error)}")
         notes = tuple(reference.notes)
         if reference.failure is not None:
+            if self.experiment.precision == "64-true" and "Double" in reference.failure.message:
+                notes = (*notes, "some kernel does not know float64: try --precision 32-true")
             return Report(layout.name, "failed", f"in the reference: {reference.failure.message}", notes=notes)
         try:
             ranks = self._run(layout.devices, observe_layout, self.experiment, layout, timeout=self._timeout)

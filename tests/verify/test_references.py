@@ -3,6 +3,7 @@
 import pytest
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn import functional as F
 from wild.suite import check, regression_data
 from wild.test_first import Dropping, Plain
 
@@ -138,3 +139,16 @@ def test_test_and_prediction_are_compared(worlds, module, first):
     report = check(worlds, module, layout, make_data=all_loaders, steps=2)
     assert report.outcome == ("same" if first is None else "different"), str(report)
     assert first is None or str(report.first.key) == first, str(report)
+
+
+class OnlyFloat32(Plain):
+    """Its kernel knows no float64, as those of experts do not on CPUs."""
+
+    def forward(self, x):
+        offsets = torch.tensor([x.shape[0]], dtype=torch.int32)
+        return F.grouped_mm(super().forward(x), torch.eye(1, dtype=x.dtype)[None], offs=offsets)
+
+
+def test_a_kernel_that_knows_no_float64_is_told_apart(worlds):
+    report = check(worlds, OnlyFloat32, Layout("dp2", 2))
+    assert report.outcome == "failed" and "try --precision 32-true" in " ".join(report.notes), str(report)
