@@ -21,6 +21,7 @@ Where more ranks share experts than share a shard, `parts` is ep x tp.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,6 +87,12 @@ class Mesh:
             raise LayoutError(
                 f"layout needs {'*'.join(AXES)} = {sizes} = {layout.world_size} ranks but the world has "
                 f"{dist.get_world_size()}; set devices={layout.world_size} or change the layout's sizes"
+            )
+        if layout.data_parallel_size % layout.expert_parallel_size:
+            raise LayoutError(
+                f"expert_parallel_size={layout.expert_parallel_size} is no divisor of data_parallel_size="
+                f"{layout.data_parallel_size}, and experts are not laid over context ranks yet; set "
+                f"expert_parallel_size={math.gcd(layout.data_parallel_size, layout.expert_parallel_size)}"
             )
         end_after_gloo()
         device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
@@ -198,7 +205,6 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     size, shard = layout.expert_parallel_size, layout.data_shard_size
     if size == 1:
         return {}
-    assert layout.data_parallel_size % size == 0, "experts over context ranks are refused by the strategy's options"
     inside = max(1, shard // size)
     data = layout.data_parallel_size // (size * inside), inside, size
     view = layout.pipeline_parallel_size, *data, layout.context_parallel_size, layout.tensor_parallel_size

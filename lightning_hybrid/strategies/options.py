@@ -101,12 +101,6 @@ class Options:
                 f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of"
                 " them to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
             )
-        experts = self.sizes.get("expert_parallel_size", 1)
-        if experts != 1 and context != 1:
-            raise LayoutError(
-                f"expert_parallel_size={experts} and context_parallel_size={context} do not go together yet; set one of"
-                " them to 1"
-            )
 
     def _check_zero(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):

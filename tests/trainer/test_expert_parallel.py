@@ -13,10 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from wider_models import DeepseekV3, GptOss, Looped, Mixtral, Qwen3Moe
 from worlds_plugin import RankError
 
-from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.experts import register_experts
-from lightning_hybrid.layout import LayoutError
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -69,6 +67,8 @@ RUNS = {
     "recomputed in part": shared(strategy={"recompute": "selective"}, slow=True),
     "a list, validated": shared(Looped, validate=True, slow=True),
     "interleaved": shared(pp=2, strategy={"stages_per_rank": 2}, slow=True),
+    "context": shared(cp=2, slow=True),
+    "context, a list": shared(Looped, cp=2, slow=True),
     "sequence dealt": shared(tp=2, sequence=True, slow=True),
 }
 
@@ -188,17 +188,13 @@ def ragged(module):
         ),
         (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
+        (Run(Mixtral, dp=2, cp=2, ep=4), "not laid over context ranks yet; set expert_parallel_size=2"),
     ],
-    ids=["no experts", "uneven", "fails its proof", "ragged", "too many"],
+    ids=["no experts", "uneven", "fails its proof", "ragged", "too many", "over context"],
 )
 def test_refused(worlds, run, message):
     with pytest.raises(RankError, match=message):
         worlds.run(run.world_size, fit, run)
-
-
-def test_no_context_ranks_yet():
-    with pytest.raises(LayoutError, match="expert_parallel_size=2 and context_parallel_size=2"):
-        Hybrid3DStrategy(expert_parallel_size=2, context_parallel_size=2)
 
 
 def test_an_adapter_is_a_class():
