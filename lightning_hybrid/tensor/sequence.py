@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.placement import Replicated, Shard
 from lightning_hybrid.tensor.plan import Group, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.prove import LOOSE_TOLERANCE, TOLERANCE, Proof, difference_of
-from lightning_hybrid.tensor.trial import TrialFailed
+from lightning_hybrid.tensor.trial import TrialFailed, run_whole
 
 # More combinations of whose code is shown the whole length are not tried.
 _MOST_TRIALS = 16
@@ -99,10 +99,20 @@ def _sequence(proof: Proof) -> tuple[int, int] | None:
 
 
 def _mixes(proof: Proof, place: int, dim: int) -> bool:
-    """Whether the unit mixes values along a dim: samples of a batch are not mixed, positions mostly are."""
-    whole = UnitPlan.whole(proof.unit, proof.ranks.size, "")
-    alone = PositionsPlan(by="context", place=place, dim=dim, num_dims=_num_dims(proof, place))
-    return isinstance(_dealt(whole, alone, proof), str)
+    """Whether the unit mixes values along a dim: samples of a batch are not mixed, positions mostly are.
+
+    One place in the middle is changed; where values are mixed, results before or after it change too.
+    """
+    setting = replace(proof.first, grad=False)
+    leaf = proof.example.leaves[place]
+    middle, leaves = leaf.shape[dim] // 2, list(proof.example.leaves)
+    leaves[place] = leaf.detach().clone()
+    leaves[place].select(dim, middle).mul_(-0.5)
+    changed = run_whole(proof.unit, replace(proof.example, leaves=tuple(leaves)), setting)
+    others = [index for index in range(leaf.shape[dim]) if index != middle]
+    pairs = zip(proof.whole(setting).outputs, changed.outputs, strict=True)
+    alike = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == leaf.shape == b.shape]
+    return not all(torch.equal(a.select(dim, i), b.select(dim, i)) for a, b in alike for i in others)
 
 
 def _num_dims(proof: Proof, place: int) -> int:
