@@ -90,7 +90,7 @@ class LoopedExperts(nn.Module):
             if token.shape[0] == 0:
                 continue
             answer = expert(hidden[token]) * weights[token, place, None]
-            out.index_add_(0, token, answer)
+            out.index_add_(0, token, answer.to(hidden.dtype))
         return out.reshape(batch, length, width)
 
 

@@ -82,6 +82,19 @@ def test_parity(worlds, run):
     check(worlds, run, tolerance=IN_FLOAT32.get(run.case, 1e-10))
 
 
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=pytest.mark.slow), ("bf16-mixed", 0.2)]
+)
+def test_number_formats(worlds, precision, tolerance):
+    """Where rounding changes which expert a token goes to, as in a tiny Mixtral, replicas alone differ as much."""
+    options = {"trainer": {"precision": precision}, "dtype": torch.float32, "change": with_sgd}
+    check(worlds, shared(Looped, **options), tolerance=tolerance)
+
+
+def with_sgd(module):
+    module.optimizer = "sgd"
+
+
 # --- what a rank holds and sends --------------------------------------------------------------------------------------
 
 
