@@ -96,14 +96,34 @@ def test_number_formats(worlds, stage, precision, tolerance):
     check(worlds, run, tolerance=tolerance)
 
 
+SIZES = {"dp2": {}, "dp2tp2": {"tp": 2}, "dp2pp2": {"pp": 2}, "dp2tp2pp2": {"tp": 2, "pp": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", list(SIZES.values()), ids=list(SIZES))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-3), ("bf16-mixed", 0.2)], ids=lambda v: str(v))
+def test_number_formats_under_every_layout(worlds, stage, precision, tolerance, sizes):
+    options = {"dtype": torch.float32, "trainer": {"precision": precision, **CLIPPED}, "change": sgd, **sizes}
+    check(worlds, zero(stage, "Layers", per_layer=stage == 3, **options), tolerance=tolerance)
+
+
 def huge_on_one_replica(module):
     sgd(module)
     whole = module.loss
     module.loss = lambda batch: whole(batch) * (1e3 if module.trainer.global_rank == 1 else 1.0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, stage):
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [
+        (2, {}),
+        (3, {}),
+        *(pytest.param(stage, SIZES[name], marks=pytest.mark.slow) for stage in (1, 2, 3) for name in list(SIZES)[1:]),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, stage, sizes):
     run = Run(
         "Layers",
         dp=2,
@@ -111,11 +131,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, stage):
         precision="16-mixed",
         change=huge_on_one_replica,
         strategy={"zero_stage": stage},
+        **sizes,
     )
-    first, second = worlds.run(2, fit, run)
-    assert first.scale == second.scale < 65536.0
-    assert len(first.grads) == len(second.grads) < 3
-    assert all(torch.equal(value, second.state[name]) for name, value in first.state.items())
+    first, *others = worlds.run(run.world_size, fit, run)
+    for other in others:
+        assert first.scale == other.scale < 65536.0
+        assert len(first.grads) == len(other.grads) < 3
+        assert all(torch.equal(value, other.state[name]) for name, value in first.state.items())
 
 
 # --- what a rank holds ------------------------------------------------------------------------------------------------
