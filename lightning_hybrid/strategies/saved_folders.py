@@ -165,8 +165,9 @@ class FolderStrategy(StagedStrategy):
         stages = 1 if self._plan is None else self._plan.stages_per_rank
         packages = {"lightning_hybrid": "lightning-hybrid", "torch": "torch"}
         versions = {name: _version(package) for name, package in packages.items()}
+        sizes = {**dict(zip(AXES, self.layout.sizes, strict=True)), "ep": self.layout.expert_parallel_size}
         return {
-            "layout": {**dict(zip(AXES, self.layout.sizes, strict=True)), "stages_per_rank": stages},
+            "layout": {**sizes, "stages_per_rank": stages},
             "versions": {**versions, "lightning": checkpoint.get("pytorch-lightning_version")},
             "step": checkpoint.get("global_step"),
             "epoch": checkpoint.get("epoch"),

@@ -90,9 +90,12 @@ SCRIPT = """
         print("attempts", ATTEMPT + 1, "steps", trainer.global_step, flush=True)
 """
 SINGLE = 'import lightning.fabric.utilities.cloud_io as io; faulty(io.torch, "save", "save")'
+FOLDERS = 'import lightning_hybrid.checkpoint.writing as writing; faulty(writing, "_write_own", "save")'
 LAYOUTS = {
     "zero3": {"zero_stage": 3},
     "pp2": {"pipeline_parallel_size": 2, "num_microbatches": 2},
+    "zero3, folders": {"zero_stage": 3, "save_distributed_checkpoint": True},
+    "pp2, folders": {"pipeline_parallel_size": 2, "num_microbatches": 2, "save_distributed_checkpoint": True},
 }
 
 
@@ -119,8 +122,9 @@ def test_killed_at_four_points_and_restarted(tmp_path, monkeypatch, layout):
     """In a forward, in a message, after the optimizer's step and during a save."""
     # torchrun's restarts share a store otherwise, in which ranks find the addresses of those that were killed.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    undisturbed = drill(tmp_path, "calm", LAYOUTS[layout], 0)
-    drilled = drill(tmp_path, "drilled", LAYOUTS[layout], 4)
+    fault = {"save_fault": FOLDERS, "one_writer": False} if "folders" in layout else {}
+    undisturbed = drill(tmp_path, "calm", LAYOUTS[layout], 0, **fault)
+    drilled = drill(tmp_path, "drilled", LAYOUTS[layout], 4, **fault)
     assert undisturbed.keys() == drilled.keys()
     assert all(torch.equal(value, drilled[name]) for name, value in undisturbed.items())
 
