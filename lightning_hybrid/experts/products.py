@@ -26,7 +26,7 @@ class Activation(NamedTuple):
 
     plain: Callable[[Tensor], Tensor]
     into: Callable[[Tensor, Tensor], object]  # (x, out)
-    gradient: Callable[[Tensor, Tensor, Tensor], object]  # (gradient of the result, x, out); out may be the first
+    gradient: Callable[[Tensor, Tensor, Tensor], object]  # (gradient of the result, x, out)
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -131,18 +131,14 @@ def _forward(
         if up_bias is not None:
             before += up_bias[expert]
         after = scratch[: stop - start]
-        _activate(function, before, after, width, gated)
+        function.into(before[:, :width], after)
+        if gated:
+            after *= before[:, width:]
         result = out[start:stop]
         torch.mm(after, downs[expert].t(), out=result)
         if down_bias is not None:
             result += down_bias[expert]
     return out, hidden
-
-
-def _activate(function: Activation, before: Tensor, after: Tensor, width: int, gated: bool) -> None:
-    function.into(before[:, :width], after)
-    if gated:
-        after *= before[:, width:]
 
 
 @_forward.register_fake
@@ -180,8 +176,8 @@ def _backward(
     grad_rows, grad_up, grad_up_bias, grad_down, grad_down_bias = results = _gradients(rows, up, down, needs)
     largest = _largest(counts)
     inner = needs_rows or needs_up or needs_up_bias
-    after_scratch = rows.new_empty(largest if needs_down or gated else 0, width)
-    before_scratch = rows.new_empty(largest if inner else 0, up.shape[1])
+    after_scratch = rows.new_empty(largest, width)
+    before_scratch = rows.new_empty(largest, up.shape[1])
     ups, downs, grad_ups, grad_downs = up.unbind(0), down.unbind(0), grad_up.unbind(0), grad_down.unbind(0)
     for expert in (counts == 0).nonzero().flatten().tolist():
         for gradient, needed in zip(results[1:], needs[1:], strict=True):
@@ -192,24 +188,22 @@ def _backward(
         above, before = grad[start:stop], hidden[start:stop]
         if needs_down_bias:
             torch.sum(above, 0, out=grad_down_bias[expert])
+        # `below` becomes the gradient of what the first product gave; its second part first holds the activation.
+        below, after = before_scratch[:count], after_scratch[:count]
+        if gated:
+            function.into(before[:, :width], below[:, width:])
+            torch.mul(below[:, width:], before[:, width:], out=after)
+        elif needs_down:
+            function.into(before, after)
         if needs_down:
-            after = after_scratch[:count]
-            _activate(function, before, after, width, gated)
             torch.mm(above.t(), after, out=grad_downs[expert])
         if not inner:
             continue
-        # The gradient of what the first product gave. Its first part is first that of what the activation gives.
-        below = before_scratch[:count]
+        torch.mm(above, downs[expert], out=after)
         if gated:
-            product, second = after_scratch[:count], below[:, width:]
-            torch.mm(above, downs[expert], out=product)
-            function.into(before[:, :width], second)
-            second *= product
-            product *= before[:, width:]
-        else:
-            product = below
-            torch.mm(above, downs[expert], out=product)
-        function.gradient(product, before[:, :width], below[:, :width])
+            below[:, width:] *= after
+            after *= before[:, width:]
+        function.gradient(after, before[:, :width], below[:, :width])
         if needs_up_bias:
             torch.sum(below, 0, out=grad_up_bias[expert])
         if needs_up:
