@@ -240,14 +240,14 @@ def test_recomputation_changes_no_bit_and_counts_once(ours):
 def test_selective_recomputation_changes_no_bit(share):
     moe = layer()
     x = tokens_of(TOKENS).requires_grad_()
-    kept = gradients(moe, x, *_first_two(moe(x)))
+    kept = gradients(moe, x, *first_two(moe(x)))
     with Recomputation({"moe": moe}, {"moe": share}).running():
         y, report = moe(x)
     again = gradients(moe, x, y, report.loss)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-def _first_two(result):
+def first_two(result):
     y, report = result
     return y, report.loss
 
@@ -377,3 +377,13 @@ def test_what_is_kept_in_pieces(options, monkeypatch):
     expected, loss, *_ = oracle(moe, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
     agree(gradients(moe, x, y, report.loss), gradients(moe, x, expected, loss))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what Dynamo does inside
+@pytest.mark.parametrize("options", [{}, CASES["pad"], CASES["experts choose"]], ids=str)
+def test_compiled_as_one_graph(options):
+    moe = layer(**options)
+    x = tokens_of(TOKENS).requires_grad_()
+    expected = gradients(moe, x, *first_two(moe(x)))
+    agree(gradients(moe, x, *first_two(torch.compile(moe, backend="aot_eager", fullgraph=True)(x))), expected)
