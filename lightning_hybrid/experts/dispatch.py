@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DropBy: TypeAlias = Literal["position", "weight"]
@@ -124,17 +125,12 @@ def combine(results: Tensor, dispatch: Dispatch, num_tokens: int) -> Tensor:
 
 def _sum_of(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     """For each token the (weighted) sum of its rows, in the order of its choices."""
-    total: Tensor | None = None
-    for place in places.unbind(1):
-        part = rows.index_select(0, place)
-        if weights is None:
-            total = part if total is None else total.add_(part)
-        elif total is None:
-            total = part.mul_(weights.index_select(0, place).unsqueeze(1))
-        else:
-            total.addcmul_(part, weights.index_select(0, place).unsqueeze(1))
-    assert total is not None
-    return total
+    if not torch.is_grad_enabled():
+        # Sums of gathered rows in one pass, whatever the rows mean.
+        per_row = None if weights is None else weights.index_select(0, places.flatten()).view_as(places)
+        return F.embedding_bag(places, rows, mode="sum", per_sample_weights=per_row)
+    assert weights is None  # only a backward is differentiated, and it sums gradients
+    return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[1]).sum(1)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -163,5 +159,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         results, weights, tokens = ctx.saved_tensors
         rows = grad.index_select(0, tokens)
-        grad_weights = (rows * results).sum(1) if ctx.needs_input_grad[1] else None
-        return rows * weights.unsqueeze(1), grad_weights, None, None
+        grad_weights = torch.linalg.vecdot(rows, results) if ctx.needs_input_grad[1] else None
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            return rows * weights.unsqueeze(1), grad_weights, None, None
+        return rows.mul_(weights.unsqueeze(1)), grad_weights, None, None

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten: Any = torch.ops.aten
+_KEPT_BYTES = 16 << 20
 
 
 class Activation(NamedTuple):
@@ -26,7 +27,8 @@ class Activation(NamedTuple):
 
     plain: Callable[[Tensor], Tensor]
     into: Callable[[Tensor, Tensor], object]  # (x, out)
-    gradient: Callable[[Tensor, Tensor, Tensor], object]  # (gradient of the result, x, out); out may be the first
+    gradient: Callable[[Tensor, Tensor, Tensor], object]  # (gradient of the result, x, out)
+    from_result: bool = False  # `gradient` gives the same for the result in place of x
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -49,6 +51,7 @@ ACTIVATIONS: dict[str, Activation] = {
         F.relu,
         lambda x, out: torch.clamp_min(x, 0, out=out),
         lambda grad, x, out: _aten.threshold_backward.grad_input(grad, x, 0, grad_input=out),
+        from_result=True,
     ),
 }
 
@@ -105,6 +108,30 @@ def _largest(counts: Tensor) -> int:
     return int(counts.max()) if counts.numel() else 0
 
 
+def _kept(rows: Tensor, up: Tensor) -> list[Tensor]:
+    """Room for what the first product gives: [P, U], a tensor for so many rows.
+
+    Not one tensor: what is large comes from the system each time, and a fault per page, which cost a tenth of a step.
+    """
+    num_rows, width = rows.shape[0], up.shape[1]
+    each = max(_KEPT_BYTES // (width * rows.element_size()), 1) if rows.device.type == "cpu" else max(num_rows, 1)
+    return [rows.new_empty(min(each, num_rows - first), width) for first in range(0, num_rows, each)]
+
+
+def _keeps_result(function: Activation, gated: bool) -> bool:
+    """Whether the activation's result is kept, in place of what it was given."""
+    return function.from_result and not gated
+
+
+def _pieces(kept: Sequence[Tensor], start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Where the rows of one expert are kept: first row, row after the last, and their part of a tensor."""
+    each = kept[0].shape[0]
+    for number in range(start // each, (stop - 1) // each + 1):
+        begin = number * each
+        first, last = max(start, begin), min(stop, begin + each)
+        yield first, last, kept[number][first - begin : last - begin]
+
+
 @torch.library.custom_op("lightning_hybrid::grouped_mlp", mutates_args=())
 def _forward(
     rows: Tensor,
@@ -116,33 +143,30 @@ def _forward(
     activation: str,
     gated: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     function = ACTIVATIONS[activation]
     width = down.shape[2]
     out = rows.new_empty(rows.shape[0], down.shape[1])
     largest = _largest(counts)
-    hidden = rows.new_empty(rows.shape[0] if keep else 0, up.shape[1])
+    kept = _kept(rows, up) if keep else []
     spare = rows.new_empty(0 if keep else largest, up.shape[1])
-    scratch = rows.new_empty(largest, width)
+    in_place = _keeps_result(function, gated)
+    scratch = rows.new_empty(0 if in_place else largest, width)
     ups, downs = up.unbind(0), down.unbind(0)
     for expert, start, stop in _bounds(counts, rows.shape[0]):
-        before = hidden[start:stop] if keep else spare[: stop - start]
-        torch.mm(rows[start:stop], ups[expert].t(), out=before)
-        if up_bias is not None:
-            before += up_bias[expert]
-        after = scratch[: stop - start]
-        _activate(function, before, after, width, gated)
-        result = out[start:stop]
-        torch.mm(after, downs[expert].t(), out=result)
-        if down_bias is not None:
-            result += down_bias[expert]
-    return out, hidden
-
-
-def _activate(function: Activation, before: Tensor, after: Tensor, width: int, gated: bool) -> None:
-    function.into(before[:, :width], after)
-    if gated:
-        after *= before[:, width:]
+        for first, last, before in _pieces(kept, start, stop) if keep else [(start, stop, spare[: stop - start])]:
+            torch.mm(rows[first:last], ups[expert].t(), out=before)
+            if up_bias is not None:
+                before += up_bias[expert]
+            part = before if in_place else scratch[: last - first]
+            function.into(before[:, :width], part)
+            if gated:
+                part *= before[:, width:]
+            result = out[first:last]
+            torch.mm(part, downs[expert].t(), out=result)
+            if down_bias is not None:
+                result += down_bias[expert]
+    return out, kept
 
 
 @_forward.register_fake
@@ -156,9 +180,8 @@ def _(
     activation: str,
     gated: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    num_rows = rows.shape[0]
-    return rows.new_empty(num_rows, down.shape[1]), rows.new_empty(num_rows if keep else 0, up.shape[1])
+) -> tuple[Tensor, list[Tensor]]:
+    return rows.new_empty(rows.shape[0], down.shape[1]), _kept(rows, up) if keep else []
 
 
 @torch.library.custom_op("lightning_hybrid::grouped_mlp_backward", mutates_args=())
@@ -166,7 +189,7 @@ def _backward(
     grad: Tensor,
     rows: Tensor,
     counts: Tensor,
-    hidden: Tensor,
+    kept: Sequence[Tensor],
     up: Tensor,
     down: Tensor,
     activation: str,
@@ -180,8 +203,9 @@ def _backward(
     grad_rows, grad_up, grad_up_bias, grad_down, grad_down_bias = results = _gradients(rows, up, down, needs)
     largest = _largest(counts)
     inner = needs_rows or needs_up or needs_up_bias
-    after_scratch = rows.new_empty(largest if needs_down or gated else 0, width)
-    before_scratch = rows.new_empty(largest if inner else 0, up.shape[1])
+    is_result = _keeps_result(function, gated)
+    after_scratch = rows.new_empty(largest, width)
+    before_scratch = rows.new_empty(largest if inner or gated else 0, up.shape[1])
     ups, downs, grad_ups, grad_downs = up.unbind(0), down.unbind(0), grad_up.unbind(0), grad_down.unbind(0)
     for expert in (counts == 0).nonzero().flatten().tolist():
         for gradient, needed in zip(results[1:], needs[1:], strict=True):
@@ -189,27 +213,31 @@ def _backward(
                 gradient[expert].zero_()
     for expert, start, stop in _bounds(counts, rows.shape[0]):
         count = stop - start
-        above, before = grad[start:stop], hidden[start:stop]
+        above = grad[start:stop]
         if needs_down_bias:
             torch.sum(above, 0, out=grad_down_bias[expert])
+        # `below` becomes the gradient of what the first product gave; its second part first holds the activation.
+        below, after = before_scratch[:count], after_scratch[:count]
+        pieces = [(slice(first - start, last - start), piece) for first, last, piece in _pieces(kept, start, stop)]
+        for part, before in pieces:
+            if gated:
+                function.into(before[:, :width], below[part, width:])
+                torch.mul(below[part, width:], before[:, width:], out=after[part])
+            elif needs_down and not is_result:
+                function.into(before, after[part])
+            elif needs_down and len(pieces) > 1:
+                after[part] = before
         if needs_down:
-            after = after_scratch[:count]
-            _activate(function, before, after, width, gated)
-            torch.mm(above.t(), after, out=grad_downs[expert])
+            torch.mm(above.t(), pieces[0][1] if is_result and len(pieces) == 1 else after, out=grad_downs[expert])
         if not inner:
             continue
-        # The gradient of what the first product gave. Its first part is first that of what the activation gives.
-        below = before_scratch[:count]
+        torch.mm(above, downs[expert], out=after)
         if gated:
-            product, second = after_scratch[:count], below[:, width:]
-            torch.mm(above, downs[expert], out=product)
-            function.into(before[:, :width], second)
-            second *= product
-            product *= before[:, width:]
-        else:
-            product = below
-            torch.mm(above, downs[expert], out=product)
-        function.gradient(product, before[:, :width], below[:, :width])
+            below[:, width:] *= after
+        for part, before in pieces:
+            if gated:
+                after[part] *= before[:, width:]
+            function.gradient(after[part], before[:, :width], below[part, :width])
         if needs_up_bias:
             torch.sum(below, 0, out=grad_up_bias[expert])
         if needs_up:
@@ -237,7 +265,7 @@ def _(
     grad: Tensor,
     rows: Tensor,
     counts: Tensor,
-    hidden: Tensor,
+    kept: Sequence[Tensor],
     up: Tensor,
     down: Tensor,
     activation: str,
@@ -247,17 +275,17 @@ def _(
     return _gradients(rows, up, down, needs)
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
     rows, counts, up, up_bias, down, down_bias, ctx.activation, ctx.gated, _ = inputs
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, counts, up, up_bias, down, down_bias, output[1])
+    ctx.save_for_backward(rows, counts, up, up_bias, down, down_bias, *output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 9
-    rows, counts, up, up_bias, down, down_bias, hidden = ctx.saved_tensors
+    rows, counts, up, up_bias, down, down_bias, *kept = ctx.saved_tensors
     needs = [ctx.needs_input_grad[place] for place in (0, 2, 3, 4, 5)]
     found: Sequence[Tensor | None]
     if torch.is_grad_enabled():  # the gradient is to be differentiated again
@@ -267,7 +295,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
         parts = iter(torch.autograd.grad(out, wanted, grad, create_graph=True, materialize_grads=True))
         found = [next(parts) if needed else None for needed in needs]
     else:
-        grads = _backward(grad.contiguous(), rows, counts, hidden, up, down, ctx.activation, ctx.gated, needs)
+        grads = _backward(grad.contiguous(), rows, counts, kept, up, down, ctx.activation, ctx.gated, needs)
         found = [part if needed else None for part, needed in zip(grads, needs, strict=True)]
     grad_rows, grad_up, grad_up_bias, grad_down, grad_down_bias = found
     return grad_rows, None, grad_up, grad_up_bias, grad_down, grad_down_bias, None, None, None

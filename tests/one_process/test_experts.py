@@ -240,14 +240,14 @@ def test_recomputation_changes_no_bit_and_counts_once(ours):
 def test_selective_recomputation_changes_no_bit(share):
     moe = layer()
     x = tokens_of(TOKENS).requires_grad_()
-    kept = gradients(moe, x, *_first_two(moe(x)))
+    kept = gradients(moe, x, *first_two(moe(x)))
     with Recomputation({"moe": moe}, {"moe": share}).running():
         y, report = moe(x)
     again = gradients(moe, x, y, report.loss)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-def _first_two(result):
+def first_two(result):
     y, report = result
     return y, report.loss
 
@@ -365,3 +365,25 @@ def test_refusals(message, options):
 def test_counts_that_are_not_those_of_the_rows():
     with pytest.raises(ValueError, match="counts of rows sum to 8, but there are 9 rows"):
         GroupedExperts(2, DIM, HIDDEN)(torch.ones(9, DIM), torch.tensor([4, 4]))
+
+
+@pytest.mark.parametrize("options", [CASES["plain experts with biases"], CASES["relu"], {"bias": True}], ids=str)
+def test_what_is_kept_in_pieces(options, monkeypatch):
+    """Rows of one expert lie in several tensors, and rows of several experts in one."""
+    monkeypatch.setattr("lightning_hybrid.experts.products._KEPT_BYTES", 3 * 8 * 2 * HIDDEN)
+    moe = layer(**options)
+    x = tokens_of(TOKENS).requires_grad_()
+    y, report = moe(x)
+    expected, loss, *_ = oracle(moe, x)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    agree(gradients(moe, x, y, report.loss), gradients(moe, x, expected, loss))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what Dynamo does inside
+@pytest.mark.parametrize("options", [{}, CASES["pad"], CASES["experts choose"]], ids=str)
+def test_compiled_as_one_graph(options):
+    moe = layer(**options)
+    x = tokens_of(TOKENS).requires_grad_()
+    expected = gradients(moe, x, *first_two(moe(x)))
+    agree(gradients(moe, x, *first_two(torch.compile(moe, backend="aot_eager", fullgraph=True)(x))), expected)
