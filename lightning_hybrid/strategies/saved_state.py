@@ -146,7 +146,8 @@ class StagedStrategy(MeshStrategy):
     @property
     def _in_first_copy(self) -> bool:
         """Whether this rank holds a part of the copy of the module that is written to files."""
-        return self.mesh.rank_in("dp_replicate") == 0
+        layout = self.layout
+        return self.data_rank < max(layout.data_shard_size, layout.expert_parallel_size)
 
     def make_whole(self) -> None:
         """Give every rank the whole module again; collective."""
