@@ -49,7 +49,7 @@ def draw_loads(history: LoadHistory, path: Path) -> None:
 
     colours = LinearSegmentedColormap.from_list("load", list(_COLOURS))
     norm = LogNorm(_LEAST, _MOST)
-    heights = [max(0.8, 0.16 * len(rows[0])) for rows in history.shares.values()]
+    heights = [min(2.4, max(0.5, 0.16 * len(rows[0]))) for rows in history.shares.values()]
     figure = Figure(figsize=(9.5, sum(heights) + 0.22 * len(heights) + 1.6), dpi=150)
     figure.set_facecolor("white")
     top, bottom = 1 - 0.8 / figure.get_figheight(), 0.75 / figure.get_figheight()
@@ -69,10 +69,11 @@ def draw_loads(history: LoadHistory, path: Path) -> None:
     figure.text(
         0.02,
         1 - 0.52 / figure.get_figheight(),
-        "share of the pairs (token, expert), relative to an even one",
+        "each row an expert: its share of the pairs (token, expert), relative to an even one",
         size=9,
         color=_MUTED,
     )
+    most = max(2.0, *(max(rows[-1]) * len(rows[-1]) for rows in history.shares.values()))
     image: Any = None
     for place, (layer, rows) in enumerate(history.shares.items()):
         is_last = place == len(heights) - 1
@@ -101,10 +102,7 @@ def draw_loads(history: LoadHistory, path: Path) -> None:
         shown = [colours(norm(min(max(value, _LEAST), _MOST))) for value in final]
         at_end.barh(range(size), final, color=shown, edgecolor=_MUTED, linewidth=0.4, height=0.78)
         at_end.axvline(1.0, color=_INK, linewidth=0.8)
-        at_end.set(
-            ylim=(size - 0.5, -0.5),
-            xlim=(0, max(2.0, *(max(rows[-1]) * len(rows[-1]) for rows in history.shares.values()))),
-        )
+        at_end.set(ylim=(size - 0.5, -0.5), xlim=(0, most))
         at_end.set_yticks([])
         at_end.text(
             1.0,
@@ -116,10 +114,10 @@ def draw_loads(history: LoadHistory, path: Path) -> None:
             size=7,
             color=_MUTED,
         )
+        marks = [2**power for power in range(10) if 2**power <= most]
+        at_end.set_xticks(marks, list(map(str, marks)) if is_last else [])
         if is_last:
             at_end.set_xlabel("at the end", size=9, color=_MUTED)
-        else:
-            at_end.set_xticklabels([])
         for axes in (over_time, at_end):
             _tidy(axes)
     bar = figure.colorbar(image, cax=figure.add_subplot(grid[:, 2]), ticks=[0.25, 0.5, 1, 2, 4])
