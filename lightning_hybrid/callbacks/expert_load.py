@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
+from lightning_hybrid.callbacks.wrapped_methods import wrap_method
 from lightning_hybrid.experts.layer import MoE
 from lightning_hybrid.experts.load_picture import LoadHistory, draw_loads
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
@@ -101,46 +101,18 @@ class ExpertLoadMonitor(Callback):
         self._sums = {name: torch.zeros(size + 3, dtype=torch.float64) for name, (_, size, _) in layers.items()}
         for name, (layer, size, describe) in layers.items():
             self._watch_layer(name, layer, size, describe)
-        self._watch_step(pl_module)
+        self._watched.append(wrap_method(pl_module, "training_step", self._take))
 
     def _watch_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
-        def speak(out: Any) -> Any:
+        def speak(layer: nn.Module, run: Callable[[], Any]) -> Any:
+            out = run()
             if layer.training and (said := describe(out, size)) is not None:
                 give_aside(LayerLoad(name, *said))
             return out
 
-        self._replace(layer, "forward", speak)
+        self._watched.append(wrap_method(layer, "forward", speak))
 
-    def _watch_step(self, module: LightningModule) -> None:
-        self._replace(module, "training_step", lambda out: out, self._take)
-
-    def _replace(
-        self,
-        module: nn.Module,
-        method: str,
-        after: Callable[[Any], Any],
-        around: Callable[[Callable[[], Any]], Any] = lambda run: run(),
-    ) -> None:
-        """Replace a method on the instance; of a copy of the module, it is a method of the copy."""
-        own = module.__dict__.get(method)
-        original: Any = getattr(type(module), method) if own is None else own
-
-        @functools.wraps(original)
-        def replacing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = (self, *args) if own is None else args
-            return around(lambda: after(original(*given, **kwargs)))
-
-        replaced = module.__dict__[method] = MethodType(replacing, module)
-
-        def undo() -> None:
-            if module.__dict__.get(method) is replaced:
-                del module.__dict__[method]
-                if own is not None:
-                    module.__dict__[method] = own
-
-        self._watched.append(undo)
-
-    def _take(self, run: Callable[[], Any]) -> Any:
+    def _take(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         with taking_asides() as taken:
             output = run()
         for aside in taken:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Mapping, Sequence
-from types import MethodType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hybrid.callbacks.wrapped_methods import wrap_method
 from lightning_hybrid.experts.upcycled import AuxiliaryLoss, UpcycledMLP, upcycled
 from lightning_hybrid.step.asides import give_aside, taking_asides
 
@@ -84,6 +84,7 @@ class MoEUpcycle(Callback):
             "router_std": router_std,
         }
         self.layers: list[str] = []
+        self._leave: Callable[[], None] = _nothing
 
     @property
     def _adds_loss(self) -> bool:
@@ -208,15 +209,16 @@ class MoEUpcycle(Callback):
                 "MoEUpcycle adds the balance loss to what training_step returns, which manual optimization does not"
                 " use; set balance_loss=0 and z_loss=0, or use automatic optimization"
             )
-        _adopt_step(pl_module)
+        self._leave()
+        self._leave = wrap_method(pl_module, "training_step", _add_losses)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the module its own `training_step` back."""
-        _leave_step(pl_module)
+        self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same."""
-        _leave_step(pl_module)
+        self._leave()
 
     def state_dict(self) -> dict[str, Any]:
         """Which layers are experts, so that resuming without this callback is warned of."""
@@ -233,6 +235,10 @@ class MoEUpcycle(Callback):
                 f"MoEUpcycle: the checkpoint has experts at {', '.join(state_dict['layers'])}, and the module at"
                 f" {', '.join(self.layers)}; use the pattern and every= that it was made with"
             )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -255,41 +261,17 @@ def _count(module: nn.Module) -> int:
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
-def _adopt_step(module: LightningModule) -> None:
-    """Let `training_step` return its loss with the auxiliary losses of the layers that ran in it."""
-    if _is_ours(module.__dict__.get("training_step")):
-        return
-    step: Any = module.training_step
-    own = module.__dict__.get("training_step")
-    function: Any = getattr(step, "__func__", None)
-
-    @functools.wraps(step if function is None else function)
-    def training_step(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        with taking_asides() as taken:
-            # Of a copy of the module, a method is that of the copy.
-            output = step(*args, **kwargs) if function is None else function(self, *args, **kwargs)
-        losses = []
-        for aside in taken:
-            if isinstance(aside, AuxiliaryLoss):
-                losses.append(aside.value)
-            else:
-                give_aside(aside)
-        return _with_losses(self, output, losses)
-
-    training_step.instead_of = own  # type: ignore[attr-defined]
-    module.training_step = MethodType(training_step, module)  # type: ignore[method-assign]
-
-
-def _leave_step(module: LightningModule) -> None:
-    ours: Any = module.__dict__.get("training_step")
-    if _is_ours(ours):
-        del module.__dict__["training_step"]
-        if ours.instead_of is not None:
-            module.__dict__["training_step"] = ours.instead_of
-
-
-def _is_ours(step: Any) -> bool:
-    return hasattr(step, "instead_of")
+def _add_losses(module: LightningModule, run: Callable[[], Any]) -> Any:
+    """A training step whose loss has the auxiliary losses of the layers that ran in it."""
+    with taking_asides() as taken:
+        output = run()
+    losses = []
+    for aside in taken:
+        if isinstance(aside, AuxiliaryLoss):
+            losses.append(aside.value)
+        else:
+            give_aside(aside)
+    return _with_losses(module, output, losses)
 
 
 def _with_losses(module: LightningModule, output: Any, losses: list[Tensor]) -> Any:
