@@ -27,9 +27,7 @@ def wrap_method(module: nn.Module, name: str, around: Around) -> Callable[[], No
     Returns:
         Takes ``around`` away; more than once does no harm.
     """
-    ours: Any = module.__dict__.get(name)
-    if not hasattr(ours, "arounds"):
-        ours = module.__dict__[name] = MethodType(_wrapping(module, name), module)
+    ours = _wrapped(module, name)
     arounds: list[Around] = ours.arounds
     arounds.append(around)
 
@@ -42,6 +40,14 @@ def wrap_method(module: nn.Module, name: str, around: Around) -> Callable[[], No
                 module.__dict__[name] = ours.own
 
     return leave
+
+
+def _wrapped(module: nn.Module, name: str) -> Any:
+    """Our method on the instance, which is put there if there is none."""
+    ours = module.__dict__.get(name)
+    if ours is None or not hasattr(ours, "arounds"):
+        ours = module.__dict__[name] = MethodType(_wrapping(module, name), module)
+    return ours
 
 
 def _wrapping(module: nn.Module, name: str) -> Any:
