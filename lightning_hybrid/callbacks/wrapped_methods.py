@@ -34,7 +34,8 @@ def wrap_method(module: nn.Module, name: str, around: Around) -> Callable[[], No
     def leave() -> None:
         if around in arounds:
             arounds.remove(around)
-        if not arounds and module.__dict__.get(name) is ours:
+        is_there = module.__dict__.get(name) is ours
+        if is_there and not arounds:
             del module.__dict__[name]
             if ours.own is not None:
                 module.__dict__[name] = ours.own

@@ -32,7 +32,7 @@ def fit(case, dp, devices, strategy):
     notes, monitor = Balance(), ExpertLoadMonitor(every_n_steps=1)
     module = make(case)
     torch.manual_seed(1)
-    upcycle = MoEUpcycle(MLPS[case], num_experts=3, top_k=2, balance_loss=0.5, router_std=0.5)
+    upcycle = MoEUpcycle(MLPS[case], num_experts=4, top_k=2, balance_loss=0.5, router_std=0.5)
     plain, ddp = strategy is None, strategy == "ddp"
     trainer = Trainer(
         accelerator="cpu",
@@ -70,6 +70,8 @@ def sums(numbers, count, over):
     [
         ("GPT2", 2, 2, {}),
         ("Llama", 2, 1, {"recompute": "full"}),
+        pytest.param("Llama", 1, 2, {"expert_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("Llama", 1, 1, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("GPT2", 1, 2, {}, marks=pytest.mark.slow),
         pytest.param("Llama", 1, 2, {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("Layers", 2, 1, {"recompute": "selective"}, marks=pytest.mark.slow),
@@ -79,7 +81,8 @@ def sums(numbers, count, over):
 def test_stages_replicas_and_recomputation_change_no_number(worlds, case, pp, dp, options):
     [expected] = worlds.run(1, fit, case, dp, 1, None)
     strategy = {"pipeline_parallel_size": pp, "num_microbatches": COUNT, **options}
-    ranks = worlds.run(pp * dp, fit, case, dp, pp * dp, strategy)
+    size = pp * dp * options.get("tensor_parallel_size", 1)
+    ranks = worlds.run(size, fit, case, dp, size, strategy)
     assert max(expected.extra["balance"]) > 0.1
     for index, grads in enumerate(expected.grads):
         gathered = {name: grad for rank in ranks for name, grad in rank.grads[index].items()}
