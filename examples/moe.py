@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpt import GPT, SourceCode
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
@@ -75,6 +76,19 @@ def active(module: GPT, args: argparse.Namespace) -> int:
     return total
 
 
+@rank_zero_only
+def show(rows: list[tuple[str, GPT, int, float, float]], args: argparse.Namespace) -> None:
+    print(f"\n{'':22}{'steps':>7}{'parameters':>13}{'active':>11}{'bits per byte':>15}{'seconds':>9}")
+    for name, module, steps, bits, seconds in rows:
+        total = sum(parameter.numel() for parameter in module.parameters())
+        print(f"{name:22}{steps:7}{total:13,}{active(module, args):11,}{bits:15.4f}{seconds:9.0f}")
+    gain = rows[1][3] - rows[2][3]
+    print(
+        f"\n{args.experts} experts save {gain:.4f} bits per byte ({gain / rows[1][3]:.1%}); perplexity per byte "
+        f"{2 ** rows[1][3]:.4f} -> {2 ** rows[2][3]:.4f}; loads in {args.out / 'expert_load.png'}"
+    )
+
+
 def main() -> None:
     args = parse()
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -90,15 +104,7 @@ def main() -> None:
     monitor = ExpertLoadMonitor(args.out / "expert_load.png", every_n_steps=max(1, args.steps // 30))
     rows.append(("upcycled, continued", sparse, args.steps, *train(sparse, args, args.steps, upcycle, monitor)))
 
-    print(f"\n{'':22}{'steps':>7}{'parameters':>13}{'active':>11}{'bits per byte':>15}{'seconds':>9}")
-    for name, module, steps, bits, seconds in rows:
-        total = sum(parameter.numel() for parameter in module.parameters())
-        print(f"{name:22}{steps:7}{total:13,}{active(module, args):11,}{bits:15.4f}{seconds:9.0f}")
-    gain = rows[1][3] - rows[2][3]
-    print(
-        f"\n{args.experts} experts save {gain:.4f} bits per byte ({gain / rows[1][3]:.1%}); perplexity per byte "
-        f"{2 ** rows[1][3]:.4f} -> {2 ** rows[2][3]:.4f}; loads in {args.out / 'expert_load.png'}"
-    )
+    show(rows, args)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
 
 MLPS = {"GPT2": "model.transformer.h.*.mlp", "Llama": "model.model.layers.*.mlp", "Layers": "layers.*"}
-MICROBATCH, COUNT, STEPS = 2, 2, 3
+MICROBATCH, COUNT, STEPS = 2, 2, 2
 
 
 class Balance(Notes):
