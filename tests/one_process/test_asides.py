@@ -17,9 +17,9 @@ class Giving(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        y = torch.tanh(self.inner(x))
+        y = self.inner(x)
         give_aside({"size": y.square().mean()})
-        return y
+        return torch.tanh(y)  # what a second run stops at lies behind
 
 
 class Given(Layers):
