@@ -7,10 +7,20 @@ from lightning_hybrid.namespaces import PUBLIC, public_names
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
     from lightning_hybrid.callbacks.adascale import AdaScale
+    from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
+    from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.precision.hybrid import HybridPrecision
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
-__all__ = ["ActivationCheckpointing", "AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
+__all__ = [
+    "ActivationCheckpointing",
+    "AdaScale",
+    "ExpertLoadMonitor",
+    "Hybrid3DStrategy",
+    "HybridPrecision",
+    "MoEUpcycle",
+    "PipelineTimeline",
+]
 
 __getattr__ = public_names(__name__, *PUBLIC)

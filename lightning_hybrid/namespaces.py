@@ -23,6 +23,8 @@ PUBLIC = {
     "HybridPrecision": "precision.hybrid",
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "AdaScale": "callbacks.adascale",
+    "ExpertLoadMonitor": "callbacks.expert_load",
+    "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",
 }
 # Modules by their name in the first and in the second namespace, with all that is below them.

@@ -11,11 +11,21 @@ from lightning_hybrid.twins import find_twins
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any
 AdaScale: Any
+ExpertLoadMonitor: Any
 Hybrid3DStrategy: Any
 HybridPrecision: Any
+MoEUpcycle: Any
 PipelineTimeline: Any
 
-__all__ = ["ActivationCheckpointing", "AdaScale", "Hybrid3DStrategy", "HybridPrecision", "PipelineTimeline"]
+__all__ = [
+    "ActivationCheckpointing",
+    "AdaScale",
+    "ExpertLoadMonitor",
+    "Hybrid3DStrategy",
+    "HybridPrecision",
+    "MoEUpcycle",
+    "PipelineTimeline",
+]
 
 find_twins()
 __getattr__ = public_names(__name__, *PUBLIC)

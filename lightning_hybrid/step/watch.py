@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
 from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
+from lightning_hybrid.step.asides import given_on, returning_asides
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
@@ -292,12 +293,13 @@ def watched_units(
 
     def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
         name, members = "@" + fqn, owned[fqn]
+        run = returning_asides(original)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             watch = current.watch
             if watch is None or watch.inside_unit or fqn not in watch.units:
                 return original(*args, **kwargs)
-            return watch.call(name, members, original, args, kwargs)
+            return given_on(watch.call(name, members, run, args, kwargs))
 
         return forward
 

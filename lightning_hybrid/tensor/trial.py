@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, cut, join
+from lightning_hybrid.step.asides import taking_asides
 from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.exact import Exact
 from lightning_hybrid.step.tree import flatten
@@ -35,7 +36,7 @@ class Outcome:
     """What one run gave.
 
     Attributes:
-        outputs: The leaves of the unit's result.
+        outputs: The leaves of the unit's result, and of what is given aside in it.
         grads: Gradients by name: of parameters by FQN, of inputs by "input <place>".
         buffers: Buffers afterwards, by FQN.
     """
@@ -86,7 +87,9 @@ def run_whole(unit: nn.Module, example: Example, setting: Setting) -> Outcome:
 def _run(unit: nn.Module, example: Example, setting: Setting, parameters: Mapping[str, Tensor]) -> Outcome:
     with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
         args, kwargs, inputs = example.call()
-        outputs = [whole_of(output) for output in flatten(unit(*args, **kwargs))[0]]
+        with taking_asides() as asides:
+            result = unit(*args, **kwargs)
+        outputs = [whole_of(output) for output in flatten((result, asides))[0]]
     if not setting.grad:
         return Outcome(outputs)
     wanted = {**{f"input {place}": tensor for place, tensor in inputs.items()}, **parameters}

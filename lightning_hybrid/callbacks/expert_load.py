@@ -1,0 +1,250 @@
+"""Watch how evenly routers deal their tokens, in every layer of experts: log it, and draw it.
+
+Layers are `MoE`, upcycled ones among them, and routers of others' that return the indices of the experts they chose.
+What a layer says of a call is given aside (see `step.asides`), so that it is counted once: by the rank that computes
+the layer, and not again where a backward runs it a second time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
+from lightning_hybrid.callbacks.wrapped_methods import wrap_method
+from lightning_hybrid.experts.layer import MoE
+from lightning_hybrid.experts.load_picture import LoadHistory, draw_loads
+from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
+from lightning_hybrid.experts.upcycled import UpcycledMLP
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.asides import give_aside, taking_asides
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+class LayerLoad(NamedTuple):
+    """What a layer says of one call; given aside.
+
+    Attributes:
+        layer: Its name.
+        load: [E] pairs that asked for each expert.
+        dropped: [] pairs that an expert had no room for.
+        entropy: [] mean entropy of the router, in nats.
+    """
+
+    layer: str
+    load: Tensor
+    dropped: Tensor
+    entropy: Tensor
+
+
+class ExpertLoadMonitor(Callback):
+    """Logs the load of the experts in training, and draws it as a heat map at the end.
+
+    Every n steps it logs, over all that was routed since: "expert_balance", the load of the busiest expert over the
+    mean, of the worst layer; "expert_dropped", the share of pairs (token, expert) that was dropped; and for each layer
+    "expert_load/LAYER/balance", ".../load_entropy", ".../router_entropy" and ".../dropped". The sums of all ranks are
+    brought together then, in one small reduction.
+
+    Args:
+        path: Where the picture goes (PNG, SVG or PDF; needs matplotlib); none is drawn if None.
+        every_n_steps: Steps of the optimizer from one measurement to the next.
+
+    Raises:
+        TypeError: The number of steps is no int.
+        ValueError: It is below 1, or the path has another suffix.
+    """
+
+    def __init__(self, path: str | Path | None = None, every_n_steps: int = 50) -> None:
+        self.path = None if path is None else Path(path)
+        if self.path is not None and self.path.suffix not in _SUFFIXES:
+            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='expert_load.png'")
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
+            raise TypeError(f"every_n_steps={every_n_steps!r} must be an int")
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        self.every_n_steps = every_n_steps
+        self.history = LoadHistory()
+        self._sums: dict[str, Tensor] = {}  # of each layer: load of each expert, dropped, entropy, number of calls
+        self._watched: list[Callable[[], None]] = []
+        self._last_step = 0
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Watch the layers of experts, before any strategy looks at the module.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if stage != "fit":
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, MoEUpcycle):  # it may stand after this one
+                callback.setup(trainer, pl_module, stage)
+        layers = dict(find_layers(pl_module))
+        if not layers:
+            raise ValueError(
+                f"ExpertLoadMonitor finds no experts in {type(pl_module).__name__}: no MoE, and no router that has"
+                " num_experts and top_k; leave it out, or build the layers before fit"
+            )
+        self._stop()
+        self.history = LoadHistory()
+        self._sums = {name: torch.zeros(size + 3, dtype=torch.float64) for name, (_, size, _) in layers.items()}
+        for name, (layer, size, describe) in layers.items():
+            self._watch_layer(name, layer, size, describe)
+        self._watched.append(wrap_method(pl_module, "training_step", self._take))
+
+    def _watch_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
+        def speak(layer: nn.Module, run: Callable[[], Any]) -> Any:
+            out = run()
+            if layer.training and (said := describe(out, size)) is not None:
+                give_aside(LayerLoad(name, *said))
+            return out
+
+        self._watched.append(wrap_method(layer, "forward", speak))
+
+    def _take(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        with taking_asides() as taken:
+            output = run()
+        for aside in taken:
+            if not isinstance(aside, LayerLoad):
+                give_aside(aside)
+            elif not is_absent(aside.load):  # else another rank counts it, or the step is only recorded
+                with torch._C.DisableTorchFunction(), torch.no_grad():  # not seen as an operation of the step
+                    row = torch.cat([aside.load.double(), aside.load.new_tensor([1.0]).double()])
+                    row = torch.cat([row[:-1], torch.stack([aside.dropped, aside.entropy]).double(), row[-1:]])
+                    self._sums[aside.layer] = self._sums[aside.layer].to(row.device) + row
+        return output
+
+    def _stop(self) -> None:
+        while self._watched:
+            self._watched.pop()()
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count steps from here."""
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure, if it is time; collective."""
+        step = trainer.global_step
+        if step >= self._last_step + self.every_n_steps:
+            self._measure(trainer, pl_module, step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure what is left, and draw."""
+        if trainer.global_step > self._last_step:
+            self._measure(trainer, None, trainer.global_step)
+        if self.path is not None and trainer.is_global_zero and self.history.steps:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draw_loads(self.history, self.path)
+            rank_zero_info(f"the load of the experts is drawn in {self.path}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the layers and the step as they were."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same."""
+        self._stop()
+
+    def _measure(self, trainer: Trainer, module: LightningModule | None, step: int) -> None:
+        self._last_step = step
+        sums = self._gathered(trainer)
+        for name in self._sums:
+            self._sums[name] = torch.zeros_like(self._sums[name])
+        logged: dict[str, float] = {}
+        balances, dropped, pairs = [], 0.0, 0.0
+        for name, row in sums.items():
+            load, (lost, entropy, count) = row[:-3], row[-3:].tolist()
+            if count == 0:
+                continue
+            balances.append(float(balance_of(load)))
+            dropped, pairs = dropped + lost, pairs + float(load.sum())
+            prefix = f"expert_load/{name}"
+            logged[f"{prefix}/balance"] = balances[-1]
+            logged[f"{prefix}/load_entropy"] = float(entropy_of_load(load))
+            logged[f"{prefix}/dropped"] = lost / max(1.0, float(load.sum()))
+            if math.isfinite(entropy):
+                logged[f"{prefix}/router_entropy"] = entropy / count
+        if not balances:
+            return
+        overall = {"expert_balance": max(balances), "expert_dropped": dropped / max(1.0, pairs)}
+        self.history.add(step, {name: shares_of(row[:-3]).tolist() for name, row in sums.items()})
+        if module is not None:
+            for key, value in overall.items():
+                module.log(key, value, on_step=True, on_epoch=False, rank_zero_only=False)
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=step)
+
+    def _gathered(self, trainer: Trainer) -> dict[str, Tensor]:
+        """The sums over all ranks. Copies of a layer count as often each, which no share depends on."""
+        strategy: Any = trainer.strategy
+        flat = torch.cat([row.to(strategy.root_device) for row in self._sums.values()])
+        mesh = getattr(strategy, "mesh", None)
+        if mesh is not None:
+            mesh.all_reduce(flat, "world")
+        elif trainer.world_size > 1:
+            flat = strategy.reduce(flat, reduce_op="sum")
+        rows = flat.cpu().split([len(row) for row in self._sums.values()])
+        return dict(zip(self._sums, rows, strict=True))
+
+
+# -- what has experts -------------------------------------------------------------------------------------------------
+
+Describe = Callable[[Any, int], "tuple[Tensor, Tensor, Tensor] | None"]
+
+
+def find_layers(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, int, Describe]]]:
+    """The layers of experts of a module: name, the module to watch, number of experts, what a call's result says.
+
+    Args:
+        root: The user's module.
+    """
+    inside: set[int] = set()
+    for name, module in root.named_modules():
+        if id(module) in inside:
+            continue
+        if isinstance(module, UpcycledMLP):
+            inside.update(map(id, module.modules()))
+            yield name, (module.moe, module.num_experts, _of_report)
+        elif isinstance(module, MoE):
+            inside.update(map(id, module.modules()))
+            yield name, (module, module.router.num_experts, _of_report)
+        elif (size := _experts_of_router(module)) is not None:
+            yield name, (module, size, functools.partial(_of_indices, top_k=module.top_k))
+
+
+def _of_report(out: Any, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    _, report = out
+    return report.load, report.dropped, report.entropy
+
+
+def _experts_of_router(module: nn.Module) -> int | None:
+    """The number of experts of a module that looks like a router: one row of weights for each of them."""
+    size, top_k = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+    weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    is_router = isinstance(size, int) and isinstance(top_k, int) and len(weights) == 1 and weights[0].shape[0] == size
+    return size if is_router else None
+
+
+def _of_indices(out: Any, size: int, top_k: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The load by the indices [tokens, k] that a router returns, if it does."""
+    for leaf in out if isinstance(out, tuple | list) else ():
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.dim() and leaf.shape[-1] == top_k:
+            flat = leaf.reshape(-1)
+            load = flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat)).float()
+            return load, load.new_zeros(()), load.new_full((), math.nan)
+    return None
