@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_hybrid.step.known_kernels import KnownKernels
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, kernel_on_stand_ins
 
 
@@ -25,6 +26,8 @@ class CostWatch(TorchDispatchMode):
         drawing: FQNs of the modules in whose own code a random kernel ran, in order.
         guessed: Whether a kernel ran whose result has a shape that depends on values.
     """
+
+    _known: ClassVar = KnownKernels()
 
     def __init__(self, root: nn.Module) -> None:
         """Args: root: the module whose FQNs are meant."""
@@ -42,11 +45,16 @@ class CostWatch(TorchDispatchMode):
         if func is _DEVICE and len(args) == 1 and type(args[0]) is FakeTensor and not _is_in_kernel(args[0]):
             return args[0].fake_device  # two thirds of what comes here; a stand-in would say the same after a detour
         kwargs = kwargs or {}
-        try:
-            out = func(*args, **kwargs)
-        except NO_FAKE_KERNEL as error:
-            out = kernel_on_stand_ins(func, args, kwargs, error)
-            self.guessed |= isinstance(error, DynamicOutputShapeException)
+        key = self._known.key_of(func, args, kwargs)
+        out = None if key is None else self._known.again(key, args)
+        if out is None:
+            try:
+                out = func(*args, **kwargs)
+                if key is not None:
+                    self._known.learn(key, (*args, *kwargs.values()), out, is_view=func.is_view)
+            except NO_FAKE_KERNEL as error:
+                out = kernel_on_stand_ins(func, args, kwargs, error)
+                self.guessed |= isinstance(error, DynamicOutputShapeException)
         kind = self._kinds.get(func)
         if kind is None:
             may_draw = torch.Tag.nondeterministic_seeded in func.tags
