@@ -116,7 +116,7 @@ def test_like_layers_share_what_is_compiled_and_evaluation_has_a_graph_of_its_ow
         assert rank.extra["graphs"] <= 8, "fewer than layers"
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {}], ids=str)
+@pytest.mark.parametrize("layout", [{"pp": 2}, slow({})], ids=str)
 def test_dropout_is_the_same_in_each_run_and_over_any_stages(worlds, layout):
     alone, again = (
         worlds.run(1, graphs_of, Run("Dropouts", strategy=QUICK))[0],

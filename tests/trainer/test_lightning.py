@@ -267,7 +267,11 @@ def run_option(name, size, pp):
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# The others are also among those of `wild/test_lightning_features.py`.
+ALONE = ("accumulate", "double", "val_interval")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALONE else [pytest.mark.slow]) for n in OPTIONS])
 def test_trainer_options_train_as_in_one_process(worlds, name):
     [expected] = worlds.run(1, run_option, name, 1, 1)
     for ours in worlds.run(2, run_option, name, 2, 2):

@@ -32,11 +32,11 @@ def slow(*runs):
 GRID = [
     Run("GPT2", tp=2, microbatches=1),
     *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", pp=2, dp=2, tp=2), Run("T5", pp=2, dp=2, tp=2)),  # as Tied below
-    Run("Llama", tp=2, pp=2),
+    *slow(Run("Llama", tp=2, pp=2)),  # as below, with clipping
     Run("T5", tp=2),
     # Their plans are proved in one process.
     *slow(Run("Bert", tp=2), Run("ViT", dp=2, tp=2), Run("Encoder", pp=2, tp=2)),
-    Run("Attention", tp=2),
+    *slow(Run("Attention", tp=2)),  # as in Encoder
     Run("Encoder", tp=2),
     Run("UNet", tp=2),
     Run("Tied", pp=2, dp=2, tp=2),
