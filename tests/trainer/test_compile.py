@@ -149,6 +149,7 @@ def test_recomputed_layers_run_compiled_both_times(worlds, microbatches):
     check(worlds, Run(Recomputed, dp=2, microbatches=microbatches, strategy=QUICK))
 
 
+@pytest.mark.slow  # as the strategy's own recomputation below
 def test_recomputation_draws_what_the_forward_drew(worlds):
     expected, ranks = (
         worlds.run(2, graphs_of, Run(case, pp=2, strategy=QUICK)) for case in ("Dropouts", RecomputedDropouts)

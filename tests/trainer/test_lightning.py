@@ -142,7 +142,15 @@ def run_optimizer(form, size, pp):
     return weights_of(model), [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
-@pytest.mark.parametrize("form", ["one", "groups", "lists", "step", "plateau", "cycle"])
+def also_wild(form):
+    """Among the forms of `wild/test_optimizers.py` too."""
+    return pytest.param(form, marks=pytest.mark.slow)
+
+
+FORMS = [also_wild("one"), "groups", also_wild("lists"), also_wild("step"), "plateau", also_wild("cycle")]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_optimizers_of_every_form_train_as_in_one_process(worlds, form):
     [(weights, rates)] = worlds.run(1, run_optimizer, form, 1, 1)
     for ours, our_rates in worlds.run(2, run_optimizer, form, 2, 2):

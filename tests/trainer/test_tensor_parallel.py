@@ -196,7 +196,8 @@ class Average(EMAWeightAveraging):
             self.noted["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow  # averages over tensor ranks are in files, and go on, in test_checkpoint_callbacks.py
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_averages_of_the_weights(worlds, layout):
     """The averaged weights are those that the run ends with."""
     ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))

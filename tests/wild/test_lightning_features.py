@@ -68,7 +68,15 @@ class Option:
         return self.name == other.name
 
 
-@each_under_names("name", list(OPTIONS), EVERYWHERE, replicated=["overfit_batches", "clip_accumulated", "limits"])
+COVERED_OPTIONS = {
+    "clip_norm": "clip_accumulated",
+    "max_time": "max_time_over",
+    "val_check_over_epochs": "val_check_interval",
+}
+OF_REPLICAS = ["overfit_batches", "clip_accumulated", "limits"]
+
+
+@each_under_names("name", list(OPTIONS), EVERYWHERE, replicated=OF_REPLICAS, covered_by=COVERED_OPTIONS)
 def test_trainer_options(worlds, tmp_path, name, layout):
     check(worlds, tmp_path, Option(name), layout)
 

@@ -216,7 +216,7 @@ WRITING = [
 
 # Replicas write the same: not among the layouts, because the reference's replicas share their parameters.
 @under([LAYOUTS[0], LAYOUTS[3]])
-@each("module", WRITING, covered_by={MomentumByCopy: MomentumInStep})
+@each("module", WRITING, covered_by={MomentumByCopy: MomentumInStep, MomentumInPlaceInStep: MomentumInStep})
 def test_parameters_written_in_the_step(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
