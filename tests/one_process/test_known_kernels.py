@@ -16,7 +16,12 @@ def record(module):
     return cut(module, lambda: module.loss(batch_of(module.kind, range(4))), 2).assignment.graph
 
 
-@pytest.mark.parametrize("case", CASES)
+# Views, writes in place, attention, statistics, convolutions, recurrence; the other cases are slow tests.
+TELLING = ("GPT2", "Encoder", "BatchNorms", "InPlace", "UNet", "Recurrent")
+EACH = [pytest.param(case, marks=[] if case in TELLING else [pytest.mark.slow]) for case in CASES]
+
+
+@pytest.mark.parametrize("case", EACH)
 def test_recordings_are_the_same(case, monkeypatch):
     """All values with their strides, what is a view of what, what is written, and the costs."""
     module, known = make(case).train(), KnownKernels()
