@@ -219,6 +219,10 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
 
 def _flatten(device_mesh: DeviceMesh, name: str, axes: tuple[str, ...]) -> DeviceMesh:
     """One dimension out of several; where only one of them has more than one rank, that one serves, group and all."""
-    longer = [axis for axis in axes if device_mesh[axis].size() > 1] or [axes[0]]
+    assert device_mesh.mesh_dim_names is not None
+    sizes = dict(
+        zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True)
+    )  # a submesh only to ask would cost more
+    longer = [axis for axis in axes if sizes[axis] > 1] or [axes[0]]
     # `_flatten` is private to torch, yet the only call that flattens dimensions that are not neighbours (pp, cp, tp).
     return device_mesh[longer[0]] if len(longer) == 1 else device_mesh[tuple(longer)]._flatten(name)

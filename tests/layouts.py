@@ -4,7 +4,8 @@ Two replicas of two stages have stages and replicas, so what breaks with either 
 and tensor ranks are covered by nothing that has none of them.
 
 Where a test has a list of modules, what one of them does in its step cannot tell how many replicas there are. So the
-first one runs over replicas of stages by default, and the others over stages alone, on half as many ranks.
+first one runs over replicas of stages by default, and the others over stages alone, on half as many ranks. Of two
+that go the same way through the strategy one is enough: `covered_by` names it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.verify import Layout
+
+NOTHING: Mapping[Any, Any] = {}
 
 
 def under(
@@ -41,6 +44,7 @@ def each_under(
     layouts: Iterable[Layout],
     *,
     replicated: Collection[Any] | None = None,
+    covered_by: Mapping[Any, Any] = NOTHING,
     slow: Iterable[Layout] = (),
 ) -> pytest.MarkDecorator:
     """Run a test once per module and `layout`.
@@ -50,12 +54,38 @@ def each_under(
         modules: Or tuples of a module and what belongs to it.
         layouts: Of the test.
         replicated: The modules that run over replicas by default; the first one if None.
+        covered_by: For modules that only the slow tests run: the one that shows by default what they do.
         slow: Further layouts that only the slow tests run.
     """
     named = {layout.name: layout for layout in (*layouts, *slow)}
     later = {layout.name for layout in slow}
     sizes = {name: sizes_of(layout) for name, layout in named.items()}
-    return _each(f"{names},layout", modules, named, sizes, replicated, later)
+    return _each(f"{names},layout", modules, named, sizes, replicated, covered_by, later)
+
+
+def each(names: str, values: Sequence[Any], *, covered_by: Mapping[Any, Any]) -> pytest.MarkDecorator:
+    """Run a test once per value.
+
+    Args:
+        names: Of the arguments that one of the values gives.
+        values: Or tuples of them.
+        covered_by: For values that only the slow tests run: the one that shows by default what they do.
+    """
+    _check_covered(values, covered_by)
+    given = [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            id="-".join(_label(part) for part in (value if isinstance(value, tuple) else (value,))),
+            marks=[pytest.mark.slow] if value in covered_by else [],
+        )
+        for value in values
+    ]
+    return pytest.mark.parametrize(names, given)
+
+
+def _check_covered(values: Sequence[Any], covered_by: Mapping[Any, Any]) -> None:
+    for value, other in covered_by.items():
+        assert value in values and other in values and other not in covered_by, f"{value} is not covered by {other}"
 
 
 def each_under_names(
@@ -64,10 +94,11 @@ def each_under_names(
     layouts: Mapping[str, tuple[int, ...]],
     *,
     replicated: Collection[Any] | None = None,
+    covered_by: Mapping[Any, Any] = NOTHING,
 ) -> pytest.MarkDecorator:
     """The same for tests that take the name, as `layout`."""
     sizes = {name: _split(*numbers) for name, numbers in layouts.items()}
-    return _each(f"{names},layout", modules, {name: name for name in layouts}, sizes, replicated, set())
+    return _each(f"{names},layout", modules, {name: name for name in layouts}, sizes, replicated, covered_by, set())
 
 
 def each_under_sizes(
@@ -80,7 +111,7 @@ def each_under_sizes(
     """The same for tests that take `size`, `pp` and, if the tuples have a third number, `tp`."""
     sizes = {name: _split(*numbers) for name, numbers in layouts.items()}
     arguments = ("size", "pp", "tp")[: len(next(iter(layouts.values())))]
-    return _each(",".join((names, *arguments)), modules, layouts, sizes, replicated, set())
+    return _each(",".join((names, *arguments)), modules, layouts, sizes, replicated, NOTHING, set())
 
 
 def _each(
@@ -89,8 +120,10 @@ def _each(
     layouts: Mapping[str, Any],
     sizes: Mapping[str, tuple[int, ...]],
     replicated: Collection[Any] | None,
+    covered_by: Mapping[Any, Any],
     later: Collection[str],
 ) -> pytest.MarkDecorator:
+    _check_covered(modules, covered_by)
     over_replicas = modules[:1] if replicated is None else replicated
     known = {name: numbers for name, numbers in sizes.items() if name not in later}
     alone = {name: numbers for name, numbers in known.items() if numbers[0] == 1} or known
@@ -101,7 +134,7 @@ def _each(
         values = module if isinstance(module, tuple) else (module,)
         label = "-".join(_label(value) for value in values)
         for name, layout in layouts.items():
-            marks = [] if name in kept else [pytest.mark.slow]
+            marks = [] if name in kept and module not in covered_by else [pytest.mark.slow]
             given = layout if isinstance(layout, tuple) else (layout,)
             each.append(pytest.param(*values, *given, id=f"{label}-{name}", marks=marks))
     return pytest.mark.parametrize(names, each)

@@ -48,6 +48,10 @@ PRELOADED = [
     "lightning.pytorch",
     # What nearly every fit loads on every rank. Not under coverage: what is loaded here is not seen.
     *([] if "coverage" in sys.modules else ["lightning_hybrid.strategies.hybrid3d"]),
+    # The models of most fits; what is not installed is passed over.
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
     "pytest",  # ranks import pytest's main module, as multiprocessing's children always do, and test modules
 ]
 

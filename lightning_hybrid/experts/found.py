@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
 from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.experts.proof import prove
 from lightning_hybrid.experts.registry import recognised
-from lightning_hybrid.step.alike import each_alone, unit_key
+from lightning_hybrid.step.alike import UnitKinds, each_alone
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import flatten
@@ -77,7 +77,8 @@ class ExpertCalls:
         """
         found: dict[str, ExpertsAdapter] = {}
         whole: dict[str, str] = {}
-        known: dict[Hashable, ExpertsAdapter | str] = {}
+        known: dict[int, ExpertsAdapter | str] = {}
+        kinds = UnitKinds()
         shared = _held_twice(root)
         for fqn, call in self._calls.items():
             module = root.get_submodule(fqn)
@@ -87,7 +88,7 @@ class ExpertCalls:
             if any(id(parameter) in shared for parameter in module.parameters()):
                 whole[fqn] = "other modules hold its parameters too"
                 continue
-            key = unit_key(fqn, module)
+            key = kinds.kind_of(fqn, module)
             if key not in known:
                 known[key] = _chosen(module, candidates, call, size)
             answer = known[key]

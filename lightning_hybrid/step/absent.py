@@ -50,6 +50,28 @@ def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
     return _absent(meta, device, value.requires_grad)
 
 
+def make_fresh(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> FakeTensor:
+    """A stand-in for what a kernel makes, below autograd."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(FAKE_MODE, meta, device)
+
+
+def make_view(
+    base: FakeTensor,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+) -> FakeTensor:
+    """A stand-in for a view of another, below autograd; it shares its memory."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty((0,), dtype=dtype, device="meta")
+        meta.set_(base.untyped_storage(), offset, shape, stride)
+    return FakeTensor(FAKE_MODE, meta, device)
+
+
 def _absent(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:
     absent = FakeTensor(FAKE_MODE, meta, device)
     absent.requires_grad_(requires_grad)

@@ -27,34 +27,61 @@ _TENSORS = ("_parameters", "_buffers")
 _SKIPPED = (*_TENSORS, "_modules", "forward", "training")
 
 
-def unit_key(fqn: str, unit: nn.Module) -> Hashable:
-    """Equal for units that do the same."""
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", fqn)
-    position = int(numbers[-1]) if numbers else None
-    return tuple(_module_key(name, module, position) for name, module in unit.named_modules())
+class UnitKinds:
+    """Gives units that do the same one number."""
+
+    def __init__(self) -> None:
+        """No unit has been seen."""
+        self._kinds: dict[Hashable, list[tuple[list[int], int | None, int]]] = {}
+        self._count = 0
+
+    def kind_of(self, fqn: str, unit: nn.Module) -> int:
+        """The number of the kind that a unit is of.
+
+        Args:
+            fqn: FQN of the unit, which tells its position among its like.
+            unit: The unit.
+        """
+        digits = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", fqn)
+        position = int(digits[-1]) if digits else None
+        numbers: list[int] = []
+        key = tuple(_module_key(name, module, numbers) for name, module in unit.named_modules())
+        seen = self._kinds.setdefault(key, [])
+        for others, other_position, kind in seen:
+            # A head count of 2 in the layer at position 2 is no layer index: both readings are tried.
+            if all(
+                number == other or (number == position and other == other_position)
+                for number, other in zip(numbers, others, strict=True)
+            ):
+                return kind
+        self._count += 1
+        seen.append((numbers, position, self._count))
+        return self._count
 
 
-def _module_key(name: str, module: nn.Module, position: int | None) -> Hashable:
+def _module_key(name: str, module: nn.Module, numbers: list[int]) -> Hashable:
+    """What a module is but for whole numbers, which are appended to ``numbers``."""
     tensors = [
         (member, None if tensor is None else _tensor_key(tensor))
         for group in _TENSORS
         for member, tensor in module.__dict__[group].items()
     ]
     attributes = [
-        (key, _value_key(value, position))
+        (key, _value_key(value, numbers))
         for key, value in module.__dict__.items()
         if key not in _SKIPPED and not (isinstance(value, dict) and not value)
     ]
     return name, type(module), module.training, tuple(tensors), tuple(attributes)
 
 
-def _value_key(value: Any, position: int | None) -> Hashable:
-    if type(value) is int and value == position:
-        return "position"
+def _value_key(value: Any, numbers: list[int]) -> Hashable:
+    if type(value) is int:
+        numbers.append(value)
+        return int
     if isinstance(value, _PLAIN):
         return type(value), value
     if type(value) in (tuple, list):
-        return type(value), tuple(_value_key(item, position) for item in value)
+        return type(value), tuple(_value_key(item, numbers) for item in value)
     if isinstance(value, Tensor):
         return _tensor_key(value)
     if type(value) is set and all(isinstance(item, _PLAIN) for item in value):
@@ -122,6 +149,7 @@ class LikeUnits:
     def __init__(self, costs: CostWatch) -> None:
         """Args: costs: where what a reused unit costs is counted too."""
         self._costs = costs
+        self._kinds = UnitKinds()
         self._known: dict[Hashable, _Known] = {}
         self.reused = False
 
@@ -137,7 +165,7 @@ class LikeUnits:
             spec: Their containers.
             execute: Runs it.
         """
-        key = unit_key(fqn, unit), arguments_key(leaves, spec)
+        key = self._kinds.kind_of(fqn, unit), arguments_key(leaves, spec)
         known = self._known.get(key)
         if known is None:
             return self._learn(key, fqn, unit, leaves, execute)
@@ -162,7 +190,7 @@ class LikeUnits:
         described = [_describe(leaf, leaves) for leaf in out_leaves]
         repeatable = (
             [tensor._version for tensor in tensors] == versions
-            and not any(isinstance(left, FakeTensor) for _, left in reachable(unit))
+            and not any(isinstance(left, FakeTensor) for _, left in reachable(unit, plain=False))
             and all(description is not None for description in described)
         )
         if repeatable:

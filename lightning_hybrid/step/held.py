@@ -20,7 +20,7 @@ from lightning_hybrid.step.transaction import Place, reachable
 
 def held_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
     """Each tensor that the modules of a unit hold beside their parameters, and where (modules named from the unit)."""
-    for place, leaf in reachable(unit):
+    for place, leaf in reachable(unit, plain=False):
         if isinstance(leaf, Tensor):
             yield place, leaf
     for name, module in unit.named_modules():

@@ -22,6 +22,7 @@ from lightning_hybrid.step.absent import is_absent
 _NOT_STATE = frozenset(
     {"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "_current_fx_name", "forward", "log"}
 )
+_MEMBERS = frozenset({"_parameters", "_modules", "_buffers"})
 _CONTAINERS = (list, dict, set, collections.deque)
 PLAIN = frozenset({float, int, bool, str, type(None)})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
@@ -121,14 +122,18 @@ class ModuleState(ArgumentState):
                 buffer.detach().copy_(content)
 
 
-def reachable(root: nn.Module, without: Collection[nn.Module] = ()) -> Iterator[tuple[Place, Any]]:
+def reachable(
+    root: nn.Module, without: Collection[nn.Module] = (), *, plain: bool = True
+) -> Iterator[tuple[Place, Any]]:
     """Every leaf (tensor, number, object) that modules hold in attributes and containers, and where.
 
     Args:
         root: The user's module.
         without: Modules to pass over.
+        plain: Whether numbers, strings and None are among the leaves that are asked for; most leaves are.
     """
     seen: set[int] = set()
+    passed = frozenset() if plain else PLAIN
 
     def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
         inner = value if isinstance(value, tuple) else inside(value)
@@ -139,13 +144,17 @@ def reachable(root: nn.Module, without: Collection[nn.Module] = ()) -> Iterator[
             return
         seen.add(id(inner))
         for key, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
-            yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
+            if type(item) not in passed:
+                yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
 
     for name, module in root.named_modules():
         if module in without:
             continue
         for attribute, value in list(module.__dict__.items()):
-            if attribute not in _NOT_STATE and attribute not in ("_parameters", "_modules", "_buffers"):
+            # Every module has a dozen empty containers of torch's: hooks of each kind.
+            if type(value) in passed or (isinstance(value, _CONTAINERS) and not value):
+                continue
+            if attribute not in _NOT_STATE and attribute not in _MEMBERS:
                 yield from walk(Place(name, attribute, ()), value, 0)
 
 

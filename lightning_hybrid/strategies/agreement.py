@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import numpy
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
@@ -36,14 +36,9 @@ def agree_on_start(
     seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
     if mesh.layout.world_size == 1:
         return seed
-    for tensor in [t for root in (module, *copies) for t in (*root.parameters(), *root.buffers())]:
-        if is_absent(tensor) or tensor.is_meta:  # built empty: what it will be is rank 0's too
-            continue
-        content = tensor.detach().to(device).contiguous()
-        raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
-        dist.broadcast(raw, src=0)
-        if content.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(content)
+    tensors = [t for root in (module, *copies) for t in (*root.parameters(), *root.buffers())]
+    # What is built empty, and so is not here, will be the first rank's too.
+    _broadcast([tensor.detach() for tensor in tensors if not is_absent(tensor) and not tensor.is_meta], device)
     states: list[Any] = [(seed, random.getstate(), numpy.random.get_state(), torch.get_rng_state())]
     dist.broadcast_object_list(states, group=mesh.group("replica"), group_src=0)
     seed_box = [seed]
@@ -53,6 +48,37 @@ def agree_on_start(
     numpy.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
     return seed_box[0]
+
+
+@torch.inference_mode()  # tensors made in this mode may be written in no other
+def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Give these tensors the content that they have on rank 0; small ones of one kind travel together."""
+    together: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() <= _SMALL:
+            together.setdefault(tensor.dtype, []).append(tensor)
+            continue
+        content = tensor.to(device).contiguous()
+        dist.broadcast(_as_bytes(content), src=0)
+        if content.data_ptr() != tensor.data_ptr():
+            tensor.copy_(content)
+    for same in together.values():
+        for start in range(0, len(same), _MOST_TOGETHER):
+            group = same[start : start + _MOST_TOGETHER]
+            content = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
+            dist.broadcast(_as_bytes(content), src=0)
+            for tensor, part in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory in a type that every backend sends."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool and tensor.dim() else tensor
+
+
+# Numbers of elements, and of tensors: at most 64 MiB of 32-bit numbers are copied at a time.
+_SMALL = 1 << 16
+_MOST_TOGETHER = 256
 
 
 def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.alike import unit_key
+from lightning_hybrid.step.alike import UnitKinds
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.authority import Wishes, check_done
 from lightning_hybrid.tensor.find import plan_unit
@@ -85,6 +85,7 @@ def _planned(
     elsewhere = {names[key] for key in _outside_of_units(root, units)}
     plans: dict[str, UnitPlan] = {}
     known: dict[Hashable, UnitPlan] = {}
+    kinds = UnitKinds()
     for fqn, unit in units.items():
         asked = wishes.get(fqn, Wishes(fqn))
         whole: dict[str, str] = {}
@@ -113,7 +114,7 @@ def _planned(
         args, kwargs = calls.arguments[fqn]
         options = {"whole": whole, "vocabulary": vocabulary} if vocabulary else {"whole": whole}
         key = (
-            *(unit_key(fqn, unit), _call_key(args, kwargs), asked.key),
+            *(kinds.kind_of(fqn, unit), _call_key(args, kwargs), asked.key),
             *(tuple(whole.items()), tuple(vocabulary.items())),
         )
         if key in known:

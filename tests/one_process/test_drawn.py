@@ -6,7 +6,7 @@ import pytest
 from drawn import Unavailable, candidates, make, shrunk
 from drawn_parity import compare
 
-SEED, FEW, SOME, MANY = 0, 2, 8, 40
+SEED, FEW, SOME, MANY = 0, 1, 8, 40
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,26 @@ def test_a_unit_is_one_node_and_batch_only_operations_are_none():
     assert graph.nodes[-1].line.split(":")[0] == __file__
 
 
+def test_like_layers_run_once_whatever_their_places():
+    ran = []  # of no module, whose lists would be put back
+
+    class Numbered(nn.Linear):
+        def __init__(self, index, heads):
+            super().__init__(WIDTH, WIDTH)
+            self.index, self.sizes = index, (heads, WIDTH)
+
+        def forward(self, x):
+            ran.append(self.index)
+            return super().forward(x)
+
+    module = make("Layers")
+    # At place 2 the heads are as many as the place; layer 5 is of another kind. The first one reads the batch itself.
+    module.layers = nn.ModuleList(Numbered(i, heads) for i, heads in enumerate([2, 2, 2, 2, 2, 4, 2]))
+    module.double()
+    record(module)
+    assert ran == [0, 1, 5]
+
+
 def test_the_number_of_batch_only_operations_may_change():
     class Lazy(Layers):
         mask = None

@@ -115,16 +115,16 @@ def load(path):
     return torch.load(path, weights_only=False)
 
 
-@pytest.mark.parametrize("case", ["GPT2", "OwnOptimizer"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(PP2, id="pp2", marks=pytest.mark.slow),  # as interleaved, which has two such stages on each rank
-        pytest.param(INTERLEAVED, id="interleaved"),
-        pytest.param(TP2, id="tp2", marks=pytest.mark.slow),
-        pytest.param(PP2TP2, id="pp2 x tp2"),
-    ],
-)
+def each_written():
+    """Stages alone are in both by default, parts of tied weights in the one, several stages of a rank in the other."""
+    layouts = {"pp2": PP2, "interleaved": INTERLEAVED, "tp2": TP2, "pp2 x tp2": PP2TP2}
+    for name, layout in layouts.items():
+        for case in ("GPT2", "OwnOptimizer"):
+            default = (case, layout) in (("GPT2", PP2TP2), ("OwnOptimizer", INTERLEAVED))
+            yield pytest.param(case, layout, id=f"{name}-{case}", marks=[] if default else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("case", "layout"), list(each_written()))
 def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case, layout):
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
     [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
@@ -151,7 +151,7 @@ def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case,
         pytest.param((PP1, PP2, PP4, TP2), id="alone", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("case", ["GPT2", "OwnOptimizer"])
+@pytest.mark.parametrize("case", ["GPT2", pytest.param("OwnOptimizer", marks=pytest.mark.slow)])
 def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
     """Saved by two stages; each layout goes on to where an uninterrupted run ends."""
     path = str(tmp_path / "half.ckpt")

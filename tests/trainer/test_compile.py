@@ -116,7 +116,7 @@ def test_like_layers_share_what_is_compiled_and_evaluation_has_a_graph_of_its_ow
         assert rank.extra["graphs"] <= 8, "fewer than layers"
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {}], ids=str)
+@pytest.mark.parametrize("layout", [{"pp": 2}, slow({})], ids=str)
 def test_dropout_is_the_same_in_each_run_and_over_any_stages(worlds, layout):
     alone, again = (
         worlds.run(1, graphs_of, Run("Dropouts", strategy=QUICK))[0],
@@ -149,6 +149,7 @@ def test_recomputed_layers_run_compiled_both_times(worlds, microbatches):
     check(worlds, Run(Recomputed, dp=2, microbatches=microbatches, strategy=QUICK))
 
 
+@pytest.mark.slow  # as the strategy's own recomputation below
 def test_recomputation_draws_what_the_forward_drew(worlds):
     expected, ranks = (
         worlds.run(2, graphs_of, Run(case, pp=2, strategy=QUICK)) for case in ("Dropouts", RecomputedDropouts)

@@ -142,7 +142,15 @@ def run_optimizer(form, size, pp):
     return weights_of(model), [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
-@pytest.mark.parametrize("form", ["one", "groups", "lists", "step", "plateau", "cycle"])
+def also_wild(form):
+    """Among the forms of `wild/test_optimizers.py` too."""
+    return pytest.param(form, marks=pytest.mark.slow)
+
+
+FORMS = [also_wild("one"), "groups", also_wild("lists"), also_wild("step"), "plateau", also_wild("cycle")]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_optimizers_of_every_form_train_as_in_one_process(worlds, form):
     [(weights, rates)] = worlds.run(1, run_optimizer, form, 1, 1)
     for ours, our_rates in worlds.run(2, run_optimizer, form, 2, 2):
@@ -267,7 +275,11 @@ def run_option(name, size, pp):
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# The others are also among those of `wild/test_lightning_features.py`.
+ALONE = ("accumulate", "double", "val_interval")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALONE else [pytest.mark.slow]) for n in OPTIONS])
 def test_trainer_options_train_as_in_one_process(worlds, name):
     [expected] = worlds.run(1, run_option, name, 1, 1)
     for ours in worlds.run(2, run_option, name, 2, 2):

@@ -321,7 +321,9 @@ def run_seen(size, pp, seeded, shuffle, options):
     return model.seen, model.drawn, model.validated, weights_of(model)
 
 
-@pytest.mark.parametrize("seeded", [True, False], ids=["seed_everything", "unseeded"])
+@pytest.mark.parametrize(
+    "seeded", [pytest.param(True, marks=pytest.mark.slow), False], ids=["seed_everything", "unseeded"]
+)
 def test_all_ranks_of_one_replica_see_the_same_batch_and_the_same_random_glue(worlds, seeded):
     results = worlds.run(4, run_seen, 4, 2, seeded, True, {"num_microbatches": 2})
     for first, second in ((0, 2), (1, 3)):

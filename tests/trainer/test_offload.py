@@ -41,7 +41,9 @@ def test_states_in_a_file(worlds, tmp_path, run):
     assert not os.listdir(tmp_path / "states"), "files are left behind"
 
 
-@pytest.mark.parametrize("run", [RUNS["zero3"]], ids=["zero3"])
+@pytest.mark.parametrize(
+    "run", [pytest.param(RUNS["zero3"], marks=pytest.mark.slow), RUNS["stages"]], ids=["zero3", "stages"]
+)
 def test_states_on_the_host(worlds, run):
     assert_same_bits(worlds, run, "cpu")
 

@@ -32,11 +32,11 @@ def slow(*runs):
 GRID = [
     Run("GPT2", tp=2, microbatches=1),
     *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", pp=2, dp=2, tp=2), Run("T5", pp=2, dp=2, tp=2)),  # as Tied below
-    Run("Llama", tp=2, pp=2),
+    *slow(Run("Llama", tp=2, pp=2)),  # as below, with clipping
     Run("T5", tp=2),
     # Their plans are proved in one process.
     *slow(Run("Bert", tp=2), Run("ViT", dp=2, tp=2), Run("Encoder", pp=2, tp=2)),
-    Run("Attention", tp=2),
+    *slow(Run("Attention", tp=2)),  # as in Encoder
     Run("Encoder", tp=2),
     Run("UNet", tp=2),
     Run("Tied", pp=2, dp=2, tp=2),
@@ -196,7 +196,8 @@ class Average(EMAWeightAveraging):
             self.noted["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow  # averages over tensor ranks are in files, and go on, in test_checkpoint_callbacks.py
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_averages_of_the_weights(worlds, layout):
     """The averaged weights are those that the run ends with."""
     ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))

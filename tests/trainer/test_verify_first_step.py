@@ -162,7 +162,7 @@ def test_a_right_step_is_verified_and_changes_nothing(worlds, module, layout):
         (Tied, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 1e-14),
         (Single, {}, 1e-5),
         (Single, {"precision": "bf16-mixed"}, 1e-2),
-        (Single, {"precision": "bf16-true"}, 1e-1),
+        pytest.param(Single, {"precision": "bf16-true"}, 1e-1, marks=pytest.mark.slow),
         (Tiny, {"precision": "64-true"}, 1e-14),
     ],
     ids=["accumulate-clip", "float32", "bf16-mixed", "bf16-true", "float64"],

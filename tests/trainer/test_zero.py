@@ -36,7 +36,7 @@ RUNS = {
     "stage 3": zero(3, trainer=CLIPPED),
     "by layer over tensor ranks": zero(3, "Llama", tp=2, trainer=CLIPPED, **EACH),
     "two copies by layer": zero(3, **SHARDS_OF_2, trainer=CLIPPED),
-    "dp2tp2pp2": zero(3, tp=2, pp=2, trainer=CLIPPED),
+    "dp2tp2pp2": zero(3, tp=2, pp=2, trainer=CLIPPED, slow=True),
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
     "parameters of the step": zero(3, "GlueParameters", **EACH),
     "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
@@ -80,10 +80,15 @@ def sgd(module):
     module.optimizer = "sgd"
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 0.1), ("bf16-true", 0.2)], ids=lambda v: str(v)
-)
+def each_format():
+    """What is gathered is in the format of the parameters, what is reduced in that of the gradients."""
+    for precision, tolerance, default in (("32-true", 1e-4, 3), ("bf16-mixed", 0.1, 1), ("bf16-true", 0.2, 3)):
+        for stage in (1, 2, 3):
+            marks = [] if stage == default else [pytest.mark.slow]
+            yield pytest.param(stage, precision, tolerance, id=f"{precision}-{stage}", marks=marks)
+
+
+@pytest.mark.parametrize(("stage", "precision", "tolerance"), list(each_format()))
 def test_number_formats(worlds, stage, precision, tolerance):
     run = Run(
         "Layers",
@@ -167,7 +172,7 @@ def count_whole(run):
     return fit_reference(run).extra
 
 
-@pytest.mark.parametrize(("stage", "dp"), [(1, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "dp"), [(1, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_bytes_between_steps_are_those_of_the_formula(worlds, stage, dp):
     """Rajbhandari et al. 2020, figure 1: what is shared out is divided by the number of replicas."""
     run = Run("GPT2", dp=dp, strategy={"zero_stage": stage}, callback=CountsBytes)

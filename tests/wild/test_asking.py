@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import each
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -129,10 +130,10 @@ class ContrastiveQueue(Contrastive):
         return torch.cat([z - center for _ in range(self.trainer.world_size)])
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [Contrastive, ContrastiveDetached, ContrastiveOfLightning, ContrastiveQueue],
-    ids=lambda make: make.__name__,
+    covered_by={ContrastiveDetached: ContrastiveQueue},
 )
 def test_losses_over_the_world_are_over_the_replicas(worlds, make):
     assert_like_ddp(worlds, make)

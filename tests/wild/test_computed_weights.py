@@ -116,7 +116,7 @@ def test_hooks_of_torch_compute_the_weights(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-@each_under("module", [NewVocoder, NewCritic], [BOTH, INTERLEAVED, COMBINED])
+@each_under("module", [NewVocoder, NewCritic], [BOTH, INTERLEAVED, COMBINED], replicated=[])
 def test_parametrisations_compute_the_weights(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-from layouts import under
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
@@ -80,8 +79,17 @@ class DroppingNormalised(Normalised):
 MODULES = [Plain, Normalised, Logging, Dropping, DroppingNormalised]
 
 
-@under(LAYOUTS, also=[LAYOUTS[1]])
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def each_alone():
+    """Each over replicas of stages; without stages, and with several on each rank, the last has what others have."""
+    for module in MODULES:
+        for layout in LAYOUTS:
+            default = layout is LAYOUTS[2] or (layout in (LAYOUTS[1], LAYOUTS[3]) and module is DroppingNormalised)
+            default |= layout is LAYOUTS[1] and module is Plain
+            marks = [] if default else [pytest.mark.slow]
+            yield pytest.param(module, layout, id=f"{module.__name__}-{layout.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("module", "layout"), list(each_alone()))
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)

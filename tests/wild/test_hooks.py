@@ -85,7 +85,8 @@ OPTIMIZATION = [
 ]
 
 
-@each_under("module", OPTIMIZATION, [STAGES, BOTH])
+# Reads of gradients, and clipping by value, are those of `trainer/test_gradient_reads.py`.
+@each_under("module", OPTIMIZATION, [STAGES, BOTH], covered_by={ClipsValues: ClipsLate, LooksBeforeStep: ClipsLate})
 def test_hooks_of_optimization(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=4)
     assert report.outcome == "same", str(report)

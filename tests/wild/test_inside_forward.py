@@ -363,7 +363,13 @@ SAME = [
 
 # The verification looks at the real part of complex parameters alone in one place.
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@each_under("module", SAME, [*LAYOUTS, COMBINED], replicated=[ForcesOfPart, BatchNormEverywhere])
+@each_under(
+    "module",
+    SAME,
+    [*LAYOUTS, COMBINED],
+    replicated=[BatchNormEverywhere],
+    covered_by={ForcesThroughShared: ForcesOfSpecies, MaskLikeHidden: LazyMask, ComplexStream: Fourier},
+)
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2, trainer={"inference_mode": False})
     assert report.outcome == "same", str(report)

@@ -246,7 +246,7 @@ def each_cut():
     """How stages of one rank are joined is the same whatever is kept."""
     for make in _KEEP:
         for cut in _CUTS:
-            default = cut == "pp2-m3" or (cut == "pp2 x 2 stages-m2" and make in (Appends, Returns))
+            default = cut == "pp2-m3" or (cut == "pp2 x 2 stages-m2" and make is Appends)
             yield pytest.param(make, cut, id=f"{make.__name__}-{cut}", marks=[] if default else [pytest.mark.slow])
 
 

@@ -250,8 +250,11 @@ MODULES = [
 ]
 
 
-# What is written to buffers is of the samples of one replica.
-@each_under("module", MODULES, [*LAYOUTS, COMBINED], replicated=[Attention, Normed, WritesBuffers], slow=[TENSOR])
+# What is written to buffers is of the samples of one replica. A whole transformer has its encoder and decoder inside.
+CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {WholeTransformer: Transformers}}
+
+
+@each_under("module", MODULES, [*LAYOUTS, COMBINED], **CHOSEN, slow=[TENSOR])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

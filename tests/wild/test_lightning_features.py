@@ -68,7 +68,15 @@ class Option:
         return self.name == other.name
 
 
-@each_under_names("name", list(OPTIONS), EVERYWHERE, replicated=["overfit_batches", "clip_accumulated", "limits"])
+COVERED_OPTIONS = {
+    "clip_norm": "clip_accumulated",
+    "max_time": "max_time_over",
+    "val_check_over_epochs": "val_check_interval",
+}
+OF_REPLICAS = ["overfit_batches", "clip_accumulated", "limits"]
+
+
+@each_under_names("name", list(OPTIONS), EVERYWHERE, replicated=OF_REPLICAS, covered_by=COVERED_OPTIONS)
 def test_trainer_options(worlds, tmp_path, name, layout):
     check(worlds, tmp_path, Option(name), layout)
 
@@ -271,9 +279,11 @@ CALLBACKS = [
 
 
 # What all replicas did counts for these.
-OVER_REPLICAS = [mean_of_epochs, lr_finder, early_stopping, best_and_last]
+OVER_REPLICAS = [mean_of_epochs, lr_finder, early_stopping]
+# What the other profilers do between their hooks is Lightning's alone.
+COVERED = {tuner_lr_find: lr_finder, pytorch_profiler: simple_profiler, advanced_profiler: simple_profiler}
 
 
-@each_under_names("feature", CALLBACKS, EVERYWHERE, replicated=OVER_REPLICAS)
+@each_under_names("feature", CALLBACKS, EVERYWHERE, replicated=OVER_REPLICAS, covered_by=COVERED)
 def test_callbacks(worlds, tmp_path, feature, layout):
     check(worlds, tmp_path, feature, layout)

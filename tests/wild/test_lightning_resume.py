@@ -85,7 +85,7 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@each_under_names("kind", ["swa", "ema"], LAYOUTS)
+@each_under_names("kind", ["swa", "ema"], LAYOUTS, replicated=[])
 def test_averages_are_saved_whole_and_resumed(worlds, tmp_path, kind, layout):
     check(worlds, tmp_path, SavedAverage(kind), layout)
 
@@ -213,8 +213,14 @@ class Resumed:
 CASES = {"loader": Resumed(False), "stateful loader": Resumed(True), "finetuning": Resumed(False, finetuning)}
 
 
+COVERED = [LAYOUTS["pp2"], LAYOUTS["dp2"]]  # by replicas of stages
+
+
+@pytest.mark.parametrize(
+    "layouts", [[(1, 1), (4, 2)], pytest.param(COVERED, marks=pytest.mark.slow)], ids=["", "covered"]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_in_the_middle_of_an_epoch_under_every_layout(worlds, tmp_path, case):
+def test_resumed_in_the_middle_of_an_epoch_under_every_layout(worlds, tmp_path, case, layouts):
     """Saved under one layout, resumed under all."""
     resumed = CASES[case]
     folder = str(tmp_path)
@@ -224,7 +230,7 @@ def test_resumed_in_the_middle_of_an_epoch_under_every_layout(worlds, tmp_path, 
     for saving in (None, "dp2 x pp2"):
         if saving is not None:
             worlds.run(4, on_rank, resumed.save, 4, 2, folder)
-        for size, pp in [(1, 1), *LAYOUTS.values()] if saving else [(2, 2)]:
+        for size, pp in layouts if saving else [(2, 2)]:
             for result in worlds.run(size, on_rank, resumed.resume, size, pp, folder):
                 compare(result, expected, rtol=1e-9)
 
@@ -276,7 +282,7 @@ def requeued(run, ranks):
     [
         ("pp2", (1,)),
         ("pp2", (0,)),
-        ("dp2", (1,)),
+        pytest.param("dp2", (1,), marks=pytest.mark.slow),
         ("dp2 x pp2", (0, 1, 2, 3)),
         pytest.param("dp2 x pp2", (2,), marks=pytest.mark.slow),
     ],

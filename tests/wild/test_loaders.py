@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import under
+from layouts import each, under
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_runs import ignore_warnings, trainer_of
@@ -157,7 +157,8 @@ def short_last():
 KINDS = [batch_sampler_as_sampler, stream, without_batch_size, own_iterable, short_last]
 
 
-@pytest.mark.parametrize("make_data", KINDS)
+# With stages alone they are among the kinds of `trainer/test_loaders.py`.
+@each("make_data", KINDS, covered_by={without_batch_size: stream, short_last: stream})
 @under([STAGES[0], DP_PP])
 def test_kinds_of_loaders(worlds, make_data, layout):
     report = check(worlds, Regression, layout, make_data=make_data, steps=4)

@@ -116,7 +116,13 @@ class ReentrantTransformer(Transformer):
         self.model.enable_input_require_grads()
 
 
-@each_under("module", [Transformer, ReentrantTransformer], [STAGES, BOTH], replicated=[])
+@each_under(
+    "module",
+    [Transformer, ReentrantTransformer],
+    [STAGES, BOTH],
+    replicated=[],
+    covered_by={ReentrantTransformer: Transformer},
+)
 def test_gradient_checkpointing_enable(worlds, module, layout):
     report = check(worlds, module, layout, steps=2, precision="32-true")
     assert report.outcome == "same", str(report)

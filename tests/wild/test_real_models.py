@@ -243,7 +243,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each_under("module,data", CASES, [PP2, BOTH], replicated=[(ResNet, image_data)])
+@each_under("module,data", CASES, [PP2, BOTH], replicated=[], covered_by={CASES[0]: CASES[1]})
 def test_same_numbers(worlds, module, data, layout):
     report = check(worlds, module, layout, make_data=data)
     assert report.outcome == "same", str(report)

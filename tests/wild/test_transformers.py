@@ -138,7 +138,8 @@ CASES = [
 ]
 
 
-@each_under("module,data,precision", CASES, [PP2, BOTH])
+# T5 and ViT are among the architectures of `trainer/test_parity.py`.
+@each_under("module,data,precision", CASES, [PP2, BOTH], replicated=[], covered_by={CASES[2]: CASES[0]})
 def test_same_numbers(worlds, module, data, precision, layout):
     report = check(worlds, module, layout, make_data=data, precision=precision)
     assert report.outcome == "same", str(report)

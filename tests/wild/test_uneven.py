@@ -57,9 +57,19 @@ class WithMetrics(Regression):
         self.log("val_loss", F.mse_loss(out, y))
 
 
-@by_replicas
-@pytest.mark.parametrize("num_val", [13, pytest.param(9, marks=pytest.mark.slow), 5])
-@pytest.mark.parametrize("module", [Regression, WithMetrics], ids=lambda module: module.__name__)
+def each_number():
+    """Metrics of a number that leaves some ranks without a batch; over stages both numbers, and what is logged too."""
+    for module in (Regression, WithMetrics):
+        for num_val in (13, 9, 5):
+            for layout in REPLICAS:
+                default = (module, num_val) == (WithMetrics, 5) or (layout is DP_PP and num_val == 13)
+                marks = [] if default else [pytest.mark.slow]
+                yield pytest.param(
+                    module, num_val, layout, id=f"{module.__name__}-{num_val}-{layout.name}", marks=marks
+                )
+
+
+@pytest.mark.parametrize(("module", "num_val", "layout"), list(each_number()))
 def test_every_sample_counts_once(worlds, module, num_val, layout):
     report = check(worlds, module, layout, make_data=DATA[num_val], steps=2 if num_val == 5 else 4)
     assert report.outcome == "same", str(report)

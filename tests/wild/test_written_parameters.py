@@ -2,9 +2,8 @@
 
 import copy
 
-import pytest
 import torch
-from layouts import each_under, under
+from layouts import each, each_under, under
 from torch.nn import functional as F
 from wild.bases import BOTH, Regression
 from wild.suite import LAYOUTS, check
@@ -197,7 +196,9 @@ class ClampsWeights(Regression):
 HOOKED = [MomentumAfterBatch, MomentumBeforeBatch, MomentumInPlace, SwapsAverages, SwapsByStateDict, CollectsMoments]
 
 
-@each_under("module", [*HOOKED, ClampsWeights], [LAYOUTS[0], BOTH])
+@each_under(
+    "module", [*HOOKED, ClampsWeights], [LAYOUTS[0], BOTH], covered_by={MomentumBeforeBatch: MomentumAfterBatch}
+)
 def test_parameters_written_in_hooks(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
@@ -215,7 +216,7 @@ WRITING = [
 
 # Replicas write the same: not among the layouts, because the reference's replicas share their parameters.
 @under([LAYOUTS[0], LAYOUTS[3]])
-@pytest.mark.parametrize("module", WRITING, ids=lambda module: module.__name__)
+@each("module", WRITING, covered_by={MomentumByCopy: MomentumInStep, MomentumInPlaceInStep: MomentumInStep})
 def test_parameters_written_in_the_step(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)

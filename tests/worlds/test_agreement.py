@@ -1,0 +1,38 @@
+"""All ranks start with the weights of the first one, whatever their kinds and sizes."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.agreement import agree_on_start
+
+
+class Mixed(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.small = nn.ModuleList(nn.Linear(3, 2) for _ in range(300))  # more than travel together
+        self.wide = nn.Parameter(torch.randn(300, 300))
+        self.columns = nn.Parameter(torch.randn(4, 3, dtype=torch.float64).t())
+        with torch.inference_mode():
+            self.register_buffer("seen", torch.rand(5))
+        self.register_buffer("mask", torch.rand(2, 7) > 0.5)
+        self.register_buffer("switch", torch.tensor(seed == 0))
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("none", torch.empty(0))
+
+
+@pytest.mark.world(2)
+def test_every_tensor_is_that_of_the_first_rank():
+    mesh = Mesh.build(ParallelLayout(data_replicate_size=2), "cpu")
+    module, expected = Mixed(seed=mesh.rank), Mixed(seed=0)
+    places = [tensor.data_ptr() for tensor in module.state_dict().values()]
+    torch.manual_seed(5 + mesh.rank)
+    seed = agree_on_start(module, mesh, mesh.rank, torch.device("cpu"))
+    assert seed == 5
+    for (name, tensor), first in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(tensor, first), name
+        assert tensor.stride() == first.stride(), name
+    assert [tensor.data_ptr() for tensor in module.state_dict().values()] == places
