@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import filesystem as torch_files
 from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
@@ -335,9 +340,16 @@ class _Index(pickle.Unpickler):
             return torch.Size
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write members of an enum
+            return self._member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(f"{self._path} asks for {module}.{name}, which has no place in the index of a checkpoint")
+
+    def _member(self, owner: Any, name: str) -> Any:
+        if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+            raise CheckpointError(f"{self._path} asks for {owner!r}.{name}, which has no place in an index")
+        return _MEM_FORMAT_ENCODING[name]
 
 
 _INDEX_CLASSES = frozenset(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.dispatch import all_pairs, combine, take_rows
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.tree import flatten, map_leaves, unflatten
+from lightning_hybrid.step.tree import flatten, unflatten
 
 # Of rows [P, D] sorted by expert and how many there are of each expert [E]: what the experts make of them, [P, D'].
 Exchange = Callable[[Tensor, Tensor], Tensor]
@@ -149,7 +149,7 @@ class BatchedPairs(_Batched):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
         size = _stacked(module)
-        names = _pair_names(_bound(module, call))
+        names = _pair_names(bound(module, call))
         if size is None or names is None:
             return []
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
@@ -169,7 +169,7 @@ class BatchedPairs(_Batched):
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
         """As ``ExpertsAdapter``."""
-        given = _bound(module, (args, kwargs))
+        given = bound(module, (args, kwargs))
         hidden, which, weights = (given[self.names[what]] for what in ("hidden", "which", "weights"))
         shape, k = hidden.shape, which.shape[-1]
         hidden = hidden.reshape(-1, shape[-1])
@@ -202,34 +202,19 @@ class BatchedRows(_Batched):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
         size = _stacked(module)
-        given = _bound(module, call)
-        rows = [name for name, value in given.items() if _is_float(value) and value.dim() == 2]
-        counts = [name for name, value in given.items() if _is_counts(value, size)]
-        if size is None or len(rows) != 1 or len(counts) != 1:
+        found = rows_and_counts(bound(module, call), size)
+        if size is None or found is None:
             return []
-        names = {"rows": rows[0], "counts": counts[0]}
+        names = dict(zip(("rows", "counts"), found, strict=True))
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
         """As ``ExpertsAdapter``; some experts get no row, and on the last rank most."""
-        experts = self.num_experts if rank < size - 1 or rank == 0 else max(1, self.num_experts // size)
-        which = torch.randint(experts, (_TOKENS,), generator=generator)
-        numbers = torch.bincount(which, minlength=self.num_experts)
-
-        def small(leaf: Any) -> Any:
-            if _is_float(leaf):
-                return torch.randn(_TOKENS, *leaf.shape[1:], generator=generator)
-            return numbers.to(leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-        args, kwargs = call
-        as_list = numbers.tolist()
-        args = tuple(as_list if isinstance(value, list) else map_leaves(small, value) for value in args)
-        kwargs = {n: as_list if isinstance(value, list) else map_leaves(small, value) for n, value in kwargs.items()}
-        return args, kwargs
+        return small_rows(call, self.num_experts, rank, size, generator)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
         """As ``ExpertsAdapter``."""
-        given = _bound(module, (args, kwargs))
+        given = bound(module, (args, kwargs))
         rows, counts = given[self.names["rows"]], given[self.names["counts"]]
         self._as_list = not isinstance(counts, Tensor)
         return exchange(rows, torch.as_tensor(counts, device=rows.device))
@@ -272,6 +257,42 @@ def small_call(call: Call, num_experts: int, generator: torch.Generator) -> Call
     return example
 
 
+def small_rows(call: Call, num_experts: int, rank: int, size: int, generator: torch.Generator) -> Call:
+    """A call with few rows, sorted by expert, of which some have none.
+
+    Args:
+        call: As it was recorded: rows, and a tensor or a list of their numbers.
+        num_experts: Of the module.
+        rank: Whose it is; most experts get nothing on the last one.
+        size: Number of ranks.
+        generator: For random numbers.
+    """
+    experts = num_experts if rank < size - 1 or rank == 0 else max(1, num_experts // size)
+    numbers = torch.bincount(torch.randint(experts, (_TOKENS,), generator=generator), minlength=num_experts)
+
+    def small(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return numbers.tolist()
+        if _is_float(leaf):
+            return torch.randn(_TOKENS, *leaf.shape[1:], generator=generator)
+        return numbers.to(leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs = call
+    return tuple(map(small, args)), {name: small(value) for name, value in kwargs.items()}
+
+
+def rows_and_counts(given: Mapping[str, Any], size: int | None) -> tuple[str, str] | None:
+    """Which arguments are rows sorted by expert and their numbers; None if that is not how it is called.
+
+    Args:
+        given: Arguments by name.
+        size: Number of experts.
+    """
+    rows = [name for name, value in given.items() if _is_float(value) and value.dim() == 2]
+    counts = [name for name, value in given.items() if _is_counts(value, size)]
+    return (rows[0], counts[0]) if size is not None and len(rows) == len(counts) == 1 else None
+
+
 # -- recognising -------------------------------------------------------------------------------------------------------
 
 
@@ -292,17 +313,22 @@ def _attributes_of(module: nn.Module, size: int) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([tuple(named), tuple(equal), *alone, ()]))
 
 
-def _bound(module: nn.Module, call: Call) -> dict[str, Any]:
-    """The arguments of a call by name; nothing if they have none."""
+def bound(module: nn.Module, call: Call) -> dict[str, Any]:
+    """The arguments of a call by name; nothing if they have none.
+
+    Args:
+        module: That is called.
+        call: Positional and keyword arguments.
+    """
     args, kwargs = call
     try:
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        matched = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except (TypeError, ValueError):
         return {}
-    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    kinds = {name: parameter.kind for name, parameter in matched.signature.parameters.items()}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = {name: value for name, value in list(bound.arguments.items())[1:] if kinds[name] not in variadic}
-    others = [value for name, value in bound.arguments.items() if kinds[name] in variadic and value]
+    given = {name: value for name, value in list(matched.arguments.items())[1:] if kinds[name] not in variadic}
+    others = [value for name, value in matched.arguments.items() if kinds[name] in variadic and value]
     return {} if others else given
 
 

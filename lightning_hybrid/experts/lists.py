@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.adapters import Call, Exchange, ExpertsAdapter, small_call
+from lightning_hybrid.experts.adapters import (
+    Call,
+    Exchange,
+    ExpertsAdapter,
+    bound,
+    rows_and_counts,
+    small_call,
+    small_rows,
+)
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import map_leaves
@@ -42,10 +50,16 @@ class ExpertList(ExpertsAdapter):
     what = "a list of modules, each called with its rows"
     may_skip = True
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Args: names: of the experts in the block, in order."""
+    def __init__(self, names: Sequence[str], *, takes_rows: bool = False) -> None:
+        """Make the adapter.
+
+        Args:
+            names: Of the experts in the block, in order.
+            takes_rows: Whether the block is given rows sorted by expert, and their numbers.
+        """
         super().__init__(len(names))
-        self.names = list(names)
+        self.names, self._takes_rows = list(names), takes_rows
+        self._called: list[bool] = []  # in the run that goes on; an expert that gets no row may be called or not
         self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
 
     @classmethod
@@ -54,7 +68,8 @@ class ExpertList(ExpertsAdapter):
         found: list[ExpertsAdapter] = []
         for name, child in module.named_children():
             if isinstance(child, _LISTS) and _are_alike(list(child.children())):
-                found.append(cls([f"{name}.{key}" for key, _ in child.named_children()]))
+                names = [f"{name}.{key}" for key, _ in child.named_children()]
+                found.append(cls(names, takes_rows=rows_and_counts(bound(module, call), len(names)) is not None))
         return found
 
     def placements(self, module: nn.Module, size: int) -> dict[str, Shard]:
@@ -70,7 +85,7 @@ class ExpertList(ExpertsAdapter):
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Any:
         """As ``ExpertsAdapter``."""
         noted: list[list[Tensor]] = [[] for _ in self.names]
-        one = self._here(module)[0].forward
+        one = self._here(module)[0][1].forward
 
         def note(number: int) -> Callable[..., Any]:
             def expert(*given: Any, **named: Any) -> Tensor:
@@ -89,6 +104,7 @@ class ExpertList(ExpertsAdapter):
         if not flat:
             raise NotLikeExperts("the block calls none of its experts")
         numbers = [sum(shape[:-1].numel() for shape in of) for of in shapes]
+        self._called = [bool(of) for of in noted]
         out = exchange(torch.cat(flat), torch.tensor(numbers, device=flat[0].device))
         answers = [
             list(of.split([shape[:-1].numel() for shape in sizes])) if sizes else []
@@ -108,6 +124,8 @@ class ExpertList(ExpertsAdapter):
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
         """As ``ExpertsAdapter``."""
+        if self._takes_rows:
+            return small_rows(call, self.num_experts, rank, size, generator)
         return small_call(call, self.num_experts, generator)
 
     @contextlib.contextmanager
@@ -121,20 +139,20 @@ class ExpertList(ExpertsAdapter):
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
         """As ``ExpertsAdapter``."""
-        here = self._here(module)
+        here = self._here(module)[first:]
         outs = [
             expert.forward(part)
-            for expert, part in zip(here[first:], rows.split(list(counts)), strict=False)
-            if part.shape[0]
+            for (number, expert), part in zip(here, rows.split(list(counts)), strict=False)
+            if part.shape[0] or self._called[number]
         ]
         if outs:
             return torch.cat(outs)
-        return _form(here[first].forward, rows)
+        return _form(here[0][1].forward, rows)
 
-    def _here(self, module: nn.Module) -> list[nn.Module]:
-        """The experts of this rank."""
-        experts = [module.get_submodule(name) for name in self.names]
-        return [expert for expert in experts if all(p.numel() for p in expert.parameters())]
+    def _here(self, module: nn.Module) -> list[tuple[int, nn.Module]]:
+        """The experts of this rank, with their numbers."""
+        experts = [(number, module.get_submodule(name)) for number, name in enumerate(self.names)]
+        return [(number, expert) for number, expert in experts if all(p.numel() for p in expert.parameters())]
 
 
 @torch.no_grad()

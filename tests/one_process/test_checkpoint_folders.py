@@ -1,5 +1,6 @@
 """Folders of distributed checkpoints by themselves: whole or refused, whatever happened to them."""
 
+import io
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import Hybrid3DStrategy
@@ -18,7 +20,7 @@ from lightning_hybrid.checkpoint.background import Background
 from lightning_hybrid.checkpoint.convert import to_file, to_folder
 from lightning_hybrid.checkpoint.folder import CheckpointError, IncompleteCheckpoint
 from lightning_hybrid.checkpoint.inspect import problems
-from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.checkpoint.reading import SavedFolder, _Index
 from lightning_hybrid.checkpoint.writing import covered, prepare
 from lightning_hybrid.cli import main as command_line
 
@@ -234,6 +236,27 @@ def test_folders_of_others_are_named(tmp_path):
 class Runs:
     def __reduce__(self):
         return print, ("run",)
+
+
+class Member:
+    """As some versions of Python write members of an enum."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_the_one_enum_of_an_index_are_read_however_they_are_written():
+    def read(value):
+        return _Index(io.BytesIO(pickle.dumps(value)), "folder").load()
+
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert read(member) is read(Member(_MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")):
+        with pytest.raises(CheckpointError, match="has no place in an index"):
+            read(Member(owner, name))
 
 
 def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):

@@ -16,6 +16,7 @@ from lightning_hybrid.experts.found import ExpertCalls
 from lightning_hybrid.experts.grouped import GroupedExperts
 from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.experts.proof import prove
+from lightning_hybrid.experts.upcycled import ListedExperts
 
 
 def found_in(root, call, size=2):
@@ -90,6 +91,11 @@ def rows_of(*sizes):
 CASES = {
     "a list": (LoopedExperts, lambda m: m(rows_of(2, 7, WIDTH)), ExpertList),
     "a list that draws and counts": (Jittered, lambda m: m(rows_of(2, 7, WIDTH)), ExpertList),
+    "copies of a layer": (
+        lambda: ListedExperts([nn.Linear(WIDTH, WIDTH) for _ in range(4)], takes_rows=True),
+        lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
+        ExpertList,
+    ),
     "our own": (
         lambda: GroupedExperts(4, WIDTH, 8, bias=True),
         lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
