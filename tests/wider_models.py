@@ -72,6 +72,8 @@ class Expert(nn.Module):
 class LoopedExperts(nn.Module):
     """A list of experts, those called that some token chose; as in many repositories before weights were stacked."""
 
+    skips = True
+
     def __init__(self, num_experts=4, top_k=2):
         super().__init__()
         self.gate = nn.Linear(WIDTH, num_experts, bias=False)
@@ -87,7 +89,7 @@ class LoopedExperts(nn.Module):
         mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
         for number, expert in enumerate(self.experts):
             place, token = torch.where(mask[number])
-            if token.shape[0] == 0:
+            if self.skips and token.shape[0] == 0:
                 continue
             answer = expert(hidden[token]) * weights[token, place, None]
             out.index_add_(0, token, answer.to(hidden.dtype))
@@ -119,6 +121,24 @@ class Looped(Lit):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+class FewTokens(Looped):
+    """More experts than are chosen: one that nobody chose has no gradient, and its momentum stays."""
+
+    skips = True
+
+    def __init__(self):
+        super().__init__(layers=2)
+        for layer in self.layers:
+            layer.moe = LoopedExperts(16)
+            layer.moe.skips = self.skips
+
+
+class FewTokensForAll(FewTokens):
+    """All experts are called, also with no rows: one that nobody chose has a gradient of zeros."""
+
+    skips = False
 
 
 class CausalSelfAttention(nn.Module):

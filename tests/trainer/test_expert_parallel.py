@@ -10,7 +10,7 @@ from trainer.test_checkpoint import PLAIN, PP2, Layout, assert_same_state, train
 from trainer.test_checkpoint_folder import ZERO, folders, save_halfway
 from trainer.test_experts import Experts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from wider_models import DeepseekV3, GptOss, Looped, Mixtral, Qwen3Moe
+from wider_models import DeepseekV3, FewTokens, FewTokensForAll, GptOss, Looped, Mixtral, Qwen3Moe
 from worlds_plugin import RankError
 
 from lightning_hybrid.cli import main as command_line
@@ -40,6 +40,8 @@ CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
 RUNS = {
     "Mixtral": shared(trainer=CLIPPED),
     "a list of experts": shared(Looped, trainer=CLIPPED),
+    "experts without rows": shared(FewTokens, batch_size=1, microbatches=1),
+    "experts called without rows": shared(FewTokensForAll, batch_size=1, microbatches=1),
     "Qwen3": shared(Qwen3Moe),
     "DeepSeek": shared(DeepseekV3),
     "gpt-oss": shared(GptOss),
