@@ -166,6 +166,17 @@ class MoE(nn.Module):
         )
 
 
+def name_layers(root: nn.Module) -> None:
+    """Let errors of layers of experts call them by their FQN, where nobody named them.
+
+    Args:
+        root: The user's module.
+    """
+    for fqn, module in root.named_modules():
+        if isinstance(module, MoE) and module.name == type(module).__name__:
+            module.name = fqn
+
+
 class SharedExpert(nn.Module):
     """An MLP like one of the experts, of plain linear layers, that all tokens see."""
 

@@ -2,8 +2,8 @@
 
 Two units are alike if they have the same classes, plain attributes and tensor shapes throughout, get arguments of the
 same shapes, and share every other object they refer to. A whole number that equals a unit's own position in its list
-(a layer index) counts as the same. What is reused is metadata alone (result shapes, costs); a replay that finds another
-shape says so.
+(a layer index) counts as the same, and so does a text that is the name of something in it or around it. What is reused
+is metadata alone (result shapes, costs); a replay that finds another shape says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UnitKinds:
         digits = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", fqn)
         position = int(digits[-1]) if digits else None
         numbers: list[int] = []
-        key = tuple(_module_key(name, module, numbers) for name, module in unit.named_modules())
+        key = tuple(_module_key(name, module, numbers, fqn) for name, module in unit.named_modules())
         seen = self._kinds.setdefault(key, [])
         for others, other_position, kind in seen:
             # A head count of 2 in the layer at position 2 is no layer index: both readings are tried.
@@ -59,29 +59,33 @@ class UnitKinds:
         return self._count
 
 
-def _module_key(name: str, module: nn.Module, numbers: list[int]) -> Hashable:
-    """What a module is but for whole numbers, which are appended to ``numbers``."""
+def _module_key(name: str, module: nn.Module, numbers: list[int], fqn: str) -> Hashable:
+    """What a module is but for whole numbers, which are appended to ``numbers``, and for names by its unit's FQN."""
     tensors = [
         (member, None if tensor is None else _tensor_key(tensor))
         for group in _TENSORS
         for member, tensor in module.__dict__[group].items()
     ]
     attributes = [
-        (key, _value_key(value, numbers))
+        (key, _value_key(value, numbers, fqn))
         for key, value in module.__dict__.items()
         if key not in _SKIPPED and not (isinstance(value, dict) and not value)
     ]
     return name, type(module), module.training, tuple(tensors), tuple(attributes)
 
 
-def _value_key(value: Any, numbers: list[int]) -> Hashable:
+def _value_key(value: Any, numbers: list[int], fqn: str) -> Hashable:
     if type(value) is int:
         numbers.append(value)
         return int
+    if type(value) is str and fqn and f"{value}.".startswith(f"{fqn}."):  # the name of something in the unit
+        return "in the unit", value[len(fqn) :]
+    if type(value) is str and value and fqn.startswith(f"{value}."):  # of what the unit lies in
+        return "around the unit", fqn[len(value) :].count(".")
     if isinstance(value, _PLAIN):
         return type(value), value
     if type(value) in (tuple, list):
-        return type(value), tuple(_value_key(item, numbers) for item in value)
+        return type(value), tuple(_value_key(item, numbers, fqn) for item in value)
     if isinstance(value, Tensor):
         return _tensor_key(value)
     if type(value) is set and all(isinstance(item, _PLAIN) for item in value):

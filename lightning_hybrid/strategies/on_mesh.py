@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hybrid.experts.layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.absent import is_absent
@@ -182,6 +183,7 @@ class MeshStrategy(ParallelStrategy):
             self._mesh = Mesh.build(self._layout, self.root_device.type)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.published()
+        name_layers(self.lightning_module)
         self._stop_showing()
         self._user_world = UserWorld(self._mesh)
         self._stop_showing = self._user_world.show_to_hooks(self.lightning_module.trainer)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.pipeline.deposit import Deposit
 from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
@@ -240,6 +241,11 @@ class SteppingStrategy(FolderStrategy):
                 loggers = contextlib.nullcontext() if self._runner is None else noted_loggers(module)
                 with self.user_world(), precision(), loggers, contextlib.nullcontext() if again is None else again():
                     yield
+            except Exception as error:
+                loop = self._trainer.fit_loop.epoch_loop
+                if name == "training_step":
+                    note(error, f"in training_step of batch {loop.batch_idx} (step {self._trainer.global_step})")
+                raise
             finally:
                 self._in_step = before
 

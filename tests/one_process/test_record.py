@@ -154,6 +154,7 @@ def test_like_layers_run_once_whatever_their_places():
         def __init__(self, index, heads):
             super().__init__(WIDTH, WIDTH)
             self.index, self.sizes = index, (heads, WIDTH)
+            self.name, self.inside, self.around = f"layers.{index}", f"layers.{index}.weight", "layers"
 
         def forward(self, x):
             ran.append(self.index)

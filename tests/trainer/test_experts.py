@@ -8,6 +8,7 @@ from models import WIDTH, Lit
 from torch import nn
 from torch.nn import functional as F
 from trainer.fitting import Run, assert_parity, fit, fit_whole
+from worlds_plugin import RankError
 
 from lightning_hybrid.experts import MoE
 
@@ -74,3 +75,19 @@ def test_parity(worlds, run):
     for name, stages in ranks[0].stages.items():
         _, number, *_ = name.split(".")
         assert run.pp == 1 or not name.startswith("layers") or stages == (int(number) // 2,), name
+
+
+class Breaking(Experts):
+    """A router loses its weights in the second batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            with torch.no_grad():
+                self.layers[3].router.weight.fill_(float("nan"))
+
+
+def test_logits_that_are_not_finite_name_their_layer_and_step(worlds):
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, fit, Run(Breaking, pp=2))
+    assert "layers.3" in str(caught.value)
+    assert "in training_step of batch 1 (step 1)" in str(caught.value)
