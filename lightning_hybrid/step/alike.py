@@ -100,8 +100,8 @@ def _tensor_key(tensor: Tensor) -> Hashable:
 @contextlib.contextmanager
 def each_alone(units: Mapping[str, nn.Module]) -> Iterator[None]:
     """No unit is like another inside, so that a recording runs each of them."""
-    for fqn, unit in units.items():
-        unit.__dict__[_ALONE] = fqn
+    for unit in units.values():
+        unit.__dict__[_ALONE] = object()
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
+from lightning_hybrid.step.alike import each_alone
 from lightning_hybrid.step.recording import StepError
 
 
@@ -166,6 +167,10 @@ def test_like_layers_run_once_whatever_their_places():
     module.double()
     record(module)
     assert ran == [0, 1, 5]
+    ran.clear()
+    with each_alone({f"layers.{i}": layer for i, layer in enumerate(module.layers)}):
+        record(module)
+    assert ran == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_the_number_of_batch_only_operations_may_change():
