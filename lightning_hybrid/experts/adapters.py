@@ -52,7 +52,7 @@ class ExpertsAdapter(ABC):
 
         Args:
             module: Of the user, whole.
-            call: Positional and keyword arguments of a call of it.
+            call: Positional and keyword arguments of a call of it; tensors have no content.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
@@ -59,7 +60,7 @@ class ExpertCalls:
             def seen(*args: Any, **kwargs: Any) -> Any:
                 tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
                 first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
-                self._calls[fqn] = copied(args), copied(kwargs)
+                self._calls[fqn] = copied(args, _form), copied(kwargs, _form)
                 self._rows[fqn] = None if first is None else first.shape[:-1].numel()
                 return forward(*args, **kwargs)
 
@@ -105,6 +106,12 @@ class ExpertCalls:
         rows = [self._rows.get(f"{fqn}.{name}") for name in adapter.names]
         tokens = self._rows[fqn]
         return None not in rows and len(set(rows)) == 1 and tokens in (None, rows[0])
+
+
+def _form(tensor: Tensor) -> Tensor:
+    """Something of its shape and dtype without content: what units are called with may be large."""
+    with torch._C.DisableTorchFunction():
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 def _chosen(module: nn.Module, candidates: list[ExpertsAdapter], call: Call, size: int) -> ExpertsAdapter | str:
