@@ -113,12 +113,10 @@ class ExpertLoadMonitor(Callback):
         self._watched.append(wrap_method(layer, "forward", speak))
 
     def _take(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        with taking_asides() as taken:
+        with taking_asides(LayerLoad) as taken:
             output = run()
         for aside in taken:
-            if not isinstance(aside, LayerLoad):
-                give_aside(aside)
-            elif not is_absent(aside.load):  # else another rank counts it, or the step is only recorded
+            if not is_absent(aside.load):  # else another rank counts it, or the step is only recorded
                 with torch._C.DisableTorchFunction(), torch.no_grad():  # not seen as an operation of the step
                     row = torch.cat([aside.load.double(), aside.load.new_tensor([1.0]).double()])
                     row = torch.cat([row[:-1], torch.stack([aside.dropped, aside.entropy]).double(), row[-1:]])

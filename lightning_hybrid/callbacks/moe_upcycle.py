@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.wrapped_methods import wrap_method
 from lightning_hybrid.experts.upcycled import AuxiliaryLoss, UpcycledMLP, upcycled
-from lightning_hybrid.step.asides import give_aside, taking_asides
+from lightning_hybrid.step.asides import taking_asides
 
 
 class MoEUpcycle(Callback):
@@ -263,15 +263,9 @@ def _count(module: nn.Module) -> int:
 
 def _add_losses(module: LightningModule, run: Callable[[], Any]) -> Any:
     """A training step whose loss has the auxiliary losses of the layers that ran in it."""
-    with taking_asides() as taken:
+    with taking_asides(AuxiliaryLoss) as taken:
         output = run()
-    losses = []
-    for aside in taken:
-        if isinstance(aside, AuxiliaryLoss):
-            losses.append(aside.value)
-        else:
-            give_aside(aside)
-    return _with_losses(module, output, losses)
+    return _with_losses(module, output, [aside.value for aside in taken])
 
 
 def _with_losses(module: LightningModule, output: Any, losses: list[Tensor]) -> Any:

@@ -11,6 +11,7 @@ how the results become what the call returns. Three are here, and users register
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ class ExpertsAdapter(ABC):
         num_experts: Of the module.
         what: The way it is called, in words.
         may_skip: Whether an expert that gets no row has no gradient.
+        again: Makes of the module's forward one that draws what the forward draws next; set for a run.
     """
 
     what: ClassVar[str]
@@ -44,6 +46,7 @@ class ExpertsAdapter(ABC):
     def __init__(self, num_experts: int) -> None:
         """Args: num_experts: of the module."""
         self.num_experts = num_experts
+        self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
 
     @classmethod
     @abstractmethod
@@ -118,7 +121,7 @@ class _Batched(ExpertsAdapter):
         """By place where that is possible: what is behind a decorated forward may have other names for them."""
         given = {self.names[what]: value for what, value in arguments.items()}
         by_place = []
-        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]:
+        for parameter in list(_signature(type(module).forward).parameters.values())[1:]:
             if parameter.name not in given or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 break
             by_place.append(given.pop(parameter.name))
@@ -158,7 +161,7 @@ class BatchedPairs(_Batched):
         """As ``ExpertsAdapter``; the last rank's tokens all go to the experts of the first one."""
         leaves, spec = flatten(call)
         tokens, (_, k) = _TOKENS, next(x.shape for x in leaves if not _is_float(x))
-        experts = self.num_experts if rank < size - 1 or rank == 0 else max(k, self.num_experts // size)
+        experts = max(k, _num_met(self.num_experts, rank, size))
         which = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k]
         given = [
             torch.randn(tokens, *leaf.shape[1:], generator=generator) if _is_float(leaf) else which.to(leaf.dtype)
@@ -267,8 +270,8 @@ def small_rows(call: Call, num_experts: int, rank: int, size: int, generator: to
         size: Number of ranks.
         generator: For random numbers.
     """
-    experts = num_experts if rank < size - 1 or rank == 0 else max(1, num_experts // size)
-    numbers = torch.bincount(torch.randint(experts, (_TOKENS,), generator=generator), minlength=num_experts)
+    which = torch.randint(_num_met(num_experts, rank, size), (_TOKENS,), generator=generator)
+    numbers = torch.bincount(which, minlength=num_experts)
 
     def small(leaf: Any) -> Any:
         if isinstance(leaf, list):
@@ -279,6 +282,11 @@ def small_rows(call: Call, num_experts: int, rank: int, size: int, generator: to
 
     args, kwargs = call
     return tuple(map(small, args)), {name: small(value) for name, value in kwargs.items()}
+
+
+def _num_met(num_experts: int, rank: int, size: int) -> int:
+    """How many of the first experts the tokens of a rank may meet in a proof: on the last rank those of the first."""
+    return num_experts if rank < size - 1 or rank == 0 else num_experts // size
 
 
 def rows_and_counts(given: Mapping[str, Any], size: int | None) -> tuple[str, str] | None:
@@ -313,6 +321,14 @@ def _attributes_of(module: nn.Module, size: int) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([tuple(named), tuple(equal), *alone, ()]))
 
 
+def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+# Asked in every call of a layer; what a class is called with does not change.
+_signature = functools.cache(inspect.signature)
+
+
 def bound(module: nn.Module, call: Call) -> dict[str, Any]:
     """The arguments of a call by name; nothing if they have none.
 
@@ -322,7 +338,7 @@ def bound(module: nn.Module, call: Call) -> dict[str, Any]:
     """
     args, kwargs = call
     try:
-        matched = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        matched = _signature(type(module).forward).bind(module, *args, **kwargs)
     except (TypeError, ValueError):
         return {}
     kinds = {name: parameter.kind for name, parameter in matched.signature.parameters.items()}

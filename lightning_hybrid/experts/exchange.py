@@ -36,11 +36,6 @@ class RanksOfExperts:
         self._group, self._chunks = group, chunks
         self.num_exchanges = 0
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._group.size()
-
     def run(self, rows: Tensor, counts: Tensor, compute: Compute, *, trains: bool) -> Tensor:
         """Let each row be computed by the rank that holds its expert; collective.
 

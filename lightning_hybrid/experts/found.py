@@ -42,11 +42,10 @@ class ExpertCalls:
         self._rows: dict[str, int | None] = {}  # of each module, in its last call: numbers of vectors that it got
 
     @contextlib.contextmanager
-    def watching(self, root: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+    def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
         """A step is recorded inside.
 
         Args:
-            root: The user's module.
             units: What the recording runs as one operation, by FQN; what lies in them is watched.
         """
         inside = {

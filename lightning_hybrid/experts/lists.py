@@ -44,7 +44,6 @@ class ExpertList(ExpertsAdapter):
 
     Attributes:
         names: Of the experts in the block, in order.
-        again: Makes of the block's forward one that draws what the forward draws next; set for a run.
     """
 
     what = "a list of modules, each called with its rows"
@@ -60,7 +59,6 @@ class ExpertList(ExpertsAdapter):
         super().__init__(len(names))
         self.names, self._takes_rows = list(names), takes_rows
         self._called: list[bool] = []  # in the run that goes on; an expert that gets no row may be called or not
-        self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
 
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
@@ -160,10 +158,6 @@ def _form(expert: Callable[..., Any], rows: Tensor) -> Tensor:
     """What an expert makes of no rows: the form of its answers, without taking part."""
     out: Tensor = expert(rows.detach().reshape(-1, rows.shape[-1])[:0])
     return out
-
-
-def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
 
 
 def _are_alike(modules: Sequence[nn.Module]) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
-from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.parts.placement import cut
 from lightning_hybrid.step.exact import Exact, random_copy
 from lightning_hybrid.step.tree import flatten, unflatten
@@ -119,14 +118,12 @@ class _Proof:
         given = [leaf.detach().to(self.dtype).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
         args, kwargs = unflatten([leaf * 1 if _is_float(leaf) else leaf for leaf in given], spec)
         exact = Exact(self.dtype)
-        if isinstance(self.adapter, ExpertList):
-            before, self.adapter.again = self.adapter.again, partial(_drawn_again, exact)
+        before, self.adapter.again = self.adapter.again, partial(_drawn_again, exact)
         try:
             with exact:
                 out = [leaf for leaf in flatten(forward(*args, **kwargs))[0] if _is_float(leaf)]
         finally:
-            if isinstance(self.adapter, ExpertList):
-                self.adapter.again = before
+            self.adapter.again = before
         generator = torch.Generator().manual_seed(2)
         weights = [torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator) for leaf in out]
         total = sum((leaf * weight).sum() for leaf, weight in zip(out, weights, strict=True))

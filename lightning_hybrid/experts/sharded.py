@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.adapters import ExpertsAdapter
 from lightning_hybrid.experts.exchange import RanksOfExperts
-from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.parts.spans import part_of
@@ -82,11 +81,10 @@ class SharedExperts:
         self.ranks = RanksOfExperts(cut.group, chunks=chunks)
         self._root = root
         self._modules: dict[str, nn.Module] = {}
-        self._names: dict[str, list[str]] = {}
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # that are cut, by module and their own FQN
         self._wholes: dict[str, dict[nn.Parameter, Tensor]] | None = None
         for adapter in self.adapters.values():
-            if isinstance(adapter, ExpertList):
-                adapter.again = randomness.again
+            adapter.again = randomness.again
 
     @property
     def not_gathered_by_layer(self) -> frozenset[str]:
@@ -99,10 +97,9 @@ class SharedExperts:
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         for fqn in self.adapters:
             module = self._root.get_submodule(fqn)
-            mine = [p for p in module.parameters() if names[id(p)] in self.cut.placements]
-            if not any(is_absent(parameter) for parameter in mine):
-                self._modules[fqn] = module
-                self._names[fqn] = [names[id(parameter)] for parameter in mine]
+            mine = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.cut.placements}
+            if not any(map(is_absent, mine.values())):
+                self._modules[fqn], self._parameters[fqn] = module, mine
 
     def running(self) -> AbstractContextManager[None]:
         """The modules run with shared experts inside."""
@@ -149,7 +146,7 @@ class SharedExperts:
 
         So optimizers have a state for the same parameters on every rank.
         """
-        owned = [p for fqn in self._modules if self.adapters[fqn].may_skip for p in self._parameters_of(fqn)]
+        owned = [p for fqn, mine in self._parameters.items() if self.adapters[fqn].may_skip for p in mine.values()]
         if not owned:
             return
         has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
@@ -159,9 +156,6 @@ class SharedExperts:
             if one_has and parameter.grad is None and not parameter.numel():
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _parameters_of(self, fqn: str) -> list[nn.Parameter]:
-        return [self._root.get_parameter(name) for name in self._names[fqn]]
-
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, parts: HeldParts) -> None:
@@ -170,11 +164,10 @@ class SharedExperts:
         Args:
             parts: What this rank holds of all parameters.
         """
-        parameters = dict(self._root.named_parameters())
         with torch.no_grad():
             self._wholes = {
-                fqn: {parameters[name]: parts.joined(name, parameters[name].detach()) for name in names}
-                for fqn, names in self._names.items()
+                fqn: {parameter: parts.joined(name, parameter.detach()) for name, parameter in mine.items()}
+                for fqn, mine in self._parameters.items()
             }
 
     def end_evaluation(self) -> None:

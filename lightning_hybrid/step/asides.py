@@ -40,30 +40,35 @@ def give_aside(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def taking_asides() -> Iterator[list[Any]]:
-    """Take what is given inside.
+def taking_asides(kind: type = object) -> Iterator[list[Any]]:
+    """Take what is given inside; what is of another kind is given on, to who is around.
+
+    Args:
+        kind: The class of the values to take.
 
     Yields:
-        The values, in the order in which they were given.
+        The values, in the order in which they were given; there afterwards.
     """
+    given: list[Any] = []
     taken: list[Any] = []
-    token = _taken.set(taken)
+    token = _taken.set(given)
     try:
         yield taken
     finally:
         _taken.reset(token)
+    for value in given:
+        if isinstance(value, kind):
+            taken.append(value)
+        else:
+            give_aside(value)
 
 
 def returning_asides(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, with what is given inside as part of what it returns."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        taken: list[Any] = []
-        token = _taken.set(taken)
-        try:
+        with taking_asides() as taken:
             result = forward(*args, **kwargs)
-        finally:
-            _taken.reset(token)
         return ResultWithAsides(result, tuple(taken)) if taken else result
 
     return run

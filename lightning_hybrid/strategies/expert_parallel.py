@@ -26,25 +26,31 @@ class ExpertPlanner:
         summary: What was found, in words.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        """Args: module: the user's, whole. mesh: the ranks."""
+    def __init__(self, module: nn.Module, mesh: Mesh, chunks: int, randomness: KeyedRandomness) -> None:
+        """Before the recording.
+
+        Args:
+            module: The user's, whole.
+            mesh: The ranks.
+            chunks: Of the experts of each rank, whose messages overlap with computation.
+            randomness: Keys what modules draw.
+        """
         self._module, self._mesh = module, mesh
+        self._chunks, self._randomness = chunks, randomness
         self._calls = ExpertCalls()
         self.summary = ""
 
     @contextmanager
     def watching(self, variant: Variant) -> Iterator[None]:
         """See the modules while the step is recorded inside."""
-        with self._calls.watching(self._module, variant.recording.units):
+        with self._calls.watching(variant.recording.units):
             yield
 
-    def plan(self, cuts: Sequence[AxisCut], chunks: int, randomness: KeyedRandomness) -> SharedExperts:
+    def plan(self, cuts: Sequence[AxisCut]) -> SharedExperts:
         """Find the experts on the first rank, and share them; collective over the world.
 
         Args:
             cuts: What is cut before.
-            chunks: Of the experts of each rank, whose messages overlap with computation.
-            randomness: Keys what modules draw.
 
         Raises:
             LayoutError: There are no experts that the ranks can share; on every rank.
@@ -75,4 +81,4 @@ class ExpertPlanner:
         self.summary = describe_experts(found.adapters, found.whole, size)
         placements = placements_of(self._module, found.adapters, size, cuts)
         cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
-        return SharedExperts(self._module, found.adapters, cut, chunks=chunks, randomness=randomness)
+        return SharedExperts(self._module, found.adapters, cut, chunks=self._chunks, randomness=self._randomness)

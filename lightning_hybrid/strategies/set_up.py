@@ -210,7 +210,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._runner.watching_units.append(planner.watching)
         experts = None
         if self.layout.expert_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            experts = ExpertPlanner(module, self.mesh)
+            experts = ExpertPlanner(module, self.mesh, self.options.expert_chunks, randomness)
             self._runner.watching_units.append(experts.watching)
         recorded = record_first_step(
             trainer,
@@ -223,14 +223,10 @@ class SetUpStrategy(VerifyingStrategy):
         )
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(), planner.summary
-        if recorded and experts is not None:
-            cuts = [] if self._shards is None else [self._shards.cut]
-            self._experts = experts.plan(cuts, self.options.expert_chunks, randomness)
-            self._expert_summary = experts.summary
         if recorded:
             reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
             self._runner.shard_units(self._units, reads)
-            self._plan_parts(trainer, module)
+            self._plan_parts(trainer, module, experts)
             if self._zero_cuts:
                 self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
         if recorded and self._recompute is not None:
@@ -253,10 +249,12 @@ class SetUpStrategy(VerifyingStrategy):
                 self._whole_again = whole_again_callback(self)
                 trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
 
-    def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule, experts: ExpertPlanner | None) -> None:
         """Say what this rank will hold of each parameter."""
         cuts = [] if self._shards is None else [self._shards.cut]
-        if self._experts is not None:
+        if experts is not None:
+            self._experts = experts.plan(cuts)
+            self._expert_summary = experts.summary
             cuts.append(self._experts.cut)
         if self.options.zero_stage and trainer.state.fn == TrainerFn.FITTING:
             self._zero_cuts = zero_cuts(module, self.mesh, cuts)

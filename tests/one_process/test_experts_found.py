@@ -22,7 +22,7 @@ from lightning_hybrid.experts.upcycled import ListedExperts
 def found_in(root, call, size=2):
     calls = ExpertCalls()
     torch.manual_seed(0)
-    with calls.watching(root, dict(root.named_children())):
+    with calls.watching(dict(root.named_children())):
         call()
     return calls.find(root, size)
 

@@ -88,6 +88,6 @@ class Breaking(Experts):
 
 def test_logits_that_are_not_finite_name_their_layer_and_step(worlds):
     with pytest.raises(RankError) as caught:
-        worlds.run(2, fit, Run(Breaking, pp=2))
+        worlds.run(2, fit, Run(Breaking, dp=2))  # on both ranks, so that none is only told of it
     assert "layers.3" in str(caught.value)
     assert "in training_step of batch 1 (step 1)" in str(caught.value)
