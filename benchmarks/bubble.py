@@ -9,8 +9,8 @@ module is an unmodified LightningModule, run by hybrid3d through the Trainer, an
 torch.distributed.pipelining (Schedule1F1B). Wall time is from batch to batch.
 
 Must be reached: bound / measured >= 0.96, where the bound is the makespan of `lightning_hybrid.schedule.simulate` with
-the same costs (the sleeps as they turned out, one by one, before the run: a sleep is always a little longer than asked
-for, more so on a busy machine).
+the same costs: the mean of the sleeps of each stage as they turned out in the same turn (a sleep is always a little
+longer than asked for, more so on a busy machine).
 """
 
 from __future__ import annotations
@@ -23,25 +23,40 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from side_by_side import Turn, Variant, compare, fit, print_table, quartiles, verdict
+from side_by_side import Turn, Variant, compare, fit, print_table, ratios, verdict
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_hybrid.schedule import chain, make_schedule, simulate
 
 WIDTH = 8
+SLEPT: dict[str, list[float]] = {"forward": [], "backward": []}  # seconds, of this process in this turn
+
+
+def sleep(kind: str, seconds: float) -> None:
+    begin = time.perf_counter()
+    time.sleep(seconds)
+    SLEPT[kind].append(time.perf_counter() - begin)
+
+
+def means_of_turn() -> tuple[float, float]:
+    """Mean seconds of a forward and a backward on this rank since the last call."""
+    means = tuple(statistics.fmean(taken) if taken else 0.0 for taken in SLEPT.values())
+    for taken in SLEPT.values():
+        taken.clear()
+    return means
 
 
 class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        sleep("forward", seconds)
         return x + weight
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        sleep("backward", 2 * ctx.seconds)
         return gradient, gradient.sum(0), None
 
 
@@ -75,6 +90,7 @@ def hybrid3d(turn: Turn, ranks: int, microbatches: int, seconds: float) -> None:
     # Sleeping costs no floating-point operations, so the cuts are given.
     cuts = [f"parts.{stage}" for stage in range(1, ranks)]
     strategy = Hybrid3DStrategy(pipeline_parallel_size=ranks, num_microbatches=microbatches, pipeline_cuts=cuts)
+    turn.note = means_of_turn
     fit(turn, Sleeper(ranks, seconds), torch.ones(microbatches, WIDTH), strategy=strategy, devices=ranks)
 
 
@@ -84,6 +100,7 @@ def torch_1f1b(turn: Turn, ranks: int, microbatches: int, seconds: float) -> Non
     schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, target: (out - target).square().mean())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     batch = torch.ones(microbatches, WIDTH)
+    turn.note = means_of_turn
     while True:
         turn.border()
         optimizer.zero_grad()
@@ -96,14 +113,11 @@ def torch_1f1b(turn: Turn, ranks: int, microbatches: int, seconds: float) -> Non
         optimizer.step()
 
 
-def slept(seconds: float, times: int = 25) -> float:
-    """What a sleep of this length takes here and now."""
-    taken = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        time.sleep(seconds)
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+def bound_seconds(ranks: int, microbatches: int, means: list[tuple[float, float]]) -> float:
+    """What the schedule takes if each stage takes what it took in the mean of one turn."""
+    forward, backward = zip(*means, strict=True)
+    schedule = make_schedule("1f1b", ranks, microbatches)
+    return simulate(schedule, chain(ranks), forward_seconds=forward, backward_seconds=backward).makespan_seconds
 
 
 def main() -> None:
@@ -114,8 +128,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="per turn")
     args = parser.parse_args()
-    forward, backward = slept(args.seconds), slept(2 * args.seconds)
-    print(f"a forward takes {1000 * forward:.2f} ms, a backward {1000 * backward:.2f} ms")
     for ranks in args.ranks:
         variants = [
             Variant(f"{function.__name__}, m={m}", partial(function, ranks=ranks, microbatches=m, seconds=args.seconds))
@@ -125,12 +137,9 @@ def main() -> None:
         results = compare(variants, ranks=ranks, rounds=args.rounds, steps=args.steps)
         print_table(f"{ranks} sleeping stages", results)
         for result, m in zip(results, [m for m in args.microbatches for _ in range(2)], strict=True):
-            timeline = simulate(
-                make_schedule("1f1b", ranks, m), chain(ranks), forward_seconds=forward, backward_seconds=backward
-            )
-            bound = timeline.makespan_seconds
-            what = f"{result.name}, p={ranks}: bound {1000 * bound:.1f} ms / measured"
-            verdict(what, quartiles([bound / wall for wall in result.wall]), at_least=0.96)
+            bounds = [bound_seconds(ranks, m, means) for means in result.notes]
+            what = f"{result.name}, p={ranks}: bound {1000 * statistics.median(bounds):.1f} ms / measured"
+            verdict(what, ratios(bounds, result.wall), at_least=0.96)
 
 
 if __name__ == "__main__":

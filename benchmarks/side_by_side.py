@@ -59,6 +59,7 @@ class Turn:
         self._go = threading.Semaphore(0)
         self._left = 0
         self._begin: tuple[float, float] | None = None
+        self.note: Callable[[], Any] | None = None  # what else a variant has to say of each of its turns
         self._profile = cProfile.Profile() if profile else None
 
     def release(self, steps: int) -> None:
@@ -74,7 +75,7 @@ class Turn:
         end = time.perf_counter(), time.process_time()
         if self._profile is not None and self._begin is not None:
             self._profile.disable()
-        self._connection.send(("turn", self._begin, end))
+        self._connection.send(("turn", self._begin, end, self.note() if self.note is not None else None))
         self._go.acquire()
         if self._profile is not None:
             self._profile.enable()
@@ -97,6 +98,7 @@ class Result:
     name: str
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
+    notes: list[list[Any]] = dataclasses.field(default_factory=list)  # by round, then by rank: see `Turn.note`
     profile: str = ""
 
 
@@ -136,11 +138,12 @@ def compare(
                     variant, result = variants[index], results[index]
                     rows = _take_turn(connections[: variant.ranks], ("go", index, steps))
                     if number >= 0:
-                        begins, ends = zip(*rows, strict=True)
-                        spans = [end[0] - begin[0] for begin, end in rows]
+                        begins, ends, notes = zip(*rows, strict=True)
+                        spans = [end[0] - begin[0] for begin, end, _ in rows]
                         whole = max(end[0] for end in ends) - min(begin[0] for begin in begins)
                         result.wall.append((statistics.mean(spans) if variant.mean_of_ranks else whole) / steps)
-                        result.cpu.append(sum(end[1] - begin[1] for begin, end in rows) / steps)
+                        result.cpu.append(sum(end[1] - begin[1] for begin, end, _ in rows) / steps)
+                        result.notes.append(list(notes))
             if profile:
                 for index, result in enumerate(results):
                     connections[0].send(("profile", index))
@@ -153,10 +156,10 @@ def compare(
                 process.join()
 
 
-def _take_turn(connections: Sequence[Connection], command: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+def _take_turn(connections: Sequence[Connection], command: tuple[Any, ...]) -> list[tuple[Any, Any, Any]]:
     for connection in connections:
         connection.send(command)
-    rows: dict[int, tuple[Any, Any]] = {}
+    rows: dict[int, tuple[Any, Any, Any]] = {}
     give_up = time.monotonic() + TIMEOUT_SECONDS
     while len(rows) < len(connections):
         for rank, connection in enumerate(connections):
@@ -165,7 +168,7 @@ def _take_turn(connections: Sequence[Connection], command: tuple[Any, ...]) -> l
                 kind, *content = connection.recv()
                 if kind == "error":
                     raise SystemExit(f"rank {rank}, {command}:\n{content[0]}")
-                rows[rank] = content[0], content[1]
+                rows[rank] = content[0], content[1], content[2]
         if time.monotonic() > give_up:
             missing = [rank for rank in range(len(connections)) if rank not in rows]
             raise SystemExit(f"{command}: ranks {missing} have not answered for {TIMEOUT_SECONDS} s")
