@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.deferred import with_wholes
@@ -37,7 +38,15 @@ class CompiledUnits:
         kinds: The FQNs of those that are, like ones together.
     """
 
-    def __init__(self, root: nn.Module, options: Mapping[str, Any], device: torch.device, *, in_parts: bool) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        options: Mapping[str, Any],
+        device: torch.device,
+        *,
+        in_parts: bool,
+        synced_norms: bool = False,
+    ) -> None:
         """Be ready to choose.
 
         Args:
@@ -45,11 +54,12 @@ class CompiledUnits:
             options: Of ``torch.compile``.
             device: Where the units are.
             in_parts: Whether several microbatches may wait for their backward.
+            synced_norms: Whether BatchNorm asks other ranks, which no compiler may look into.
 
         Raises:
             ValueError: There is no compiler, or a mode that keeps one microbatch's activations only.
         """
-        self._root, self._options = root, dict(options)
+        self._root, self._options, self._synced_norms = root, dict(options), synced_norms
         self._randomness: KeyedRandomness | None = None
         self._held: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
         self._runs: dict[str, Callable[..., Any]] = {}  # of those that no ranks share
@@ -99,6 +109,8 @@ class CompiledUnits:
             plan = plans.get(fqn)
             if any(id(inner) in by_user for inner in module.modules()):
                 self.reasons[fqn] = "compiled by you"
+            elif self._synced_norms and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
+                self.reasons[fqn] = "its BatchNorm is synced over replicas"
             elif dealt:
                 self.reasons[fqn] = "positions are dealt to ranks"
             elif outside:

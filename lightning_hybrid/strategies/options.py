@@ -215,7 +215,6 @@ def _listed(values: Sequence[Any]) -> str:
 def check_module(
     module: pl.LightningModule,
     layout: ParallelLayout,
-    layer_sync: Any,
     num_microbatches: int | None,
     *,
     in_parts: bool,
@@ -225,19 +224,12 @@ def check_module(
     Args:
         module: The user's.
         layout: The sizes.
-        layer_sync: What the Trainer made of ``sync_batchnorm``.
         num_microbatches: A count, or None for "auto".
         in_parts: Whether its step is run in parts.
 
     Raises:
         ValueError: It cannot.
     """
-    if layer_sync is not None:
-        raise ValueError(
-            f"sync_batchnorm=True (layer_sync={type(layer_sync).__name__}) is not there yet: statistics would be those"
-            f" of one microbatch of one of the {layout.data_parallel_size} replicas; leave it out, or use GroupNorm or"
-            " LayerNorm"
-        )
     if in_parts and not module.automatic_optimization:
         raise ValueError(
             f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"

@@ -41,6 +41,7 @@ from lightning_hybrid.strategies.recomputed_layers import (
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
+from lightning_hybrid.strategies.synced_norms import synced_norms
 from lightning_hybrid.strategies.tensor_parallel import (
     HookReads,
     KeyedDraws,
@@ -93,9 +94,8 @@ class SetUpStrategy(VerifyingStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             check_shard(self.options.zero_stage, self.mesh)
-            check_module(
-                module, self.layout, self._layer_sync, self.options.microbatches, in_parts=self._needs_runner()
-            )
+            check_module(module, self.layout, self.options.microbatches, in_parts=self._needs_runner())
+            self._norms = synced_norms(self._layer_sync, self.mesh, self._verify_first_step)
             self.begin_verification(module)
         empty = self._adopt_empty()
         self.model = self.precision_plugin.convert_module(self.model)

@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -54,6 +55,7 @@ class SteppingStrategy(FolderStrategy):
         self._grads_complete = True  # summed over stages and averaged over replicas
         self._evaluated = 0
         self._recomputing: Callable[[], AbstractContextManager[None]] | None = None  # where steps run as they are
+        self._norms: SyncedBatchNorm | None = None
         self._finish_logs: Callable[[], None] | None = None
         self._compiled: CompiledUnits | None = None
         self._compiler_config = contextlib.ExitStack()
@@ -74,10 +76,15 @@ class SteppingStrategy(FolderStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole schedule, forward and backward; the backward that Lightning calls later hands over."""
+        with self._synced_norms():
+            return self._plain_step("training_step", args) if self._runner is None else self._scheduled_step(args)
+
+    def _synced_norms(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._norms is None else self._norms.running()
+
+    def _scheduled_step(self, args: Sequence[Any]) -> Any:
         module = self.lightning_module
-        assert module is not None
-        if self._runner is None:
-            return self._plain_step("training_step", args)
+        assert module is not None and self._runner is not None
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         accumulated = self._trainer.accumulate_grad_batches
         seed_factor = self.precision_plugin.loss_scale / accumulated
@@ -122,7 +129,8 @@ class SteppingStrategy(FolderStrategy):
         """Let the units that this rank holds run compiled from now on, if the user wants it."""
         if options is None:
             return
-        self._compiled = CompiledUnits(module, options, self.root_device, in_parts=self._runner is not None)
+        in_parts, synced = self._runner is not None, self._norms is not None
+        self._compiled = CompiledUnits(module, options, self.root_device, in_parts=in_parts, synced_norms=synced)
         if self._runner is None:
             self._compiled.choose()
         elif self._plan is not None and self._plan.first is not None:
@@ -276,7 +284,8 @@ class SteppingStrategy(FolderStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._synced_norms():  # layers that are computed again ask once more
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
         return plugin.post_backward(closure_loss, module)
 

@@ -47,6 +47,12 @@ class Verification:
 
     def check(self, layout: Layout) -> Report:
         """Run a layout and compare it with its reference; all failures are told in the report."""
+        if self.experiment.trainer.get("sync_batchnorm") and layout.replicas > 1:
+            message = (
+                f"sync_batchnorm=True takes statistics over {layout.replicas} replicas at once, and the reference runs"
+                " their batches one after the other; verify without it, or one replica"
+            )
+            return Report(layout.name, "failed", message)
         try:
             reference = self.reference(layout)
         except Exception as error:

@@ -1,0 +1,151 @@
+"""BatchNorm over the replicas: each microbatch is normalised by the statistics of all replicas' microbatches.
+
+What a layer does is left to it (subclasses, activations, how averages are updated); only the operation below all of
+them, ``torch.batch_norm``, is another one while a training step and its backward run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from lightning_hybrid.step.user_functions import Unwatched
+
+# Bound here: while a step runs, those of the module are watched for calls of the user's.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_reduce = dist.all_reduce
+
+
+class SyncedBatchNorm:
+    """What ``sync_batchnorm=True`` of a Trainer asks for, over the replicas alone.
+
+    All replicas must call the same layers equally often: each call in training waits for the others', forward and
+    backward. That holds where their steps are alike and they cut their batches into as many microbatches.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Not active yet.
+
+        Args:
+            group: The replicas of this rank's part of the module.
+        """
+        self._group = group
+        self._original = torch.batch_norm
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Training steps and backwards inside see the statistics of all replicas."""
+        before = torch.batch_norm
+        self._original = before
+        torch.batch_norm = self._batch_norm
+        try:
+            yield
+        finally:
+            torch.batch_norm = before
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        if not training or isinstance(input, FakeTensor):  # nothing is asked of others while a step is recorded
+            return self._original(
+                input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+            )
+        mean, variance, count = _statistics(input.detach(), self._group)
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            if running_var is not None:
+                unbiased = variance * (count / (count - 1).clamp_min(1))
+                running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        return _Normalize.apply(input, weight, bias, mean, (variance + eps).rsqrt(), count, self._group)
+
+
+def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance by channel, and the number of values of each, of all replicas (Chan et al. 1983)."""
+    channels = x.shape[1]
+    wide = x.to(_wide(x.dtype))
+    if x.numel():
+        variance, mean = torch.var_mean(wide, _but_channels(x), correction=0)
+    else:
+        variance = mean = wide.new_zeros(channels)
+    mine = torch.cat([mean, variance, wide.new_full((1,), x.numel() // channels)])
+    everyone = mine.new_empty(group.size() * len(mine))
+    _all_gather(everyone, mine, group=group)
+    means, variances, counts = everyone.view(group.size(), -1).split([channels, channels, 1], dim=1)
+    count = counts.sum()
+    shares = counts / count
+    mean = (means * shares).sum(0)
+    variance = ((variances + (means - mean).square()) * shares).sum(0)
+    return mean, variance, count
+
+
+class _Normalize(Unwatched, torch.autograd.Function):
+    """``(x - mean) / deviation * weight + bias``, where mean and deviation are functions of all replicas' x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        inverse: Tensor,
+        count: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.group = group
+        shape = _by_channel(x)
+        scale = inverse if weight is None else inverse * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return torch.addcmul(shift.view(shape), x.to(scale.dtype), scale.view(shape)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        shape, dims = _by_channel(x), _but_channels(x)
+        wide = grad.to(mean.dtype)
+        centered = x.to(mean.dtype) - mean.view(shape)
+        sums = torch.stack([wide.sum(dims), (wide * centered).sum(dims)])
+        grad_weight = (sums[1] * inverse).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sums[0].to(grad.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        # Also where this rank needs no gradient: others may.
+        totals = sums.clone()
+        _all_reduce(totals, group=ctx.group)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, grad_bias, None, None, None, None
+        scale = inverse if weight is None else inverse * weight
+        of_mean, of_deviation = totals / count
+        grad_x = wide - of_mean.view(shape)
+        grad_x -= centered.mul_((of_deviation * inverse.square()).view(shape))
+        grad_x *= scale.view(shape)
+        return grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _by_channel(x: Tensor) -> list[int]:
+    return [1, -1, *(1 for _ in range(x.dim() - 2))]

@@ -1,0 +1,40 @@
+"""``Trainer(sync_batchnorm=True)``: BatchNorm over the replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
+
+
+def synced_norms(layer_sync: Any, mesh: Mesh, verify_first_step: bool) -> SyncedBatchNorm | None:
+    """What a Trainer's ``sync_batchnorm`` asks for.
+
+    Args:
+        layer_sync: What the Trainer made of it.
+        mesh: The ranks.
+        verify_first_step: Whether one process repeats the first step.
+
+    Returns:
+        None where nothing is asked for, or there are no other replicas.
+
+    Raises:
+        ValueError: The layers are to be replaced by the user's own, or one process cannot repeat the step.
+    """
+    if layer_sync is None or mesh.size("data") == 1:
+        return None
+    if not isinstance(layer_sync, TorchSyncBatchNorm):
+        raise ValueError(
+            f"{type(layer_sync).__name__} replaces layers by others, which this strategy would not see; pass"
+            " sync_batchnorm=True, which syncs every BatchNorm over the replicas, or put such layers into the model"
+        )
+    if verify_first_step:
+        raise ValueError(
+            "verify_first_step=True runs the batches of the replicas one after the other in one process, where"
+            " sync_batchnorm=True cannot take statistics over all of them; verify without sync_batchnorm, or set"
+            " verify_first_step=False"
+        )
+    return SyncedBatchNorm(mesh.group("data"))
