@@ -47,6 +47,7 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
         for loop in loops:
             vars(loop).pop("_store_dataloader_outputs", None)
             vars(loop).pop("on_run_end", None)
+            vars(loop).pop("on_run_start", None)
 
     undo()  # what a run that was cut short left behind
     connector._resolve_sampler = partial(_sampler_of_replica, connector._resolve_sampler)
@@ -54,7 +55,33 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
         joint = _JointResults(trainer, loop, mesh)
         loop._store_dataloader_outputs = joint.store
         loop.on_run_end = joint.end
+        loop.on_run_start = joint.begin
     return undo
+
+
+def alone_in_this_batch(trainer: Any) -> str | None:
+    """Why no replica would answer: the batch that is evaluated now is one that some of them do not have.
+
+    Args:
+        trainer: That runs a step of validation or test.
+
+    Returns:
+        A sentence, or None if all replicas have such a batch, or it is not known how many they have.
+    """
+    loop = trainer._active_loop
+    begun = vars(loop).get("on_run_start")
+    counts: list[list[float]] = getattr(getattr(begun, "__self__", None), "counts", [])
+    loader = loop._results.dataloader_idx or 0
+    if not counts or any(loader >= len(each) for each in counts):
+        return None
+    batches = [each[loader] for each in counts]
+    batch = loop.batch_progress.current.ready - 1
+    if batch < min(batches) or not loop._is_sequential:
+        return None
+    return (
+        f"batch {batch} of loader {loader} is evaluated, but the replicas have {batches} batches, as each sample is"
+        " evaluated once: those without this batch would be waited for"
+    )
 
 
 class _KeptBatchSampler(BatchSampler):
@@ -104,6 +131,13 @@ class _JointResults:
 
     def __init__(self, trainer: Any, loop: Any, mesh: Mesh) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
+        self.counts: list[list[float]] = []  # batches that each replica has, by loader
+
+    def begin(self) -> None:
+        """Before Lightning's own: say how many batches there are."""
+        self.counts = [[] for _ in range(self._mesh.size("data"))]
+        dist.all_gather_object(self.counts, list(self._loop.max_batches), group=self._mesh.group("data"))
+        type(self._loop).on_run_start(self._loop)
 
     def store(self) -> None:
         """In place of Lightning's own, which computes what a loader's steps logged once it has been read."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.microbatch import batch_size_of, join, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
@@ -251,61 +252,15 @@ def whole_on_first(root: nn.Module, plan: StagePlan | None, group: dist.ProcessG
             drop(parameter)
 
 
-@contextlib.contextmanager
-def no_communication() -> Iterator[None]:
+def no_communication() -> AbstractContextManager[None]:
     """Refuse to talk to other ranks inside: they take no part, and would be waited for.
 
     Raises:
         RuntimeError: The step calls a collective over more than one rank.
     """
-    kind: Any = dist.ProcessGroup
-    # What the class itself holds: `getattr` gives a plain function that, put back, would not be bound.
-    originals = {name: vars(kind)[name] for name in _COLLECTIVES if name in vars(kind)}
-
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.size() == 1:
-                return original(self, *args, **kwargs)
-            raise RuntimeError(
-                f"the step communicates with other ranks ({name}), so it is no step of one process; such a step can"
-                " only be verified by a run of its own: leave verify_first_step out"
-            )
-
-        return call
-
-    for name in originals:
-        setattr(kind, name, refusing(name, getattr(kind, name)))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
-
-
-_COLLECTIVES = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "_allgather_base",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "broadcast",
-    "barrier",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "recv_anysource",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-)
+    return refused_communication(
+        lambda name: RuntimeError(
+            f"the step communicates with other ranks ({name}), so it is no step of one process; such a step can"
+            " only be verified by a run of its own: leave verify_first_step out"
+        )
+    )

@@ -121,6 +121,13 @@ class Stream(IterableDataset):
         yield from (self.samples[i] for i in range(start, start + self.each[replica]))
 
 
+class Known(Stream):
+    """It says how long it is."""
+
+    def __len__(self):
+        return self.each[torch.distributed.get_rank() % 2]
+
+
 class LogsRareKeys(Regression):
     """A key that only some batches have."""
 
@@ -132,13 +139,13 @@ class LogsRareKeys(Regression):
             self.log("high", error.max(), batch_size=int((y > 0.5).sum()))
 
 
-def evaluate(make_module, each, pp, verb="validate", loaders=1, num_devices=4):
+def evaluate(make_module, each, pp, verb="validate", loaders=1, num_devices=4, known=False):
     """What the Trainer returns; and the same by hand, over all samples."""
     ignore_warnings()
     torch.manual_seed(0)
     module = make_module().double()
     samples = regression_data(num_val=sum(each))["val_dataloaders"].dataset
-    stream = DataLoader(Stream(samples, each), batch_size=2)
+    stream = DataLoader((Known if known else Stream)(samples, each), batch_size=2)
     trainer = trainer_of(num_devices, pp, strategy_options={"num_microbatches": 1})
     try:
         found = getattr(trainer, verb)(module, [stream] * loaders if loaders > 1 else stream, verbose=False)
@@ -242,6 +249,30 @@ class GathersOutputs(Regression):
 def test_gathering_uneven_batches_is_refused(worlds):
     for message in worlds.run(2, evaluate, GathersOutputs, (4, 3), 1, num_devices=2):
         assert "all_gather needs tensors of one shape" in message and "(2, 1), (1, 1)" in message, message
+
+
+class SumsByHand(Regression):
+    """A collective in every step; replicas have as many batches or they have not."""
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        error = (self(x) - y).abs().sum().detach()
+        torch.distributed.all_reduce(error)
+        assert self.all_gather(error).unique().numel() == 1
+        self.log("val_loss", error)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_collectives_in_a_batch_that_another_replica_lacks_are_refused(worlds, pp):
+    messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, num_devices=2 * pp, known=True)
+    assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
+    assert any("batch 2 of loader 0 is evaluated, but the replicas have [3, 2] batches" in m for m in messages)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_collectives_in_batches_that_all_replicas_have(worlds, pp):
+    for found, *_ in worlds.run(2 * pp, evaluate, SumsByHand, (4, 3), pp, num_devices=2 * pp, known=True):
+        assert found[0]["val_loss"] > 0
 
 
 def of_13():

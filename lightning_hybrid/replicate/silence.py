@@ -1,0 +1,72 @@
+"""Where other ranks take no part: whoever asks them for something there gets an error instead of waiting for ever."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "broadcast",
+    "barrier",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "recv_anysource",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+)
+
+
+@contextlib.contextmanager
+def refused_communication(
+    error: Callable[[str], Exception], groups: Collection[dist.ProcessGroup] | None = None
+) -> Iterator[None]:
+    """Refuse to talk to other ranks inside.
+
+    Args:
+        error: Makes the exception, given the name of what was called.
+        groups: Over which nothing may be said; None for all of more than one rank.
+
+    Raises:
+        Exception: What ``error`` makes, at the call.
+    """
+    kind: Any = dist.ProcessGroup
+    # What the class itself holds: `getattr` gives a plain function that, put back, would not be bound.
+    originals = {name: vars(kind)[name] for name in _COLLECTIVES if name in vars(kind)}
+    names = None if groups is None else {group.group_name for group in groups}
+
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.size() == 1 or (names is not None and self.group_name not in names):
+                return original(self, *args, **kwargs)
+            raise error(name)
+
+        return call
+
+    for name in originals:
+        setattr(kind, name, refusing(name, getattr(kind, name)))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(kind, name, original)
