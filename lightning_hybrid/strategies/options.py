@@ -139,11 +139,12 @@ class Options:
             if self.offload == "cpu" and self.zero_stage == 3:
                 given["parameters"] = "cpu"
         for what, where in given.items():
-            may_be_file = what == "optimizer_states" and str(where).startswith("disk:") and len(where) > len("disk:")
+            is_file = str(where).startswith("disk:") and len(where) > len("disk:")
+            may_be_file = is_file and what != "gradients"
             if what not in ("parameters", "gradients", "optimizer_states") or (where != "cpu" and not may_be_file):
                 raise ValueError(
                     f"offload={self.offload!r}; use 'cpu', 'disk:PATH' for optimizer states in files, or a mapping with"
-                    " 'optimizer_states' ('cpu' or 'disk:PATH'), 'gradients' and 'parameters' ('cpu')"
+                    " 'optimizer_states' and 'parameters' ('cpu' or 'disk:PATH') and 'gradients' ('cpu')"
                 )
         if "parameters" in given and not {"gradients", "optimizer_states"} <= given.keys():
             raise ValueError(

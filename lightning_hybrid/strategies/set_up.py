@@ -359,7 +359,9 @@ class SetUpStrategy(VerifyingStrategy):
         if (where := self.options.offloaded.get("optimizer_states")) is not None:
             folder = None if where == "cpu" else where.removeprefix("disk:")
             layers = layers_of_parameters(module, self._plan)
-            self._offloaded += offload_states(self.optimizers, layers, folder, self._watched, self._stop_reads)
+            self._offloaded += offload_states(
+                self.optimizers, layers, folder, self._watched, self._stop_reads, self._zero
+            )
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
             if isinstance(callback, AdaScale):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.gradients import stage_of_gradient
 from lightning_hybrid.verify.memory import free_bytes
-from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, shard_placement
+from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
 from lightning_hybrid.zero.offload import OffloadedStates
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
+from lightning_hybrid.zero.state_file import Region, StateFile
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
 _SHARE = 0.25
@@ -110,6 +111,7 @@ def share_out(
         members.setdefault(key, {})[name] = parameter
     groups: dict[Stage, list[ParameterGroup]] = {}
     host = torch.device("cpu")
+    regions = _regions_for(offload.get("parameters"), [bytes_of_parts(each, placements) for each in members.values()])
     for (of, fqn, _, is_expert), parameters in members.items():
         group = ParameterGroup(
             fqn,
@@ -119,12 +121,21 @@ def share_out(
             keeps_whole=stage < 3,
             parts_on=host if "parameters" in offload else None,
             gradients_on=host if "gradients" in offload else None,
+            region=next(regions, None),
         )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
         wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
         reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
     return ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
+
+
+def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
+    """A region of a file for each group of parameters, if they are to be in one."""
+    if where is None or where == "cpu":
+        return
+    file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
+    yield from (Region(file, number) for number in range(len(sizes)))
 
 
 def _layers_of(module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan) -> dict[str, str]:
@@ -191,6 +202,7 @@ def offload_states(
     folder: str | None,
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
+    zero: ZeroSharding | None,
 ) -> list[OffloadedStates]:
     """Step layer by layer, with states on the host or in files.
 
@@ -200,6 +212,7 @@ def offload_states(
         folder: Where files are; None for the host.
         watched: Optimizers that may look at all parameters in their step.
         until: Closed when the run ends.
+        zero: What shares out parameters, which may be in files too.
 
     Raises:
         ValueError: An optimizer may look at all parameters.
@@ -211,7 +224,7 @@ def offload_states(
                 f"offload steps the parameters layer by layer, but {type(optimizer).__name__} may look at all of"
                 " them in its step; leave offload out, or use an optimizer of torch"
             )
-        found.append(OffloadedStates(optimizer, layers, folder))
+        found.append(OffloadedStates(optimizer, layers, folder, None if zero is None else zero.regions))
         until.callback(found[-1].close)
     return found
 

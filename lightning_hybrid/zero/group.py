@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.zero.state_file import Region, aligned
 
 # torch 2.13 gave the collectives on single tensors new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,6 +65,7 @@ class ParameterGroup:
         keeps_whole: bool,
         parts_on: torch.device | None = None,
         gradients_on: torch.device | None = None,
+        region: Region | None = None,
     ) -> None:
         """At rest.
 
@@ -75,15 +77,21 @@ class ParameterGroup:
             keeps_whole: Whether the memory of wholes is kept at rest.
             parts_on: Where parts are at rest; on the device of the parameters if None.
             gradients_on: The same of the parts of gradients; they must be where the parts are.
+            region: Of a file, for the parts; see ``bytes_of_parts``.
         """
         self.fqn, self.parameters, self._ranks, self.keeps_whole = fqn, dict(parameters), ranks, keeps_whole
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._cut = {name: placements[name] for name in parameters if name in placements}
         self._parts = {name: parameters[name].data for name in self._cut}
-        self._gradients_on = gradients_on
+        self._gradients_on, self.region = gradients_on, region
         first = next(iter(parameters.values()))
         self._like = first.data.new_empty(0)  # on the device that computes
-        if parts_on is not None and parts_on != first.device:
+        if region is not None:
+            for name, place in _places_in(region, self._parts).items():
+                place.copy_(self._parts[name])
+                parameters[name].data = self._parts[name] = place
+            region.let_go()
+        elif parts_on is not None and parts_on != first.device:
             for name, part in self._parts.items():
                 parameters[name].data = self._parts[name] = part.to(parts_on)
         self._offsets, self._part_numel = _offsets_of({name: self._largest_part(name) for name in self._cut})
@@ -108,6 +116,7 @@ class ParameterGroup:
         for name, offset in self._offsets.items():
             part = self._parts[name]
             message[offset : offset + part.numel()].view(part.shape).copy_(part)
+        self._let_go()
         received = self._like.new_empty(self._size * message.numel())
         work = _all_gather(received, message, group=self._ranks.shard, async_op=True)
         self._gathering = work, received
@@ -182,8 +191,21 @@ class ParameterGroup:
     @torch.no_grad()
     def _write_back(self) -> None:
         """What a step may have written to wholes."""
-        for name in self._cut:
-            self._parts[name].copy_(self._part_of(name, self._wholes[name], self._rank))
+        for name, part in self._parts.items():
+            content = self._part_of(name, self._wholes[name], self._rank)
+            # Who writes to a file has it written to the disk, which takes longer than to see that nothing is new.
+            if self.region is None or not torch.equal(part, content.to(part.device)):
+                part.copy_(content)
+        self._let_go()
+
+    def read_ahead(self) -> None:
+        """Begin to read parts that are in a file."""
+        if self.region is not None and not self.is_whole and self._gathering is None:
+            self.region.read_ahead()
+
+    def _let_go(self) -> None:
+        if self.region is not None:
+            self.region.let_go()
 
     def hold(self) -> None:
         """Gather, and rest without freeing: gathers need no other rank until `let_go`."""
@@ -312,6 +334,19 @@ class ParameterGroup:
         placement, shape = self._cut[name], list(self._parts[name].shape)
         shape[placement.dim] = placement.local_length
         return _numel(shape)
+
+
+def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
+    """Room that the parts of a group take in a file, while its parameters hold them."""
+    return sum(aligned(p.nbytes) for name, p in parameters.items() if name in placements)
+
+
+def _places_in(region: Region, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    offset, places = 0, {}
+    for name, part in parts.items():
+        places[name] = region.tensor(offset, part)
+        offset += aligned(part.nbytes)
+    return places
 
 
 def _offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

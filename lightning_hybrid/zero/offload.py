@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.zero.state_file import StateFile, aligned, state_tensors
+from lightning_hybrid.zero.state_file import Region, StateFile, aligned, state_tensors
 
 
 class OffloadedStates:
@@ -29,13 +29,20 @@ class OffloadedStates:
         file: None where they are in the memory of the host, or where there are none.
     """
 
-    def __init__(self, optimizer: Optimizer, layers: Sequence[Sequence[Tensor]], folder: str | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layers: Sequence[Sequence[Tensor]],
+        folder: str | None,
+        regions: Mapping[int, Region] | None = None,
+    ) -> None:
         """Take over the optimizer's steps.
 
         Args:
             optimizer: Built, and not stepped yet, on parameters of which some may be absent.
             layers: The parameters, in the order in which they are to be stepped.
             folder: For the file; None for the memory of the host.
+            regions: Where parameters themselves are in a file, by their ids.
 
         Raises:
             ValueError: Its step looks at several parameters at a time.
@@ -50,6 +57,8 @@ class OffloadedStates:
         self._optimizer = optimizer
         own = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
         self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in own])]
+        of_layers = [[(regions or {}).get(id(p)) for p in members] for members in self._layers]
+        self._regions = [{region for region in found if region is not None} for found in of_layers]
         self.file: StateFile | None = None
         if folder is not None and self._layers:
             sizes = states_of_a_step(optimizer)
@@ -103,6 +112,8 @@ class OffloadedStates:
                     if number + 1 < len(self._layers):
                         file.read_ahead(number + 1)
                     file.take(number)
+                for region in self._regions[number + 1] if number + 1 < len(self._layers) else ():
+                    region.read_ahead()
                 ids = {id(p) for p in members}
                 for group, parameters in zip(optimizer.param_groups, whole, strict=True):
                     group["params"] = [p for p in parameters if id(p) in ids]
@@ -133,6 +144,8 @@ class OffloadedStates:
         if self.file is not None:
             self._put_in_file(number, members)
             self.file.let_go(number)
+        for region in self._regions[number]:
+            region.let_go()
 
     @torch.no_grad()
     def _put_in_file(self, number: int, members: Sequence[Tensor]) -> None:

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks
+from lightning_hybrid.zero.state_file import Region
 
 Stage = int | None  # None: complete only after all stages of this rank
 
@@ -87,6 +88,12 @@ class ZeroSharding:
         self._is_evaluating = False
 
     @property
+    def regions(self) -> dict[int, Region]:
+        """Where parameters at rest are in a file, by the id of the parameter."""
+        found = ((group.region, p) for group in self._all for p in group.parameters.values())
+        return {id(p): region for region, p in found if region is not None}
+
+    @property
     def freed(self) -> frozenset[str]:
         """FQNs of layers whose parameters are gone between their forward and their backward."""
         if not self.per_layer:
@@ -98,6 +105,8 @@ class ZeroSharding:
     @contextlib.contextmanager
     def step(self, *, trains: bool) -> Iterator[None]:
         """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation."""
+        for file in {id(region.file): region.file for region in self.regions.values()}.values():
+            file.check()
         if trains:
             self._agree()
         if not self._is_evaluating:
@@ -236,8 +245,14 @@ class ZeroSharding:
         if not group.is_whole:
             for other in self._layers[group.fqn]:
                 other.gather()
-            for other in self._previous.get(group.fqn, []):
-                other.launch_gather()
+            self._send_ahead(group.fqn, self._previous)
+
+    def _send_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
+        """The layer that follows is on its way while this one computes, and the one after that is read if in a file."""
+        for group in following.get(fqn, []):
+            group.launch_gather()
+            for other in following.get(group.fqn, []):
+                other.read_ahead()
 
     def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         groups = self._layers[fqn]
@@ -248,8 +263,7 @@ class ZeroSharding:
                 group.gather()
             if not self.per_layer or self._is_evaluating or not freed:
                 return forward(*args, **kwargs)
-            for group in self._next.get(fqn, []):
-                group.launch_gather()
+            self._send_ahead(fqn, self._next)
             try:
                 if not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)

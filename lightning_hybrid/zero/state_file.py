@@ -1,4 +1,4 @@
-"""Optimizer states in a memory-mapped file, of which a rank's memory holds a few layers at a time.
+"""Optimizer states, or parameters at rest, in a memory-mapped file, of which memory holds a few layers at a time.
 
     step of layer 0   | layer 1 is read ahead
     step of layer 1   | layer 2 is read ahead, layer 0 is let go (the system writes it behind)
@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,17 +34,18 @@ class StateFile:
         folder: Where it takes space.
     """
 
-    def __init__(self, folder: str, sizes: Iterable[int]) -> None:
+    def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
         """Reserve the space.
 
         Args:
             folder: Made if it is not there.
             sizes: Bytes of each region.
+            content: What it is for, in words.
 
         Raises:
             OffloadError: The folder cannot be written, or has no room.
         """
-        self.folder = folder
+        self.folder, self._content = folder, content
         self._regions: list[tuple[int, int]] = []
         end = 0
         for size in sizes:
@@ -63,7 +64,7 @@ class StateFile:
             self._file.close()
             free = shutil.disk_usage(folder).free
             raise OffloadError(
-                f"offload to {folder!r}: the optimizer's states of this rank take {end / 2**20:,.1f} MiB, and"
+                f"offload to {folder!r}: {content} of this rank take {end / 2**20:,.1f} MiB, and"
                 f" {free / 2**20:,.1f} MiB are free there ({error}); name another folder, or use more replicas with"
                 " zero_stage=1 or higher"
             ) from error
@@ -91,7 +92,7 @@ class StateFile:
         now = os.fstat(self._file.fileno()).st_size
         if now < self.nbytes:
             raise OffloadError(
-                f"the file of offloaded states in {self.folder!r} has {now} bytes where {self.nbytes} were reserved:"
+                f"the file with {self._content} in {self.folder!r} has {now} bytes where {self.nbytes} were reserved:"
                 " something has cut it off; go on from the latest checkpoint"
             )
 
@@ -118,6 +119,25 @@ class StateFile:
         """Forget the file; tensors in it stay readable as long as they live."""
         self._maps = []
         self._file.close()
+
+
+class Region(NamedTuple):
+    """A region of a file."""
+
+    file: StateFile
+    number: int
+
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """As ``StateFile.tensor``."""
+        return self.file.tensor(self.number, offset, like)
+
+    def read_ahead(self) -> None:
+        """Begin to read it."""
+        self.file.read_ahead(self.number)
+
+    def let_go(self) -> None:
+        """Take it out of this process's memory."""
+        self.file.let_go(self.number)
 
 
 def resident_bytes(descriptor: int) -> int:

@@ -48,6 +48,65 @@ def test_states_on_the_host(worlds, run):
     assert_same_bits(worlds, run, "cpu")
 
 
+BY_LAYER = Run("GPT2", dp=2, num_batches=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, validate=True)
+
+
+def all_on_disk(folder):
+    return {"parameters": f"disk:{folder}/p", "gradients": "cpu", "optimizer_states": f"disk:{folder}/s"}
+
+
+@pytest.mark.parametrize(
+    "run", [BY_LAYER, pytest.param(RUNS["zero3"], marks=pytest.mark.slow)], ids=["by layer", "by step"]
+)
+def test_parameters_in_a_file(worlds, tmp_path, run):
+    assert_same_bits(worlds, run, all_on_disk(tmp_path))
+    assert not os.listdir(tmp_path / "p"), "files are left behind"
+
+
+class ResidentParameters(Callback):
+    """The most bytes of parameters in files that are in memory when some of them are let go."""
+
+    noted = None
+
+    def on_train_start(self, trainer, pl_module):
+        regions = set(trainer.strategy._zero.regions.values())
+        [file] = {region.file for region in regions}
+        assert file.resident_bytes() == 0
+        let_go, most = file.let_go, 0
+
+        def counted(number):
+            nonlocal most
+            most = max(most, file.resident_bytes())
+            let_go(number)
+            self.noted = most, max(length for _, length in file._regions), file.nbytes
+
+        file.let_go = counted
+
+    def on_train_batch_end(self, trainer, *_):
+        assert {region.file.resident_bytes() for region in trainer.strategy._zero.regions.values()} == {0}
+
+
+def test_of_parameters_in_a_file_two_layers_at_most_are_in_memory(worlds, tmp_path):
+    strategy = {"zero_stage": 3, "reshard_after_forward": True, "offload": all_on_disk(tmp_path)}
+    run = Run("Layers", dp=2, num_batches=3, change=wider, callback=ResidentParameters, strategy=strategy)
+    for rank in worlds.run(2, fit, run):
+        most, layer, whole = rank.extra
+        assert 0 < most <= 2 * layer < whole / 2
+
+
+class CutsOff(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            [file] = {region.file for region in trainer.strategy._zero.regions.values()}
+            os.ftruncate(file._file.fileno(), 0)
+
+
+def test_parameters_whose_file_was_cut_off_stop_the_step(worlds, tmp_path):
+    run = Run("Layers", dp=2, callback=CutsOff, strategy={"zero_stage": 3, "offload": all_on_disk(tmp_path)})
+    with pytest.raises(RankError, match=r"the file with the parameters .* has 0 bytes where"):
+        worlds.run(2, fit, run)
+
+
 class Resident(Callback):
     """The most bytes of the file that are in memory while an optimizer steps, and those of its largest layers."""
 
@@ -136,6 +195,8 @@ def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_p
         ({"offload": {"parameters": "cpu"}, "zero_stage": 2}, "zero_stage=3"),
         ({"offload": {"gradients": "cpu"}}, "zero_stage=1"),
         ({"offload": {"parameters": "cpu"}, "zero_stage": 3}, "must be where the parameters are"),
+        ({"offload": {"parameters": "disk:p"}, "zero_stage": 3}, "must be where the parameters are"),
+        ({"offload": {"gradients": "disk:p"}, "zero_stage": 3}, "'gradients' .'cpu'."),
     ],
 )
 def test_options_that_are_none(options, message):
