@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -66,6 +67,13 @@ class FolderStrategy(StagedStrategy):
                 " was given to write files; leave out one of them"
             )
         assert self.lightning_module is not None
+        for callback in self._model_checkpoints() if self._saves_beside else ():
+            if callback.save_last == "link":
+                raise ValueError(
+                    f"{type(callback).__name__}(save_last='link') links to a checkpoint that async_checkpoint=True is"
+                    " still writing, so a kill would leave a link to nothing; set save_last=True, whose checkpoint is"
+                    " replaced when the new one is whole"
+                )
         connector: Any = self.lightning_module.trainer._checkpoint_connector
         # Whoever else asks for `lightning_module_state_dict()` means whole tensors.
         connector._get_lightning_module_state_dict = self._held_module
@@ -135,7 +143,8 @@ class FolderStrategy(StagedStrategy):
         with self.launcher_world(), torch._C.DisableTorchFunction():
             path = Path(os.path.abspath(self.broadcast(os.fspath(filepath))))
             self.wait_for_checkpoint()
-            beside = self._saves_beside and self._is_running and not path.name.startswith(_BEFORE_REQUEUE)
+            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_last(path)
+            beside = self._saves_beside and self._is_running and not self.broadcast(waited_for)
             state = {**checkpoint, "hybrid3d": {"seed": self._seed}}
             about = self._about(checkpoint)
             buffers = self._buffers if beside else None
@@ -147,6 +156,18 @@ class FolderStrategy(StagedStrategy):
             if self.is_global_zero and not path.exists():
                 path.mkdir(parents=True)  # the name is taken: whoever looks for a free one must see it
             self._background.start(save, self._group)
+
+    def _model_checkpoints(self) -> list[ModelCheckpoint]:
+        assert self.lightning_module is not None
+        return [c for c in self.lightning_module.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+    def _is_first_last(self, path: Path) -> bool:
+        """Whether ``ckpt_path="last"`` would find what is written now, and nothing if that were not there.
+
+        A name that is held by an empty folder would be found too, after a kill, and refused at each restart.
+        """
+        names = {callback.CHECKPOINT_NAME_LAST for callback in self._model_checkpoints()}
+        return any(path.name.startswith(name) for name in names) and not path.exists()
 
     @property
     def _group(self) -> ProcessGroup | None:

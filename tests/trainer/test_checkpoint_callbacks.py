@@ -158,6 +158,38 @@ def test_training_goes_on_while_one_save_is_written(worlds, tmp_path):
         assert SavedFolder(tmp_path / f"{step}.ckpt").manifest["step"] == step
 
 
+def keeps_last(run):
+    """What is written beside training when two epochs keep a last checkpoint each."""
+    begun, write = [], background.write
+
+    def noted(save, *others):
+        begun.append((save.path.name, save.path.is_dir() and any(save.path.iterdir())))
+        write(save, *others)
+
+    background.write = noted
+    try:
+        fit(run, Net(), keeps(run, monitor="step", mode="max", save_last=True), max_epochs=3, enable_checkpointing=True)
+    finally:
+        background.write = write
+    return begun
+
+
+def test_ckpt_path_last_never_finds_an_empty_folder(worlds, tmp_path):
+    """The first one is waited for, so a kill leaves none; the later ones are written while it is still there."""
+    for begun in worlds.run(2, on_rank, keeps_last, 2, 2, str(tmp_path)):
+        assert [is_there for name, is_there in begun if name == "last.ckpt"] == [True, True]
+
+
+def links(run):
+    with pytest.raises(ValueError) as error:
+        fit(run, Net(), keeps(run, save_last="link"), enable_checkpointing=True)
+    return str(error.value)
+
+
+def test_a_link_to_what_is_still_written_is_refused(worlds, tmp_path):
+    assert all("set save_last=True" in said for said in worlds.run(2, on_rank, links, 2, 2, str(tmp_path)))
+
+
 def one_rank_cannot_write(run):
     write = background.write
     full = f"{run.folder}/full"
