@@ -1,9 +1,10 @@
-"""ZeRO-3 over two replicas: hybrid3d against FSDP2 through Lightning's ModelParallelStrategy, over gloo.
+"""ZeRO-3 over two replicas: hybrid3d against FSDP2 through Lightning's ModelParallelStrategy, and DeepSpeed, over gloo.
 
     python benchmarks/zero.py
 
 One training step of a GPT on two ranks, one computing thread each, from batch to batch after warm-up. FSDP2's module
-has a `configure_model` written by hand that shards each block; hybrid3d's has none.
+has a `configure_model` written by hand that shards each block; hybrid3d's has none. DeepSpeed, where it is
+installed, runs its own engine without a Trainer, with the settings that it has by itself.
 
 Must be reached: wall and CPU seconds of hybrid3d, by either policy, not worse than FSDP2 by the same.
 """
@@ -11,11 +12,14 @@ Must be reached: wall and CPU seconds of hybrid3d, by either policy, not worse t
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 from functools import partial
 
 import torch
 from side_by_side import Turn, Variant, compare, fit, print_table, ratios, verdict
-from small_gpt import SmallGPT, batch_of
+from small_gpt import SmallGPT, batch_of, loss_of, optimizer_of
+from torch import Tensor, nn
 
 RANKS = 2
 
@@ -51,6 +55,37 @@ def hybrid3d(turn: Turn, args: argparse.Namespace, reshard: bool) -> None:
     fit(turn, model, batch_of(args.batch, args.length), strategy=strategy, devices=RANKS)
 
 
+class WithLoss(nn.Module):
+    """What DeepSpeed's engine calls."""
+
+    def __init__(self, model: SmallGPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, text: Tensor, following: Tensor) -> Tensor:
+        return loss_of(self.model(text), following)
+
+
+def deepspeed(turn: Turn, args: argparse.Namespace, stage: int) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
+    model = WithLoss(SmallGPT(args.width, args.layers, length=args.length))
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = optimizer_of(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    batch = batch_of(args.batch, args.length)
+    while True:
+        turn.border()
+        engine.backward(engine(*batch))
+        engine.step()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=256)
@@ -67,9 +102,16 @@ def main() -> None:
         Variant("hybrid3d, by layer", partial(hybrid3d, args=args, reshard=True)),
         Variant("hybrid3d, by step", partial(hybrid3d, args=args, reshard=False)),
     ]
+    if importlib.util.find_spec("deepspeed") is not None:
+        stages = {f"DeepSpeed, stage {stage}": partial(deepspeed, args=args, stage=stage) for stage in (2, 3)}
+        variants += [Variant(name, run) for name, run in stages.items()]
     results = compare(variants, ranks=RANKS, rounds=args.rounds, steps=args.steps)
     print_table(f"GPT of {args.layers} blocks of width {args.width}, 2 replicas, ZeRO-3", results)
-    by_layer, kept, ours_by_layer, ours_by_step = results
+    by_layer, kept, ours_by_layer, ours_by_step, *theirs_of_deepspeed = results
+    for other in theirs_of_deepspeed:
+        for name, ours in (("by layer", ours_by_layer), ("by step", ours_by_step)):
+            verdict(f"wall, hybrid3d {name} / {other.name}", ratios(ours.wall, other.wall), at_most=1.0)
+            verdict(f"CPU, hybrid3d {name} / {other.name}", ratios(ours.cpu, other.cpu), at_most=1.0)
     for name, ours, theirs in (("by layer", ours_by_layer, by_layer), ("by step", ours_by_step, kept)):
         verdict(f"wall, hybrid3d {name} / FSDP2", ratios(ours.wall, theirs.wall), at_most=1.0)
         verdict(f"CPU, hybrid3d {name} / FSDP2", ratios(ours.cpu, theirs.cpu), at_most=1.0)
