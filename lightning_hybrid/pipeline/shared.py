@@ -7,6 +7,7 @@ gradient; every holder needs the sum before clipping and stepping.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,13 @@ class SharedParameters:
             own = _flatten(members)
             others = [rank for rank in ranks if rank != self._rank]
             received = {rank: torch.empty_like(own) for rank in others}
-            works = [dist.isend(own, group=self._group, group_dst=rank) for rank in others]
-            works += [dist.irecv(received[rank], group=self._group, group_src=rank) for rank in others]
+            works = []
+            # NCCL carries out the transfers of two ranks one after the other, and a send waits for its receive: the
+            # lower rank sends first, and all ranks take the pairs in one order.
+            for rank in others:
+                to = partial(dist.isend, own, group=self._group, group_dst=rank)
+                back = partial(dist.irecv, received[rank], group=self._group, group_src=rank)
+                works += [to(), back()] if self._rank < rank else [back(), to()]
             for work in works:
                 assert work is not None
                 work.wait()
