@@ -114,6 +114,12 @@ class StrictGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "strict"
 
+    supports_splitting = False
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return dist.distributed_c10d._world.pg_names[self]
+
     def abort(self) -> None:
         pass
 
@@ -126,9 +132,10 @@ class StrictGroup(dist.ProcessGroup):
             self._communicators[key] = _Communicator()
         return self._communicators[key]
 
-    def _collective(self, name: str, *args: Any) -> _Work:
+    def _collective(self, name: str, *args: Any, **kwargs: Any) -> _Work:
         _check(args)
-        return self._communicator(None).begin(lambda: _finished(getattr(self._inner, name)(*_as_bytes(args))))
+        begin = getattr(self._inner, name)
+        return self._communicator(None).begin(lambda: _finished(begin(*_as_bytes(args), **kwargs)))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Work:
         return self._transfer(tensors[0], peer, sends=True)
@@ -160,8 +167,8 @@ class StrictGroup(dist.ProcessGroup):
 
 
 def _collective_of(name: str) -> Callable[..., _Work]:
-    def begin(self: StrictGroup, *args: Any) -> _Work:
-        return self._collective(name, *args)
+    def begin(self: StrictGroup, *args: Any, **kwargs: Any) -> _Work:
+        return self._collective(name, *args, **kwargs)
 
     return begin
 
@@ -203,6 +210,7 @@ def as_on_gpus(*, bound: bool = False) -> Iterator[None]:
     """Replace the world's process group by a strict one. Args: bound: as if ``device_id`` were given."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("strict", dist.distributed_c10d._get_default_store())
+    dist.barrier()  # the others may be connecting still
     dist.destroy_process_group()
 
     def make(prefix: Any, rank: int, size: int, timeout: timedelta) -> StrictGroup:
@@ -210,4 +218,6 @@ def as_on_gpus(*, bound: bool = False) -> Iterator[None]:
 
     dist.Backend.register_backend("strict", make, devices=["cpu"])
     dist.init_process_group("strict", rank=rank, world_size=size, store=store, timeout=_PATIENCE)
+    if bound:
+        dist.group.WORLD.bound_device_id = torch.device("cpu:0")
     yield

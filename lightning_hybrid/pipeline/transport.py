@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,10 @@ class Transport(ABC):
     def finish(self) -> None:
         """Wait until everything sent has left."""
 
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Be ready for transfers between these pairs of ranks; collective over the pipeline."""
+        del pairs
+
 
 class _Posted(Incoming):
     def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
@@ -71,6 +75,19 @@ class GroupTransport(Transport):
         self._device = device
         self.channel = "tags" if group._get_backend(device).name() == "gloo" else "queue"
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._connected: set[tuple[int, int]] = set()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Let NCCL make its communicator of each pair now, in one order: the first transfer of a pair waits for it."""
+        if self.channel == "tags":
+            return
+        rank = self._group.rank()
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs} - self._connected):
+            self._connected.add(pair)
+            if rank in pair:
+                token = torch.zeros(1, device=self._device)
+                work = self._group.send([token], pair[1], 0) if rank == pair[0] else self._post(token, pair[0], 0)
+                work.wait()
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of a message."""
