@@ -219,6 +219,21 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     return found
 
 
+# gloo's collectives know no 16-bit integers and no booleans, NCCL no complex numbers either.
+_SENT = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend sends, where numbers need only be carried.
+
+    Args:
+        tensor: Contiguous.
+    """
+    return tensor if tensor.dtype in _SENT else tensor.reshape(-1).view(torch.uint8)
+
+
 def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:
     """Let NCCL make its communicators now, on all ranks in one order: the first collective of a group waits for it."""
     groups = {id(submesh.get_group()): submesh.get_group() for submesh in submeshes}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.step.graph import Value
 
@@ -57,13 +58,14 @@ class Transport(ABC):
 
 
 class _Posted(Incoming):
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        self._works, self._tensors = works, tensors
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor], values: Sequence[Value]) -> None:
+        self._works, self._tensors, self._values = works, tensors, values
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        return self._tensors
+        pairs = zip(self._tensors, self._values, strict=True)
+        return [tensor.to(value.device) if value.device else tensor for tensor, value in pairs]
 
 
 class GroupTransport(Transport):
@@ -92,11 +94,12 @@ class GroupTransport(Transport):
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of a message."""
         for place, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
-            tensor = tensor.detach().contiguous()
+            # What user code has moved to another device travels by that of the group.
+            tensor = tensor.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
             if value.dynamic:
                 shape = [tensor.dim(), *tensor.shape] + [0] * (_MOST_DIMS - tensor.dim())
                 self._start(torch.tensor(shape, device=self._device), peer, _tag(message, place, header=True))
-            self._start(tensor, peer, _tag(message, place))
+            self._start(as_sent(tensor), peer, _tag(message, place))
 
     def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
         # The group's own methods: torch.distributed.isend checks what is known here, for each tensor.
@@ -119,9 +122,9 @@ class GroupTransport(Transport):
                 dims, *sizes = header.tolist()
                 shape = sizes[:dims]
             tensor = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
-            works.append(self._post(tensor, peer, _tag(message, place)))
+            works.append(self._post(as_sent(tensor), peer, _tag(message, place)))
             tensors.append(tensor)
-        return _Posted(works, tensors)
+        return _Posted(works, tensors, values)
 
     def _post(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self._group.recv([tensor], peer, tag)
