@@ -234,6 +234,17 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _SENT else tensor.reshape(-1).view(torch.uint8)
 
 
+def where_sent(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """The tensor on a device whose tensors a group sends; what is at rest on the host is on none of NCCL's.
+
+    Args:
+        tensor: Anywhere.
+        group: Of this rank.
+    """
+    types = [device.type for device in group._device_types]
+    return tensor if not types or tensor.device.type in types else tensor.to(types[0])
+
+
 def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:
     """Let NCCL make its communicators now, on all ranks in one order: the first collective of a group waits for it."""
     groups = {id(submesh.get_group()): submesh.get_group() for submesh in submeshes}

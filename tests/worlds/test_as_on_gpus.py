@@ -1,11 +1,14 @@
 """What runs over process groups as strict as NCCL's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from strict_group import Refused, as_on_gpus
 from torch import nn
 
+from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.pipeline.exchange import share_tensor
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.pipeline.transport import GroupTransport
@@ -76,6 +79,13 @@ def test_tensors_of_all_types_travel():
                     assert torch.equal(got, tensor), dtype
                 shared = share_tensor(value, tensor if here == 1 else None, 1, dist.group.WORLD, cpu)
                 assert torch.equal(shared, tensor), dtype
+
+
+def test_what_is_at_rest_on_the_host_is_sent_from_the_device_of_the_group():
+    group, tensor = SimpleNamespace(_device_types=[torch.device("meta")]), torch.ones(2)
+    assert where_sent(tensor, group).device.type == "meta"
+    group._device_types.append(torch.device("cpu"))
+    assert where_sent(tensor, group) is tensor
 
 
 @pytest.mark.world(2)
