@@ -27,6 +27,10 @@ def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype)
         memo[id(parameter)] = nn.Parameter(_random(parameter, generator, dtype), requires_grad=parameter.requires_grad)
     for buffer in unit.buffers():
         memo[id(buffer)] = _buffer(buffer, generator, dtype)
+    for module in unit.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
+                memo.setdefault(id(value), value.detach().to("cpu"))
     twin: nn.Module = copy.deepcopy(unit, memo)
     return twin
 
