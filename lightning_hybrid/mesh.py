@@ -22,7 +22,7 @@ Where more ranks share experts than share a shard, `parts` is ep x tp.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -99,6 +99,8 @@ class Mesh:
         submeshes = {axis: device_mesh[axis] for axis in AXES}
         submeshes |= {name: _flatten(device_mesh, name, axes) for name, axes in FLATTENED.items()}
         submeshes |= _expert_view(layout, device_mesh)
+        if dist.get_backend() != "gloo":
+            _connect(submeshes.values(), device_type)
         rank = dist.get_rank()
         return cls(
             layout=layout,
@@ -215,6 +217,40 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     if size > shard:
         found["parts"] = _flatten(experts, "ep_parts", ("ep", "tp"))
     return found
+
+
+# gloo's collectives know no 16-bit integers and no booleans, NCCL no complex numbers either.
+_SENT = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend sends, where numbers need only be carried.
+
+    Args:
+        tensor: Contiguous.
+    """
+    return tensor if tensor.dtype in _SENT else tensor.reshape(-1).view(torch.uint8)
+
+
+def where_sent(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """The tensor on a device whose tensors a group sends; what is at rest on the host is on none of NCCL's.
+
+    Args:
+        tensor: Anywhere.
+        group: Of this rank.
+    """
+    types = [device.type for device in group._device_types]
+    return tensor if not types or tensor.device.type in types else tensor.to(types[0])
+
+
+def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:
+    """Let NCCL make its communicators now, on all ranks in one order: the first collective of a group waits for it."""
+    groups = {id(submesh.get_group()): submesh.get_group() for submesh in submeshes}
+    for group in groups.values():
+        if group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
 
 
 def _flatten(device_mesh: DeviceMesh, name: str, axes: tuple[str, ...]) -> DeviceMesh:

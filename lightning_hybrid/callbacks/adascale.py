@@ -188,7 +188,9 @@ class AdaScale(Callback):
                 row.append(sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64))
             rows.append(row)
         # One transfer from the device for all.
-        squares = torch.stack([value.double() for row in rows for value in row]).view(2, -1)
+        values = [value for row in rows for value in row]
+        device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+        squares = torch.stack([value.to(device, torch.float64) for value in values]).view(2, -1)
         if self._mesh is not None:
             squares = squares.to(self._mesh.device_mesh.device_type)
             self._mesh.all_reduce(squares[0], "data")

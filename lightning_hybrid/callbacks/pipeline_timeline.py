@@ -8,6 +8,7 @@ step whose first and last actions happened to be short may lie a little below it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import perf_counter, time
@@ -62,6 +63,11 @@ class PipelineTimeline(Callback):
         if not _is_pipeline(trainer.strategy):
             rank_zero_info(
                 "PipelineTimeline draws nothing: this run has one pipeline stage; set pipeline_parallel_size=2 or more"
+            )
+        elif trainer.strategy.root_device.type != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            rank_zero_warn(
+                "PipelineTimeline measures when the host is done with an action, and on a GPU the host runs ahead;"
+                " set CUDA_LAUNCH_BLOCKING=1 for a run that is measured"
             )
 
     def on_train_batch_end(

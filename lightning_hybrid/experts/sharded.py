@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.adapters import ExpertsAdapter
 from lightning_hybrid.experts.exchange import RanksOfExperts
+from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.parts.spans import part_of
@@ -129,8 +130,7 @@ class SharedExperts:
         Raises:
             RanksOfExpertsDiffer: They are not; on every rank.
         """
-        device = next(iter(self._root.parameters())).device
-        votes = torch.tensor([num_microbatches, -num_microbatches], device=device)
+        votes = where_sent(torch.tensor([num_microbatches, -num_microbatches]), self.cut.group)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cut.group)
         most, fewest = votes[0].item(), -votes[1].item()
         if most != fewest:
@@ -150,7 +150,7 @@ class SharedExperts:
         if not owned:
             return
         has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
-        has = has.to(owned[0].device)
+        has = where_sent(has, self.cut.group)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self.cut.group)
         for parameter, one_has in zip(owned, has.tolist(), strict=True):
             if one_has and parameter.grad is None and not parameter.numel():

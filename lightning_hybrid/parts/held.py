@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.parts.placement import Shard, cut, join, padded
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 
@@ -51,10 +52,10 @@ class AxisCut:
 
     def joined(self, local: Tensor, placement: Shard) -> Tensor:
         """The tensor of which each rank holds a part; collective."""
-        message = padded(local.detach(), placement).contiguous()
+        message = where_sent(padded(local.detach(), placement).contiguous(), self.group)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
         dist.all_gather(received, message, group=self.group)
-        return join(received, placement)
+        return join(received, placement).to(local.device)
 
     def local_length(self, placement: Shard) -> int:
         """The size on this rank of the dim that is cut."""

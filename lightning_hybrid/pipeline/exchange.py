@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.step.graph import Value
 
 _HEADER = 4
@@ -106,7 +107,7 @@ def share_tensor(
         content: The tensor on its rank, None elsewhere.
         source: Pipeline rank.
         group: The ranks of one pipeline.
-        device: Where it is needed.
+        device: Where the group communicates.
     """
     if group.size() == 1:
         assert content is not None
@@ -122,10 +123,9 @@ def share_tensor(
         shape = sizes[:dims]
     if content is None:
         content = torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
-    content = content.detach().contiguous()
-    raw = content.view(torch.uint8) if content.dtype in _AS_BYTES and content.dim() else content
-    dist.broadcast(raw, group=group, group_src=source)
-    return content
+    content = content.detach().to(device).resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(as_sent(content), group=group, group_src=source)
+    return content.to(value.device) if value.device else content
 
 
 def broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -138,14 +138,9 @@ def broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup, device
         device: Where the group communicates.
     """
     content = buffer.detach().to(device).contiguous()
-    raw = content.view(torch.uint8) if content.dtype is torch.bool and content.dim() else content
-    dist.broadcast(raw, group=group, group_src=home)
+    dist.broadcast(as_sent(content), group=group, group_src=home)
     if content.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(content)
-
-
-# gloo's collectives know neither booleans nor 16-bit integers.
-_AS_BYTES: Mapping[torch.dtype, None] = {torch.bool: None, torch.int16: None}
 
 
 def digest(leaves: Sequence[object]) -> int:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.step.graph import SINK
+from lightning_hybrid.step.tree import map_leaves
 
 
 class MetricSync:
@@ -88,17 +91,22 @@ class MetricSync:
         if name not in self._home or self._pipeline.size() == 1:
             return
         home = self._home[name]
-        states = {state: getattr(metric, state) for state in metric._defaults}
+        # A tensor that was pickled on one device of the node would come up on that device of it everywhere.
+        states = {state: map_leaves(partial(_on, "cpu"), getattr(metric, state)) for state in metric._defaults}
         box = [(states, metric._update_count)] if self._pipeline.rank() == home else [None]
         dist.broadcast_object_list(box, group=self._pipeline, group_src=home)
         assert box[0] is not None
         if self._pipeline.rank() != home:
             received, metric._update_count = box[0]
             for state, value in received.items():
-                setattr(metric, state, value)
+                setattr(metric, state, map_leaves(partial(_on, metric.device), value))
 
     def close(self) -> None:
         """Leave the metrics as they were."""
         for undo in self._undo:
             undo()
         self._undo.clear()
+
+
+def _on(device: torch.device | str, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.pipeline.exchange import broadcast_buffer
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
@@ -327,7 +328,7 @@ class StagePlan:
                 continue
             content = parameter.detach() if not is_absent(parameter) else _empty(parameter, device)
             content = content.to(device).contiguous()
-            dist.broadcast(content, group=self._group, group_src=holders[0])
+            dist.broadcast(as_sent(content), group=self._group, group_src=holders[0])
             if is_absent(parameter):
                 fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
         for buffer, home in self._buffer_homes(copy):

@@ -106,7 +106,7 @@ class StepRunner:
         self._executor = Executor(root, group.rank(), transport, randomness)
         self._choice = VariantChoice(root, plan, randomness)
         self._whole = WholeBatch(root, plan, self._choice, randomness)
-        self._channel = transport.channel
+        self._transport = transport
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
         self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
@@ -210,7 +210,7 @@ class StepRunner:
             parameters=self.plan.names(),
             repeated_buffers=self.plan.repeated_buffers(),
         )
-        if self._channel == "tags":  # otherwise a collective must not stand between transfers
+        if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
             job = dataclasses.replace(job, after_forwards=sharing.begin)
         if train is not None:
             job = dataclasses.replace(
@@ -276,11 +276,16 @@ class StepRunner:
             else:
                 schedule = forward_only(ranks, len(variants), each)
             # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
-            ahead = 0 if dynamic else _POST_AHEAD[self._channel]
+            ahead = 0 if dynamic else _POST_AHEAD[self._transport.channel]
             within = 0 if dynamic else _EARLY_BYTES // max(1, *map(_largest_message, variants))
             portals = Portals(forward, backward)
-            program = lower(schedule, portals, post_ahead=ahead, channel=self._channel, idle_within=within)
+            program = lower(schedule, portals, post_ahead=ahead, channel=self._transport.channel, idle_within=within)
             check_program(program)
+            self._transport.connect(
+                (schedule.rank_of(source), schedule.rank_of(target))
+                for source, target in forward | backward
+                if schedule.rank_of(source) != schedule.rank_of(target)
+            )
             self._programs[key] = program
         return self._programs[key]
 

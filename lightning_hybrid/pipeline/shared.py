@@ -7,10 +7,13 @@ gradient; every holder needs the sum before clipping and stepping.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_hybrid.mesh import where_sent
 
 
 class SharedParameters:
@@ -35,9 +38,11 @@ class SharedParameters:
             for parameter in members:
                 if self._rank == ranks[0]:
                     for other in ranks[1:]:
-                        dist.send(parameter.detach().contiguous(), group=self._group, group_dst=other)
+                        content = where_sent(parameter.detach().contiguous(), self._group)
+                        dist.send(content, group=self._group, group_dst=other)
                 else:
                     content = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                    content = where_sent(content, self._group)
                     dist.recv(content, group=self._group, group_src=ranks[0])
                     parameter.detach().copy_(content)
 
@@ -47,11 +52,16 @@ class SharedParameters:
         A gradient that no holder has stays None.
         """
         for ranks, members in self._sets:
-            own = _flatten(members)
+            own = _flatten(members, self._group)
             others = [rank for rank in ranks if rank != self._rank]
             received = {rank: torch.empty_like(own) for rank in others}
-            works = [dist.isend(own, group=self._group, group_dst=rank) for rank in others]
-            works += [dist.irecv(received[rank], group=self._group, group_src=rank) for rank in others]
+            works = []
+            # NCCL carries out the transfers of two ranks one after the other, and a send waits for its receive: the
+            # lower rank sends first, and all ranks take the pairs in one order.
+            for rank in others:
+                to = partial(dist.isend, own, group=self._group, group_dst=rank)
+                back = partial(dist.irecv, received[rank], group=self._group, group_src=rank)
+                works += [to(), back()] if self._rank < rank else [back(), to()]
             for work in works:
                 assert work is not None
                 work.wait()
@@ -62,12 +72,12 @@ class SharedParameters:
             _unflatten(total, members)
 
 
-def _flatten(members: Sequence[nn.Parameter]) -> Tensor:
-    """All gradients, then one element per parameter: whether it has one."""
-    first = members[0]
-    parts = [first.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
-    has = torch.tensor([p.grad is not None for p in members], dtype=first.dtype, device=first.device)
-    return torch.cat([*parts, has])
+def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
+    """All gradients, some of which may be at rest on the host, then one element per parameter: whether it has one."""
+    parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
+    parts.append(torch.tensor([p.grad is not None for p in members], dtype=members[0].dtype))
+    sent = [where_sent(part, group) for part in parts]
+    return torch.cat([part.to(sent[0].device) for part in sent])
 
 
 def _unflatten(total: Tensor, members: Sequence[nn.Parameter]) -> None:
@@ -76,4 +86,4 @@ def _unflatten(total: Tensor, members: Sequence[nn.Parameter]) -> None:
     for parameter, has in zip(members, present, strict=True):
         part = total[start : start + parameter.numel()]
         start += parameter.numel()
-        parameter.grad = part.view(parameter.shape).clone() if has else None
+        parameter.grad = part.view(parameter.shape).to(parameter.device, copy=True) if has else None

@@ -101,8 +101,9 @@ class StepSharing:
         logged, scalars = numbers[: len(self._entries)], numbers[len(self._entries) :]
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, scalars, strict=True):
-            dtype = getattr(torch, self._variants[index].assignment.graph.values[value].dtype)
-            content[index][value] = torch.tensor(number, dtype=dtype, device=self._device)
+            known = self._variants[index].assignment.graph.values[value]
+            dtype, device = getattr(torch, known.dtype), known.device or self._device
+            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
         for index, value in self._tensors:
             assignment = self._variants[index].assignment
             source = assignment.value_stage[value] % num_ranks

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.step.graph import Value
 
@@ -51,15 +52,20 @@ class Transport(ABC):
     def finish(self) -> None:
         """Wait until everything sent has left."""
 
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Be ready for transfers between these pairs of ranks; collective over the pipeline."""
+        del pairs
+
 
 class _Posted(Incoming):
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        self._works, self._tensors = works, tensors
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor], values: Sequence[Value]) -> None:
+        self._works, self._tensors, self._values = works, tensors, values
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        return self._tensors
+        pairs = zip(self._tensors, self._values, strict=True)
+        return [tensor.to(value.device) if value.device else tensor for tensor, value in pairs]
 
 
 class GroupTransport(Transport):
@@ -71,15 +77,29 @@ class GroupTransport(Transport):
         self._device = device
         self.channel = "tags" if group._get_backend(device).name() == "gloo" else "queue"
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._connected: set[tuple[int, int]] = set()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Let NCCL make its communicator of each pair now, in one order: the first transfer of a pair waits for it."""
+        if self.channel == "tags":
+            return
+        rank = self._group.rank()
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs} - self._connected):
+            self._connected.add(pair)
+            if rank in pair:
+                token = torch.zeros(1, device=self._device)
+                work = self._group.send([token], pair[1], 0) if rank == pair[0] else self._post(token, pair[0], 0)
+                work.wait()
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of a message."""
         for place, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
-            tensor = tensor.detach().contiguous()
+            # What user code has moved to another device travels by that of the group.
+            tensor = tensor.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
             if value.dynamic:
                 shape = [tensor.dim(), *tensor.shape] + [0] * (_MOST_DIMS - tensor.dim())
                 self._start(torch.tensor(shape, device=self._device), peer, _tag(message, place, header=True))
-            self._start(tensor, peer, _tag(message, place))
+            self._start(as_sent(tensor), peer, _tag(message, place))
 
     def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
         # The group's own methods: torch.distributed.isend checks what is known here, for each tensor.
@@ -102,9 +122,9 @@ class GroupTransport(Transport):
                 dims, *sizes = header.tolist()
                 shape = sizes[:dims]
             tensor = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
-            works.append(self._post(tensor, peer, _tag(message, place)))
+            works.append(self._post(as_sent(tensor), peer, _tag(message, place)))
             tensors.append(tensor)
-        return _Posted(works, tensors)
+        return _Posted(works, tensors, values)
 
     def _post(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self._group.recv([tensor], peer, tag)

@@ -273,7 +273,8 @@ class _Buffers:
     """The buffers that glue may write; the microbatches have done that."""
 
     def __init__(self, root: nn.Module, without: set[nn.Module]) -> None:
-        holders = [module._buffers for module in root.modules() if module not in without]
+        passed = {id(module) for module in without}
+        holders = [module._buffers for module in root.modules() if id(module) not in passed]
         self._holders = [(holder, dict(holder)) for holder in holders]
         held = {id(b): b for holder in holders for b in holder.values() if b is not None and not is_absent(b)}
         self._contents = [(b, b.detach().clone(), b._version) for b in held.values()]

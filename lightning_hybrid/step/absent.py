@@ -44,10 +44,15 @@ def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torc
 
 
 def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
-    """A stand-in for one value of a step graph."""
+    """A stand-in for one value of a step graph.
+
+    Args:
+        value: What is known of it.
+        device: Of this rank.
+    """
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
-    return _absent(meta, device, value.requires_grad)
+    return _absent(meta, torch.device(value.device) if value.device else device, value.requires_grad)
 
 
 def make_fresh(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> FakeTensor:

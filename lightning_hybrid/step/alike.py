@@ -119,13 +119,14 @@ def arguments_key(leaves: list[Any], spec: Any) -> Hashable:
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, FakeTensor):
             again = first_place.setdefault(id(leaf), place)
-            keys.append((again, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.requires_grad))
+            kind = leaf.dtype, leaf.device, leaf.requires_grad
+            keys.append((again, tuple(leaf.shape), tuple(leaf.stride()), *kind))
         elif isinstance(leaf, _PLAIN):
             keys.append((type(leaf), leaf))
         else:
             keys.append(id(leaf))
-    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-    return tuple(keys), _spec_key(spec), grad, autocast
+    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+    return tuple(keys), _spec_key(spec), torch.is_grad_enabled(), *autocast
 
 
 def _spec_key(spec: Any) -> Hashable:

@@ -27,6 +27,10 @@ def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype)
         memo[id(parameter)] = nn.Parameter(_random(parameter, generator, dtype), requires_grad=parameter.requires_grad)
     for buffer in unit.buffers():
         memo[id(buffer)] = _buffer(buffer, generator, dtype)
+    for module in unit.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
+                memo.setdefault(id(value), value.detach().to("cpu"))
     twin: nn.Module = copy.deepcopy(unit, memo)
     return twin
 
@@ -67,6 +71,9 @@ class Exact(TorchFunctionMode):
         if name in _CASTS:
             return func(*args, **kwargs) if args[0].is_complex() else args[0].to(self._dtype)
         place = _DROPOUT_PLACES.get(name)
+        if kwargs.get("enable_gqa") and not (args[1] if len(args) > 1 else kwargs["key"]).shape[-3]:
+            # torch 2.11 divides by this number before it looks at it, and ends the process.
+            raise ValueError(f"{name} was given no head of keys")
         if place is not None:
             args = args[:place] + (0.0,) * (len(args) > place) + args[place + 1 :]
             kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}

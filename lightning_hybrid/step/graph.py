@@ -24,6 +24,7 @@ class Value:
         stride: Its strides, in elements.
         requires_grad: Whether a gradient flows back through it.
         dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
+        device: Where it is on the rank that recorded it, such as "cpu" after ``.cpu()``; on the rank's device if empty.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Value:
     stride: tuple[int, ...]
     requires_grad: bool
     dynamic: bool = False
+    device: str = ""
 
 
 @dataclass(frozen=True)

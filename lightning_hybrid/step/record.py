@@ -328,8 +328,8 @@ class RecordWatch(StepWatch):
         index = len(self._values)
         like = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
         strides = tuple(like.stride()) if like.layout is torch.strided else ()
-        dtype = str(like.dtype).removeprefix("torch.")
-        self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic))
+        dtype, where = str(like.dtype).removeprefix("torch."), str(like.device)
+        self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic, where))
         self.mark(tensor, index)
         self._by_memory.setdefault(_memory(tensor), []).append(tensor)
         return index

@@ -103,8 +103,9 @@ class ModuleState(ArgumentState):
         super().__init__(())
         self._buffers: list[tuple[Tensor, Tensor, int]] = []
         seen: set[int] = set()
+        passed = {id(module) for module in without}  # metrics change their hash with their state
         for module in root.modules():
-            if module in without:
+            if id(module) in passed:
                 continue
             if not buffers:
                 seen.add(id(module._buffers))
@@ -134,6 +135,7 @@ def reachable(
     """
     seen: set[int] = set()
     passed = frozenset() if plain else PLAIN
+    left_out = {id(module) for module in without}
 
     def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
         inner = value if isinstance(value, tuple) else inside(value)
@@ -148,7 +150,7 @@ def reachable(
                 yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
 
     for name, module in root.named_modules():
-        if module in without:
+        if id(module) in left_out:
             continue
         for attribute, value in list(module.__dict__.items()):
             # Every module has a dozen empty containers of torch's: hooks of each kind.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.mesh import Mesh, as_sent
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.randomness import GeneratorStates
 
 
 def agree_on_start(
@@ -39,14 +38,11 @@ def agree_on_start(
     tensors = [t for root in (module, *copies) for t in (*root.parameters(), *root.buffers())]
     # What is built empty, and so is not here, will be the first rank's too.
     _broadcast([tensor.detach() for tensor in tensors if not is_absent(tensor) and not tensor.is_meta], device)
-    states: list[Any] = [(seed, random.getstate(), numpy.random.get_state(), torch.get_rng_state())]
+    states = [GeneratorStates(device)]
     dist.broadcast_object_list(states, group=mesh.group("replica"), group_src=0)
     seed_box = [seed]
     dist.broadcast_object_list(seed_box, src=0)
-    _, python_state, numpy_state, torch_state = states[0]
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
+    states[0].on(device).restore()
     return seed_box[0]
 
 
@@ -59,21 +55,16 @@ def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
             together.setdefault(tensor.dtype, []).append(tensor)
             continue
         content = tensor.to(device).contiguous()
-        dist.broadcast(_as_bytes(content), src=0)
+        dist.broadcast(as_sent(content), src=0)
         if content.data_ptr() != tensor.data_ptr():
             tensor.copy_(content)
     for same in together.values():
         for start in range(0, len(same), _MOST_TOGETHER):
             group = same[start : start + _MOST_TOGETHER]
             content = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
-            dist.broadcast(_as_bytes(content), src=0)
+            dist.broadcast(as_sent(content), src=0)
             for tensor, part in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory in a type that every backend sends."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool and tensor.dim() else tensor
 
 
 # Numbers of elements, and of tensors: at most 64 MiB of 32-bit numbers are copied at a time.

@@ -173,8 +173,15 @@ class MeshStrategy(ParallelStrategy):
         self._layout = ParallelLayout.resolve(self.world_size, **self._sizes)  # type: ignore[arg-type]
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend
-        device_id = self.root_device if self.root_device.type != "cpu" else None
+        # See [Note: groups bound to a device].
+        in_stages = self._layout.pipeline_parallel_size > 1
+        device_id = None if in_stages or self.root_device.type == "cpu" else self.root_device
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if in_stages and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            raise ValueError(
+                "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have channels of their own, but"
+                " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
+            )
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
         # Lightning sees to that for NCCL alone.
         atexit.unregister(_destroy_dist_connection)
@@ -264,6 +271,12 @@ class MeshStrategy(ParallelStrategy):
         """
         _check_shapes(tensor, group or self.mesh.group("data"))
         return super().all_gather(tensor, group=group or self.mesh.group("data"), sync_grads=sync_grads)
+
+
+# [Note: groups bound to a device] NCCL makes the communicators of a group that is bound to a device at once, and has
+# only that one for all transfers between its ranks: they are carried out one after the other, and a receive that is
+# posted early keeps back what others wait for. An interleaved schedule over three ranks would wait for ever. Without
+# the device each pair of ranks gets a communicator of its own, as programs are made for (`schedule/program.py`).
 
 
 def _check_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
@@ -238,7 +239,7 @@ def whole_on_first(root: nn.Module, plan: StagePlan | None, group: dist.ProcessG
             if holder == 0:
                 continue
             if plan.rank == holder:
-                dist.send(parameter.detach().contiguous(), group=group, group_dst=0)
+                dist.send(where_sent(parameter.detach().contiguous(), group), group=group, group_dst=0)
             elif plan.rank == 0:
                 content = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 dist.recv(content, group=group, group_src=holder)

@@ -139,7 +139,7 @@ def compare_first_step(
         gradient = None
         if one.dtype is not None:
             if alone is not None:
-                gradient = alone.gradients[name].to(device)
+                gradient = alone.gradients[name].to(device).contiguous()
             else:
                 shape = parameter.shape if parts is None else parts.whole_shape(name, parameter)
                 gradient = torch.empty(shape, dtype=one.dtype, device=device)
@@ -151,6 +151,7 @@ def compare_first_step(
             own = parameter.grad
             if parts is not None and own is not None:
                 own = parts.whole_like(parameter, own)
+            own = None if own is None else own.to(device)  # from the host, if it is at rest there
             judge.gradient(name, own, gradient, one, smallest, stages.get(name, ()))
     if norm is not None:
         judge.number("the norm of all gradients", norm, norm_alone, norm_noise)

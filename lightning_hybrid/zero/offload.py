@@ -133,6 +133,10 @@ class OffloadedStates:
             p.grad = None
             p.data = data.to("cpu")
             p.grad = None if grad is None else grad.to("cpu")
+            entry = self._optimizer.state.get(p, {})
+            for name, value in entry.items():  # loaded, or made when the optimizer was built
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    entry[name] = value.to("cpu")
         try:
             self._original(**kwargs)
         finally:
@@ -231,9 +235,27 @@ def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
     twin: Any = copy.copy(optimizer)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    made = _made_when_built(optimizer)
+    for p in parameters:
+        twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
     for name in _HOOKS:
         twin.__dict__[name] = OrderedDict()
     return twin
+
+
+def _made_when_built(optimizer: Optimizer) -> dict[str, Any]:
+    """The states of some parameter before the first step: Adagrad's of torch 2.11 are made when it is built."""
+    for p, entry in optimizer.state.items():
+        tensors = [value for value in entry.values() if isinstance(value, Tensor)]
+        if tensors and all(not is_absent(value) and (not value.dim() or value.shape == p.shape) for value in tensors):
+            return dict(entry)
+    return {}
+
+
+def _state_like(value: Any, p: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    return torch.full_like(p, value.flatten()[0].item()) if value.dim() else value.detach().to("cpu", copy=True)
 
 
 def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None]) -> int:

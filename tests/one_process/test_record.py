@@ -12,8 +12,8 @@ from one_process.in_process import cut, keyed, pipeline, reference
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.step.absent import ControlFlowError, is_absent
-from lightning_hybrid.step.alike import each_alone
+from lightning_hybrid.step.absent import ControlFlowError, is_absent, make_absent
+from lightning_hybrid.step.alike import arguments_key, each_alone
 from lightning_hybrid.step.recording import StepError
 
 
@@ -359,3 +359,22 @@ def test_randomness_of_a_recording_is_that_of_its_key():
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(pipeline(module, step, 2, randomness=keyed(5)).loss, first)
+
+
+def test_units_are_alike_under_the_autocast_of_any_device_and_on_one_device():
+    def key(device="cpu"):
+        return arguments_key([make_absent(torch.empty(2, 3), device=torch.device(device))], None)
+
+    plain = key()
+    assert plain == key() != key("cuda:0")
+    for device in ("cpu", "cuda"):
+        before = torch.get_autocast_dtype(device)
+        torch.set_autocast_enabled(device, True)
+        try:
+            cast = key()
+            torch.set_autocast_dtype(device, torch.float32)
+            assert len({plain, cast, key()}) == 3
+        finally:
+            torch.set_autocast_enabled(device, False)
+            torch.set_autocast_dtype(device, before)
+    assert plain == key()

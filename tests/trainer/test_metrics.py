@@ -67,9 +67,11 @@ class ForwardValue(Tiny):
         super().__init__()
         self.error = torchmetrics.MeanAbsoluteError()
         self.steps = []
+        self.means = []
 
     def training_step(self, batch, batch_idx):
         predicted = self(batch["x"])
+        self.means.append(predicted.detach().mean())
         self.log("batch_mae", self.error(predicted, batch["y"]))
         return torch.nn.functional.mse_loss(predicted, batch["y"])
 

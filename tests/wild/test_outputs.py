@@ -73,7 +73,10 @@ class WithNamedTuples(Regression):
 class LossDict(dict):
     """Attribute access, as configuration libraries do it."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)  # as copy and pickle ask for methods that Python 3.10 does not have
+        return self[name]
 
 
 class WithMappingOfItsOwn(Regression):

@@ -22,6 +22,8 @@ class Mixed(nn.Module):
         self.register_buffer("switch", torch.tensor(seed == 0))
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("none", torch.empty(0))
+        self.register_buffer("short", torch.tensor([seed, 7], dtype=torch.int16))
+        self.register_buffer("waves", torch.randn(70_000, dtype=torch.complex64))
 
 
 @pytest.mark.world(2)

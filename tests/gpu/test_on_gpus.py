@@ -1,0 +1,188 @@
+"""What to run first where there are GPUs: `python -m pytest -m gpu tests/gpu`. Docs: docs/gpus.md.
+
+Fits on CUDA devices against plain Lightning on one of them. With one device only the first half runs.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Layers, Samples, make
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
+from trainer.fitting import Run, assert_parity, fit, fit_reference, fit_whole, trainer_of
+from trainer.test_experts import Experts
+from wider_models import Looped, Mixtral
+
+from lightning_hybrid import Hybrid3DStrategy
+
+ACCELERATOR = "gpu"
+ON = {"accelerator": ACCELERATOR}
+CLIPPED = {**ON, "accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
+
+
+def needs(count):
+    few = f"needs {count} CUDA device(s)"
+    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason=few)]
+
+
+class Measured(Layers):
+    """Feeds a metric, whose state goes from the rank that has the values to the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch, batch_idx=0):
+        out = self(batch["x"])
+        self.error(out, F.one_hot(batch["label"], 4).to(out))
+        self.log("error", self.error, on_epoch=True)
+        return F.cross_entropy(out, batch["label"])
+
+
+class ToHost(Layers):
+    """Takes values of the model to the host, keeps and returns them there."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def training_step(self, batch, batch_idx=0):
+        out = self(batch["x"])
+        self.kept.append(out.detach().mean().cpu())
+        return {"loss": F.cross_entropy(out, batch["label"]), "out": out.detach().cpu()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert outputs["out"].device.type == "cpu" and outputs["out"].shape[1] == 4
+        assert all(kept.device.type == "cpu" and float(kept) == float(kept) for kept in self.kept)
+
+
+def on_host(fitted):
+    def moved(value):
+        if isinstance(value, Tensor):
+            return value.cpu()
+        if isinstance(value, dict):
+            return {name: moved(each) for name, each in value.items()}
+        return [moved(each) for each in value] if isinstance(value, list) else value
+
+    return dataclasses.replace(
+        fitted, losses=moved(fitted.losses), grads=moved(fitted.grads), state=moved(fitted.state), plans={}
+    )
+
+
+def leave_gloo():
+    dist.barrier()  # the others may be connecting still
+    dist.destroy_process_group()
+
+
+def on_gpu(how, run):
+    """On a rank: the Trainer makes the process group itself, over NCCL."""
+    leave_gloo()
+    fitted = on_host(how(run))
+    if dist.is_initialized():
+        assert ACCELERATOR == "cpu" or dist.get_backend() == "nccl"
+    return fitted
+
+
+def check(worlds, run, *, how=fit, reference=fit_reference, tolerance=1e-8):
+    [expected] = worlds.run(1, on_gpu, reference, run, timeout=300)
+    found = worlds.run(run.world_size, on_gpu, how, run, timeout=300)
+    assert_parity(found, expected, run, tolerance=tolerance)
+
+
+def fit_plain(run):
+    """Under the strategy with nothing asked for."""
+    return fit(dataclasses.replace(run, strategy={}))
+
+
+ONE = {
+    "microbatches": Run("GPT2", trainer=CLIPPED),
+    "two stages on one rank": Run("T5", strategy={"stages_per_rank": 2}, trainer=ON),
+    "tensors on the host": Run(ToHost, strategy={"stages_per_rank": 2}, trainer=ON),
+    "offload": Run("GPT2", strategy={"offload": "cpu"}, trainer=ON),
+    "compiled": Run("Layers", strategy={"compile": "units"}, trainer=ON),
+    "experts of transformers": Run(Mixtral, trainer=ON),
+    "experts of ours": Run(Experts, microbatches=1, trainer=ON),
+}
+DRAWN = {
+    "recomputed": Run("Dropouts", strategy={"recompute": "full"}, trainer=ON),
+    "recomputed in part": Run("GPT2Dropout", strategy={"recompute": "selective"}, trainer=ON),
+    "stages": Run("Dropouts", strategy={"stages_per_rank": 2}, trainer=ON),
+}
+TWO = {
+    "pp2, tied and validated": Run("GPT2", pp=2, validate=True, trainer=CLIPPED),
+    "pp2 interleaved": Run("UNet", pp=2, strategy={"stages_per_rank": 2}, trainer=ON),
+    "pp2, tensors on the host": Run(ToHost, pp=2, trainer=ON),
+    "pp2, a metric": Run(Measured, pp=2, trainer=ON),
+    "pp2, checked": Run("Layers", pp=2, strategy={"verify_first_step": True}, trainer=ON),
+    "dp2": Run("GPT2", dp=2, trainer=CLIPPED),
+    "tp2": Run("Llama", tp=2, trainer=ON),
+    "tp2, positions": Run("GPT2", tp=2, sequence=True, trainer=ON),
+    "cp2": Run("GPT2", cp=2, trainer=ON),
+    "zero3": Run("GPT2", dp=2, strategy={"zero_stage": 3}, trainer=CLIPPED),
+    "zero3 by layer": Run("Llama", dp=2, strategy=BY_LAYER, trainer=ON),
+    "zero3 at rest on the host": Run("GPT2", dp=2, strategy={**BY_LAYER, "offload": "cpu"}, trainer=ON),
+    "ep2": Run(Mixtral, dp=2, ep=2, trainer=ON),
+    "ep2, a list in chunks": Run(Looped, dp=2, ep=2, strategy={"expert_chunks": 2}, trainer=ON),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(1)) for name in ONE])
+def test_one_device(worlds, name):
+    check(worlds, ONE[name])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(1)) for name in DRAWN])
+def test_draws_on_the_device_are_keyed(worlds, name):
+    check(worlds, DRAWN[name], reference=fit_plain)
+
+
+@pytest.mark.parametrize("precision", [pytest.param(name, marks=needs(1)) for name in ("16-mixed", "bf16-mixed")])
+def test_mixed_precision(worlds, precision):
+    run = Run("GPT2", dtype=torch.float32, microbatches=1, trainer={**ON, "precision": precision})
+    for case in (run, dataclasses.replace(run, strategy={"stages_per_rank": 2})):
+        check(worlds, case, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(2)) for name in TWO])
+def test_two_devices(worlds, name):
+    check(worlds, TWO[name])
+
+
+@pytest.mark.parametrize("pp", [pytest.param(2, marks=needs(2))])
+def test_mixed_precision_over_stages(worlds, pp):
+    run = Run("GPT2", pp=pp, dtype=torch.float32, microbatches=2, trainer={**ON, "precision": "16-mixed"})
+    check(worlds, run, reference=fit_whole, tolerance=2e-2)
+
+
+def fit_twice(folder, strategy):
+    """On a rank: two epochs at once, and one after the other through a checkpoint; the parameters after each."""
+    leave_gloo()
+    found = []
+    for epochs, source in ((2, None), (1, None), (2, f"{folder}/half.ckpt")):
+        module = make("GPT2")
+        size = strategy.get("pipeline_parallel_size", 1) * strategy.get("data_parallel_size", 1)
+        trainer = trainer_of(size, Hybrid3DStrategy(**strategy), [], max_epochs=epochs, accelerator=ACCELERATOR)
+        trainer.fit(module, DataLoader(Samples(module.kind, 8), batch_size=4), ckpt_path=source)
+        if epochs == 1:
+            trainer.save_checkpoint(f"{folder}/half.ckpt")
+        found.append({name: value.detach().cpu() for name, value in module.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        pytest.param(1, {"offload": "cpu"}, marks=needs(1), id="offload"),
+        pytest.param(2, {"pipeline_parallel_size": 2}, marks=needs(2), id="pp2"),
+        pytest.param(2, {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}, marks=needs(2), id="zero3"),
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint(worlds, tmp_path, size, strategy):
+    for whole, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
+        for name, value in whole.items():
+            torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10)
