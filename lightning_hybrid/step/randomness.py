@@ -126,6 +126,19 @@ class GeneratorStates:
         self._device, self._accelerator = device, _accelerator_generator(device)
         return self
 
+    def still_stand(self) -> bool:
+        """Whether no generator has moved since."""
+        kind, keys, *place = self._numpy
+        kind_now, keys_now, *place_now = numpy.random.get_state()
+        accelerator = self._accelerator
+        return (
+            random.getstate() == self._python
+            and (kind, place) == (kind_now, place_now)
+            and numpy.array_equal(keys, keys_now)
+            and torch.equal(torch.default_generator.get_state(), self._torch)
+            and (accelerator is None or torch.equal(accelerator.get_state(), self._accelerator_state))
+        )
+
     def restore(self) -> None:
         """Put the generators back into the states held."""
         random.setstate(self._python)

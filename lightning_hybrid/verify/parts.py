@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, split
-from lightning_hybrid.step.randomness import KeyedRandomness, _DrawWatch
+from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import Current
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
@@ -60,7 +60,11 @@ class _Part:
 
 
 class PartsReference:
-    """Connects with a Trainer on one device; makes each step run once per part."""
+    """Connects with a Trainer on one device; makes each step run once per part.
+
+    Attributes:
+        moved_generators: Whether a step that was not keyed has left a generator in another state.
+    """
 
     devices = 1
 
@@ -79,6 +83,7 @@ class PartsReference:
         self._losses: list[list[float]] = []
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(cut.replicas)]
         self._evaluated = 0
+        self.moved_generators = False
 
     # -- what `run_once` asks for -------------------------------------------------------------------------------------
 
@@ -329,7 +334,9 @@ class PartsReference:
                 if self._reseed is not None:
                     with self._randomness.microbatch(self._reseed, number):
                         pass
+                before = GeneratorStates(self._randomness.device)
                 yield
+                self.moved_generators = self.moved_generators or not before.still_stand()
                 return
             names = {name: module for name, module in self._replicas[part.replica].named_modules() if name}
             with (
