@@ -1,17 +1,19 @@
-"""Packages that a fresh process shall take for not installed: because a test says so, or since they load slowly."""
+"""Packages that a process shall take for not installed: because a test says so, or since they load slowly."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 # torchmetrics loads them wherever they are installed, which takes longer than to load torch; nothing here needs them.
 OPTIONAL = ("matplotlib", "scipy", "transformers")
 
 
-def hide(packages: Collection[str] = OPTIONAL) -> None:
-    """Let this process find neither these packages nor their versions."""
+def hide(packages: Collection[str] = OPTIONAL) -> Callable[[], None]:
+    """Let this process find neither these packages nor their versions, until what is returned is called."""
+    original = vars(importlib.metadata.Distribution)["from_name"]
     found = importlib.metadata.Distribution.from_name.__func__
 
     class Missing:
@@ -24,5 +26,22 @@ def hide(packages: Collection[str] = OPTIONAL) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return found(cls, name)
 
-    sys.meta_path.insert(0, Missing())
+    finder = Missing()
+    sys.meta_path.insert(0, finder)
     importlib.metadata.Distribution.from_name = classmethod(from_name)
+
+    def undo():
+        sys.meta_path.remove(finder)
+        importlib.metadata.Distribution.from_name = original
+
+    return undo
+
+
+@contextlib.contextmanager
+def hidden(packages: Collection[str] = OPTIONAL) -> Iterator[None]:
+    """Inside, this process finds none of these packages."""
+    undo = hide(packages)
+    try:
+        yield
+    finally:
+        undo()

@@ -13,6 +13,8 @@ HEADS = 2
 class Mixtral(Causal):
     """The experts of a layer are batched in one parameter."""
 
+    layers = 2
+
     def build(self, transformers):
         config = transformers.MixtralConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=self.layers,
@@ -34,6 +36,8 @@ def moe_sizes(**further):
 class Qwen3Moe(Causal):
     """Each layer is a mixture of many small experts; gates of the chosen ones sum to one."""
 
+    layers = 2
+
     def build(self, transformers):
         sizes = moe_sizes(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, head_dim=4, decoder_sparse_step=1)
         return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(num_hidden_layers=self.layers, **sizes))
@@ -41,6 +45,8 @@ class Qwen3Moe(Causal):
 
 class DeepseekV3(Causal):
     """A dense layer, then mixtures with a shared expert, and groups of experts of which some are chosen."""
+
+    layers = 3
 
     def build(self, transformers):
         sizes = moe_sizes(
@@ -54,6 +60,8 @@ class DeepseekV3(Causal):
 
 class GptOss(Causal):
     """Experts have biases, and weights with their dims the other way around."""
+
+    layers = 2
 
     def build(self, transformers):
         sizes = moe_sizes(num_local_experts=4, num_experts_per_tok=2, head_dim=4, sliding_window=4)
@@ -110,7 +118,7 @@ class Looped(Lit):
 
     kind = "tokens"
 
-    def __init__(self, layers=4):
+    def __init__(self, layers=2):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(SparseBlock() for _ in range(layers))
@@ -129,7 +137,7 @@ class FewTokens(Looped):
     skips = True
 
     def __init__(self):
-        super().__init__(layers=2)
+        super().__init__()
         for layer in self.layers:
             layer.moe = LoopedExperts(16)
             layer.moe.skips = self.skips

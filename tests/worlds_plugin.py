@@ -15,6 +15,7 @@ torch operations hangs. A world that failed is ended and started anew, since its
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pickle
@@ -44,11 +45,12 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "torchmetrics",
+    "light_torchmetrics",
     "lightning.pytorch",
     # What nearly every fit loads on every rank. Not under coverage: what is loaded here is not seen.
     *([] if "coverage" in sys.modules else ["lightning_hybrid.strategies.hybrid3d"]),
     # The models of most fits; what is not installed is passed over.
+    "torch._inductor.compile_fx",  # where layers are compiled, with any backend
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
@@ -307,9 +309,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
+    source = module_path.read_bytes()
     # The server loads torch while pytest imports the test modules. One that never says "world" needs no ranks.
-    if b"world" in module_path.read_bytes():
+    if b"world" in source:
         start_server()
+    if re.search(rb"^(import|from) (torch|lightning)\b", source, re.MULTILINE):
+        importlib.import_module("light_torchmetrics")  # before they load it all
 
 
 @pytest.fixture(scope="session")

@@ -130,13 +130,13 @@ class GeneratorStates:
         """Whether no generator has moved since."""
         kind, keys, *place = self._numpy
         kind_now, keys_now, *place_now = numpy.random.get_state()
-        accelerator = self._accelerator
+        accelerator, held = self._accelerator, self._accelerator_state
         return (
             random.getstate() == self._python
             and (kind, place) == (kind_now, place_now)
             and numpy.array_equal(keys, keys_now)
             and torch.equal(torch.default_generator.get_state(), self._torch)
-            and (accelerator is None or torch.equal(accelerator.get_state(), self._accelerator_state))
+            and (accelerator is None or held is None or torch.equal(accelerator.get_state(), held))
         )
 
     def restore(self) -> None:

@@ -24,6 +24,7 @@ _NOT_STATE = frozenset(
 )
 _MEMBERS = frozenset({"_parameters", "_modules", "_buffers"})
 _CONTAINERS = (list, dict, set, collections.deque)
+_BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # whose length can be asked for
 PLAIN = frozenset({float, int, bool, str, type(None)})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
@@ -48,6 +49,7 @@ class ArgumentState:
     def __init__(self, arguments: Iterable[Any]) -> None:
         """Args: arguments: leaves; tensors and modules among them are passed over."""
         self._contents: list[tuple[Any, Any]] = []
+        self._empty: list[Any] = []  # every module has a dozen of torch's, for hooks of each kind
         self._generators: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         for argument in arguments:
@@ -67,12 +69,19 @@ class ArgumentState:
             if isinstance(item, _GENERATORS):
                 self._generators.append((item, generator_state(item)))
                 continue
+            if type(item) in _BUILT_IN and not item:
+                if id(item) not in seen and depth < _DEEPEST:
+                    self._empty.append(item)
+                continue
             inner = inside(item)
             if inner is not None:
                 self._note(inner, seen, depth + 1)
 
     def restore(self) -> None:
         """Put everything back as it was, keeping the identity of containers."""
+        for container in self._empty:
+            if container:
+                container.clear()
         for container, content in self._contents:
             if isinstance(container, dict):
                 if container.keys() == content.keys() and all(container[key] is content[key] for key in content):

@@ -60,13 +60,10 @@ class _Part:
 
 
 class PartsReference:
-    """Connects with a Trainer on one device; makes each step run once per part.
-
-    Attributes:
-        moved_generators: Whether a step that was not keyed has left a generator in another state.
-    """
+    """Connects with a Trainer on one device; makes each step run once per part."""
 
     devices = 1
+    moved_generators = False  # whether a step that was not keyed drew from a generator of the process
 
     def __init__(self, cut: Cut, *, keyed: bool = False, reseed: int | None = None, whole: bool = False) -> None:
         """How to run the parts.
@@ -83,7 +80,6 @@ class PartsReference:
         self._losses: list[list[float]] = []
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(cut.replicas)]
         self._evaluated = 0
-        self.moved_generators = False
 
     # -- what `run_once` asks for -------------------------------------------------------------------------------------
 
@@ -133,9 +129,7 @@ class PartsReference:
             loss = _loss_of(output)
             self._note([] if loss is None else [float(loss)])
             return output
-        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
-        deposit = _Deposit(module)
-        outputs: list[Any] = []
+        number, deposit = self._trainer.fit_loop.epoch_loop.total_batch_idx, _Deposit(module)
 
         def backward(part: _Part, output: Any) -> Any:
             loss = _loss_of(output)
@@ -336,7 +330,7 @@ class PartsReference:
                         pass
                 before = GeneratorStates(self._randomness.device)
                 yield
-                self.moved_generators = self.moved_generators or not before.still_stand()
+                self.moved_generators |= not before.still_stand()
                 return
             names = {name: module for name, module in self._replicas[part.replica].named_modules() if name}
             with (

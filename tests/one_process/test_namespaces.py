@@ -167,7 +167,11 @@ MODULES = [f"{path.parent.name}.{path.stem}".removesuffix(".__init__") for path 
 
 @pytest.mark.parametrize(
     ("namespace", "missing"),
-    [(LIGHTNING, {"pytorch_lightning", "lightning_fabric"}), (PYTORCH_LIGHTNING, {"lightning"})],
+    [
+        # By default in trainer/test_launchers.py, whose script hides the other one and trains.
+        pytest.param(LIGHTNING, {"pytorch_lightning", "lightning_fabric"}, marks=pytest.mark.slow),
+        (PYTORCH_LIGHTNING, {"lightning"}),
+    ],
     ids=lambda value: getattr(value, "top", ""),
 )
 def test_everything_is_there_where_the_other_one_is_missing(namespace, missing):

@@ -127,7 +127,7 @@ def test_dropout_is_the_same_in_each_run_and_over_any_stages(worlds, layout):
         assert all(torch.equal(a, b) for a, b in zip(rank.losses, alone.losses, strict=True))
         assert all(torch.equal(rank.state[name], alone.state[name]) for name in alone.state)
     assert not torch.equal(alone.losses[0], without.losses[0]), "dropout must be on"
-    assert len({float(loss) for loss in alone.losses}) == 3
+    assert len({float(loss) for loss in alone.losses}) == 2
 
 
 class Recomputed(Layers):

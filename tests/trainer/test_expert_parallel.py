@@ -1,17 +1,17 @@
 """Expert parallelism: replicas share the experts of unmodified models, to the numbers of one process."""
 
+import re
 from typing import ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from trainer.fitting import Run, assert_parity, fit, fit_reference
+from trainer.fitting import Run, assert_parity, fit, fit_reference, refusal
 from trainer.test_checkpoint import PLAIN, PP2, Layout, assert_same_state, train
 from trainer.test_checkpoint_folder import ZERO, folders, save_halfway
 from trainer.test_experts import Experts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from wider_models import DeepseekV3, FewTokens, FewTokensForAll, GptOss, Looped, Mixtral, Qwen3Moe
-from worlds_plugin import RankError
 
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.experts import register_experts
@@ -35,13 +35,13 @@ class Balanced(Experts):
     options: ClassVar = {"balance_loss": 0.0, "shared_experts": 1}
 
 
-CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 
 RUNS = {
     "Mixtral": shared(trainer=CLIPPED),
     "a list of experts": shared(Looped, trainer=CLIPPED),
-    "experts without rows": shared(FewTokens, batch_size=1, microbatches=1),
-    "experts called without rows": shared(FewTokensForAll, batch_size=1, microbatches=1),
+    "experts without rows": shared(FewTokens, batch_size=1, microbatches=1, num_batches=3),
+    "experts called without rows": shared(FewTokensForAll, batch_size=1, microbatches=1, num_batches=3),
     "Qwen3": shared(Qwen3Moe),
     "DeepSeek": shared(DeepseekV3),
     "gpt-oss": shared(GptOss),
@@ -49,7 +49,7 @@ RUNS = {
     "two copies": shared(dp=4, trainer=CLIPPED),
     "over stages": shared(pp=2),
     "over tensor ranks": shared(tp=2),
-    "dp2tp2pp2": shared(tp=2, pp=2),
+    "dp2tp2pp2": shared(tp=2, pp=2, slow=True),
     "zero3": shared(dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
     "in chunks": shared(strategy={"expert_chunks": 2}),
     "recomputed": shared(strategy={"recompute": "full"}),
@@ -120,13 +120,13 @@ class CountsExperts(Callback):
 
 @pytest.mark.parametrize("case", [Mixtral, Looped])
 def test_bytes_are_halved_and_exchanges_counted(worlds, case):
-    run = shared(case, microbatches=1, num_batches=2, callback=CountsExperts)
+    run = shared(case, microbatches=1, callback=CountsExperts)
     [(whole, _)] = worlds.run(1, held_by_one, run)
     ranks = [rank.extra for rank in worlds.run(2, fit, run)]
     for what, size in whole.items():
         assert sum(held[what] for held, _ in ranks) == size > 0, (what, whole, ranks)
         assert ranks[0][0][what] == size // 2, what
-    layers, steps = 4, 2
+    layers, steps = 2, 2
     assert all(number == (2 + 2) * layers * steps for _, number in ranks)  # two forward and two backward
 
 
@@ -145,7 +145,8 @@ EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 
     ("case", "saving", "loading"),
     [
         pytest.param("Looped", EP2, (ZERO, PLAIN), id="a list of experts, by others"),
-        pytest.param("Mixtral", EP2_ZERO, (EP2_PP2, PP2), id="zero x ep2, by others"),
+        pytest.param("Mixtral", EP2_ZERO, (EP2_PP2,), id="zero x ep2, by ep2 over stages"),
+        pytest.param("Mixtral", EP2_ZERO, (PP2,), id="zero x ep2, by stages", marks=pytest.mark.slow),
         pytest.param("Mixtral", PP2, (EP2, EP2_ZERO), id="by ep2", marks=pytest.mark.slow),
     ],
 )
@@ -199,7 +200,7 @@ def ragged(module):
         ),
         (
             shared(change=mixed_up),
-            r"experts \(4\): not the same in the proof: an argument.s gradient differs by",
+            r"experts \(2\): not the same in the proof: an argument.s gradient differs by",
         ),
         (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
@@ -208,8 +209,8 @@ def ragged(module):
     ids=["no experts", "uneven", "fails its proof", "ragged", "too many", "over context"],
 )
 def test_refused(worlds, run, message):
-    with pytest.raises(RankError, match=message):
-        worlds.run(run.world_size, fit, run)
+    for said in worlds.run(run.world_size, refusal, fit, run):
+        assert re.search(message, said), said
 
 
 def test_an_adapter_is_a_class():

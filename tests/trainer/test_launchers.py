@@ -15,8 +15,8 @@ TESTS = Path(__file__).parent.parent
 FIT = """
     import sys, warnings
     warnings.simplefilter("ignore")
-    from not_installed import hide
-    hide()
+    from not_installed import OPTIONAL, hide
+    hide({{*OPTIONAL, "pytorch_lightning", "lightning_fabric"}})
     import lightning_hybrid
     import torch
     from lightning.pytorch import Trainer

@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 from lightning.pytorch import Callback
-from models import make
+from models import GPT2, make
 from torch import nn
-from trainer.fitting import Run, fit
-from worlds_plugin import RankError
+from trainer.fitting import Run, fit, refusal
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.offload import OffloadedStates, steps_in_turn
@@ -27,11 +26,15 @@ def assert_same_bits(worlds, run, where):
         assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
 
 
+class TwoLayers(GPT2):
+    layers = 2
+
+
 CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 RUNS = {
-    "one process": Run("GPT2", num_batches=4, microbatches=1),
-    "stages": Run("GPT2", pp=2, num_batches=4, trainer=CLIPPED),
-    "zero3": Run("GPT2", dp=2, num_batches=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
+    "one process": Run(TwoLayers, num_batches=4, microbatches=1),
+    "stages": Run(TwoLayers, pp=2, num_batches=4, trainer=CLIPPED),
+    "zero3": Run(TwoLayers, dp=2, num_batches=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
 }
 
 
@@ -206,8 +209,8 @@ def test_options_that_are_none(options, message):
 
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(worlds, tmp_path):
     run = with_offload(Run("Layers", microbatches=1, change=lbfgs), f"disk:{tmp_path}")
-    with pytest.raises(RankError, match="LBFGS"):
-        worlds.run(1, fit, run)
+    [said] = worlds.run(1, refusal, fit, run)
+    assert "LBFGS" in said
 
 
 def lbfgs(module):

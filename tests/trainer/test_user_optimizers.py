@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from layouts import each_under_sizes
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from wild.hand_written import Lamb, ScaledByNorm, SharpnessAware
 
@@ -97,11 +96,19 @@ def assert_parity(worlds, size, pp, tp, case, *args):
         assert_same(result, expected)
 
 
-@each_under_sizes(
-    "case",
-    [name for name in CASES if name != "Lbfgs"],
-    {"pp2": (2, 2, 1), "dp2xpp2": (4, 2, 1), "tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)},
-)
+LAYOUTS = {"pp2": (2, 2, 1), "dp2xpp2": (4, 2, 1), "tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)}
+# Each layout once by default; that of `Stated` is the test of saved states below.
+BY_DEFAULT = {("Sharp", "dp2xpp2"), ("Trust", "pp2xtp2"), ("StatedInInit", "tp2"), ("Hooked", "pp2")}
+
+
+def each_case():
+    for case in [name for name in CASES if name != "Lbfgs"]:
+        for name, sizes in LAYOUTS.items():
+            marks = [] if (case, name) in BY_DEFAULT else [pytest.mark.slow]
+            yield pytest.param(case, *sizes, id=f"{case}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "size", "pp", "tp"), list(each_case()))
 def test_an_optimizer_of_the_user_sees_the_whole_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)
 

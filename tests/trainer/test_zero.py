@@ -26,7 +26,7 @@ def zero(stage, case="GPT2", *, per_layer=False, slow=False, **options):
     return pytest.param(run, marks=pytest.mark.slow) if slow else run
 
 
-CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 EACH = {"per_layer": True}
 SHARDS_OF_2 = {"dp": 4, "strategy": {"zero_stage": 3, "reshard_after_forward": True, "shard_size": 2}}
 
@@ -141,7 +141,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, stage, sizes):
     first, *others = worlds.run(run.world_size, fit, run)
     for other in others:
         assert first.scale == other.scale < 65536.0
-        assert len(first.grads) == len(other.grads) < 3
+        assert len(first.grads) == len(other.grads) < run.num_batches
         assert all(torch.equal(value, other.state[name]) for name, value in first.state.items())
 
 

@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.verify import LAYOUTS, Experiment, Layout, Verification
 
-__all__ = ["COMBINED", "LAYOUTS", "TENSOR", "check", "regression_data", "verifications"]
+__all__ = [
+    "COMBINED",
+    "LAYOUTS",
+    "TENSOR",
+    "check",
+    "check_there_and_back",
+    "regression_data",
+    "verifications",
+]
 
 # Replicas of stages, several on each rank: covers all others, so long lists of modules run under it alone by default.
 COMBINED = Layout("dp2 x pp2 x 2 stages", devices=4, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2})
@@ -32,13 +40,18 @@ def regression_data(num_train=32, num_val=16, batch_size=8):
     return {"train_dataloaders": train, "val_dataloaders": val}
 
 
-def check(worlds, make_module, layout, *, make_data=regression_data, steps=3, timeout=60, **options):
+def check(worlds, make_module, layout, *, make_data=regression_data, steps=2, timeout=60, **options):
     """The report of one module under one layout; `options` are those of `Experiment`."""
     key = make_module, make_data, steps, repr(sorted(options.items()))
     if key not in verifications:
         experiment = Experiment(make_module=make_module, make_data=make_data, steps=steps, **options)
         verifications[key] = Verification(experiment, run=_Quiet(worlds), timeout=timeout)
     return verifications[key].check(layout)
+
+
+def check_there_and_back(worlds, make_module, layout, **options):
+    """The same for steps that change: the third one is like the first again."""
+    return check(worlds, make_module, layout, **{"steps": 3, **options})
 
 
 class _Quiet:

@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.nn import functional as F
 from wild.bases import BOTH, STAGES, Regression
-from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR
+from wild.suite import check_there_and_back as check
 
 
 class MadeInSetup(Regression):

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from trainer.fitting import trainer_of
 from wild.bases import BOTH, STAGES, Regression
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
+from wild.suite import COMBINED, FEATURES, LAYOUTS, regression_data
+from wild.suite import check_there_and_back as check
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.step.ways import Ways

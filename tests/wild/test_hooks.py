@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from wild.bases import BOTH, STAGES, Manual, Regression
-from wild.suite import LAYOUTS, check
+from wild.suite import LAYOUTS
+from wild.suite import check_there_and_back as check
 
 # --- optimization ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from wild.suite import FEATURES, LAYOUTS, check
+from wild.suite import FEATURES, LAYOUTS
+from wild.suite import check_there_and_back as check
 
 SAMPLES, BATCH = 20, 8  # the last batch is a short one
 PP2, _, BOTH, INTERLEAVED, *_ = LAYOUTS

@@ -86,7 +86,7 @@ def test_trainer_options(worlds, tmp_path, name, layout):
 
 def swa(run):
     module = Net()
-    trainer = run.trainer(callbacks=[StochasticWeightAveraging(0.02, 2, 2)], max_epochs=5)
+    trainer = run.trainer(callbacks=[StochasticWeightAveraging(0.02, 1, 2)], max_epochs=4)
     trainer.fit(module, run.data(), run.val_data())
     return run.numbers(trainer, module)
 
@@ -105,7 +105,7 @@ def mean_of_epochs(run):
             return epoch_idx is not None
 
     module = Net()
-    trainer = run.trainer(callbacks=[ByEpoch()], max_epochs=3)
+    trainer = run.trainer(callbacks=[ByEpoch()], max_epochs=2)
     trainer.fit(module, run.data(), run.val_data())
     return run.numbers(trainer, module)
 
@@ -137,8 +137,8 @@ def tuner_lr_find(run):
 
 def finetuning(run):
     module = Net()
-    callback = BackboneFinetuning(2, backbone_initial_ratio_lr=0.1, lambda_func=double)
-    trainer = run.trainer(callbacks=[callback], max_epochs=4)
+    callback = BackboneFinetuning(1, backbone_initial_ratio_lr=0.1, lambda_func=double)
+    trainer = run.trainer(callbacks=[callback], max_epochs=3)
     trainer.fit(module, run.data(), run.val_data())
     return run.numbers(trainer, module)
 

@@ -46,7 +46,7 @@ def averages(kind):
 
 
 class SavedAverage:
-    """Saves after two epochs of four, goes on in a new run, and validates at the end."""
+    """Saves after the first epoch of three, goes on in a new run, and validates at the end."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -55,7 +55,7 @@ class SavedAverage:
         norm = self.kind == "ema of buffers"
         path = f"{run.folder}/half.ckpt"
         whole = {"microbatches": 1} if norm else {}
-        trainer = run.trainer(callbacks=[averages(self.kind), Saves(path, 5)], max_epochs=4, **whole)
+        trainer = run.trainer(callbacks=[averages(self.kind), Saves(path, 5)], max_epochs=3, **whole)
         trainer.fit(Net(norm=norm), run.data(), run.val_data())
         trainer.strategy.barrier()
         state = torch.load(path, weights_only=False)
@@ -63,7 +63,7 @@ class SavedAverage:
         if self.kind != "swa":
             assert any(not torch.equal(state["state_dict"][k], v) for k, v in state["current_model_state"].items())
         module = Net(norm=norm)
-        trainer = run.trainer(callbacks=[averages(self.kind)], max_epochs=4, **whole)
+        trainer = run.trainer(callbacks=[averages(self.kind)], max_epochs=3, **whole)
         trainer.fit(module, run.data(), run.val_data(), ckpt_path=path)
         numbers = run.numbers(trainer, module)
         [found] = trainer.validate(module, run.val_data(), verbose=False)
@@ -197,7 +197,7 @@ class Resumed:
     def fit(self, run, module, *callbacks, **options):
         data = Stateful(run) if self.stateful else run.data()
         more = [self.callback(run)] if self.callback else []
-        trainer = run.trainer(callbacks=[*callbacks, *more], max_epochs=3)
+        trainer = run.trainer(callbacks=[*callbacks, *more], max_epochs=2)
         trainer.fit(module, data, run.val_data(), **options)
         return trainer
 
@@ -226,7 +226,7 @@ def test_resumed_in_the_middle_of_an_epoch_under_every_layout(worlds, tmp_path, 
     folder = str(tmp_path)
     worlds.run(1, on_rank, resumed.save, 1, 1, folder)
     [expected] = worlds.run(1, on_rank, resumed.resume, 1, 1, folder)
-    assert expected["steps"] == 12
+    assert expected["steps"] == 8
     for saving in (None, "dp2 x pp2"):
         if saving is not None:
             worlds.run(4, on_rank, resumed.save, 4, 2, folder)
@@ -265,12 +265,12 @@ def requeued(run, ranks):
     try:
         module = Net()
         trainer = run.trainer(
-            callbacks=[Interrupted(ranks)], plugins=[SLURMEnvironment(auto_requeue=True)], max_epochs=3
+            callbacks=[Interrupted(ranks)], plugins=[SLURMEnvironment(auto_requeue=True)], max_epochs=2
         )
         trainer.fit(module, Stateful(run), run.val_data())
         first = run.numbers(trainer, module)
         module = Net()
-        again = run.trainer(plugins=[SLURMEnvironment(auto_requeue=True)], max_epochs=3)
+        again = run.trainer(plugins=[SLURMEnvironment(auto_requeue=True)], max_epochs=2)
         again.fit(module, Stateful(run), run.val_data())
         return first, run.numbers(again, module), again.ckpt_path, len(run.sees.rates)
     finally:

@@ -143,7 +143,7 @@ CASES = [
 def test_same_numbers(worlds, module, data, precision, layout):
     report = check(worlds, module, layout, make_data=data, precision=precision)
     assert report.outcome == "same", str(report)
-    assert report.steps == 3
+    assert report.steps == 2
 
 
 def test_what_hooks_stash_inside_a_unit_is_refused(worlds):
