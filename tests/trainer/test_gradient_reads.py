@@ -17,6 +17,13 @@ from lightning_hybrid.pipeline.global_reads import GlobalReads
 # Two tensor ranks cost a quarter of what they do with stages, which is left to the slow tests but for a few cases.
 TENSOR = {"tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)}
 OF_ALL_AXES = {"ClipsInClipping", "TiedWeights"}
+# What they read and write is what others do, which run over tensor ranks by default.
+COVERED_OVER_TENSOR_RANKS = {
+    "ClipsBeforeStep": "ClipsInClipping",
+    "ClipsByLightning": "ClipsInClipping",
+    "ClipsValues": "ClipsInLists",
+    "LogsNorms": "Loops",
+}
 MAX_NORM = 0.05
 
 
@@ -236,7 +243,7 @@ def tensor_cases():
     for case in [*CASES, "callback"]:
         both = case in OF_ALL_AXES
         for name, sizes in TENSOR.items():
-            slow = both == (name == "tp2")
+            slow = both == (name == "tp2") or case in COVERED_OVER_TENSOR_RANKS
             yield pytest.param(*sizes, case, id=f"{case}-{name}", marks=[pytest.mark.slow] if slow else [])
 
 

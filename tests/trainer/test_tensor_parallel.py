@@ -97,7 +97,7 @@ def test_optimizers_that_look_at_a_whole_matrix(worlds, change):
 
 
 def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
-    run = Run("GPT2Dropout", tp=2)
+    run = Run("GPT2Dropout", tp=2, num_batches=1)
     first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
     [without] = worlds.run(1, fit_reference, Run("GPT2", num_batches=1))
     for one, other in zip(first, second, strict=True):

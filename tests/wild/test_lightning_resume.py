@@ -281,7 +281,7 @@ def requeued(run, ranks):
     ("layout", "ranks"),
     [
         ("pp2", (1,)),
-        ("pp2", (0,)),
+        pytest.param("pp2", (0,), marks=pytest.mark.slow),
         pytest.param("dp2", (1,), marks=pytest.mark.slow),
         ("dp2 x pp2", (0, 1, 2, 3)),
         pytest.param("dp2 x pp2", (2,), marks=pytest.mark.slow),
