@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from models import GPT2, make
 from torch import nn
 from trainer.fitting import Run, fit, refusal
+from worlds_plugin import RankError
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.offload import OffloadedStates, steps_in_turn
