@@ -106,7 +106,8 @@ class CutsOff(Callback):
 
 
 def test_parameters_whose_file_was_cut_off_stop_the_step(worlds, tmp_path):
-    run = Run("Layers", dp=2, callback=CutsOff, strategy={"zero_stage": 3, "offload": all_on_disk(tmp_path)})
+    strategy = {"zero_stage": 3, "offload": all_on_disk(tmp_path)}
+    run = Run("Layers", dp=2, num_batches=3, callback=CutsOff, strategy=strategy)
     with pytest.raises(RankError, match=r"the file with the parameters .* has 0 bytes where"):
         worlds.run(2, fit, run)
 

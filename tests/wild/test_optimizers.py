@@ -1,6 +1,5 @@
 """Optimizers and schedulers as modules configure them: every form, and statistics over all parameters."""
 
-import pytest
 import torch
 from layouts import each_under, under
 from torch import nn
@@ -56,7 +55,7 @@ def test_forms_of_configure_optimizers(worlds, module, layout):
 
 
 def test_no_optimizer_trains_nothing(worlds):
-    report = check(worlds, ReturnsNone, BOTH)
+    report = check(worlds, ReturnsNone, STAGES)
     assert report.outcome == "same", str(report)
     assert any("did not move" in note for note in report.notes)
 
@@ -252,14 +251,14 @@ class AsksForBatches(Regression):
         self.log("batches", float(self.trainer.num_training_batches))
 
 
-@pytest.mark.parametrize("module", [OneCycle, WarmsUp, AsksForBatches])
-def test_schedulers_know_the_length_of_the_run(worlds, module):
-    report = check(worlds, module, BOTH, epochs=2, steps=2)
+@each_under("module", [OneCycle, WarmsUp, AsksForBatches], [STAGES, BOTH])
+def test_schedulers_know_the_length_of_the_run(worlds, module, layout):
+    report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
 
 def test_max_steps_ends_every_rank_alike(worlds):
-    report = check(worlds, OneCycle, BOTH, epochs=3, steps=2, trainer={"max_steps": 3})
+    report = check(worlds, OneCycle, STAGES, epochs=2, steps=2, trainer={"max_steps": 3})
     assert report.outcome == "same" and report.steps == 3, str(report)
 
 
