@@ -14,6 +14,7 @@ expert with parameters of its own, one rank holds all and the others hold nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -164,6 +165,29 @@ class Shard:
 
 
 Placement = Replicated | Shard
+
+
+def over_two(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard] | None:
+    """A cut over the ranks of two axes as two cuts, one after the other.
+
+    Args:
+        placement: Over ``outer * inner`` ranks, of which `outer rank * inner + inner rank` is one.
+        outer: Ranks of the first axis.
+        inner: Ranks of the second axis.
+
+    Returns:
+        The cut over the first axis, and that of what a rank has then over the second; None if there are no such.
+    """
+    first: list[Piece] = []
+    second: list[Piece] = []
+    for piece in placement.pieces:
+        parts = math.gcd(piece.parts, outer)
+        if piece.uneven or parts not in (piece.parts, outer):
+            return None
+        first.append(Piece(piece.length, parts))
+        second.append(Piece(piece.length // parts, piece.parts // parts))
+    further = Shard(placement.dim, tuple(second))
+    return (Replicated() if outer == 1 else Shard(placement.dim, tuple(first))), further
 
 
 def cut(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:

@@ -96,10 +96,10 @@ class Options:
                 " set tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but"
                 " positions"
             )
-        if tensor != 1 and context != 1:
-            raise LayoutError(
-                f"tensor_parallel_size={tensor} and context_parallel_size={context} do not go together yet; set one of"
-                " them to 1 (tensor_parallel_size with sequence_parallel=True deals positions too)"
+        if self.sequence_parallel and context != 1:
+            raise ValueError(
+                f"sequence_parallel=True deals positions to {tensor} tensor ranks, and context_parallel_size={context}"
+                " deals them throughout to others; set sequence_parallel=False, or context_parallel_size=1"
             )
 
     def _check_zero(self) -> None:

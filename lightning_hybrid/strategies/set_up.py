@@ -123,7 +123,7 @@ class SetUpStrategy(VerifyingStrategy):
             parts.cut_parameters(module)
             self._share_out(trainer, module)
         if shards is not None:
-            shards.be_ready(KeyedDraws(shards.rank, self.root_device))
+            shards.be_ready(partial(KeyedDraws, device=self.root_device))
         if experts is not None:
             experts.be_ready()
         self._averages.follow(module, None if self._is_whole else self._plan, parts, self.averaged_state)
@@ -251,7 +251,7 @@ class SetUpStrategy(VerifyingStrategy):
 
     def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule, experts: ExpertPlanner | None) -> None:
         """Say what this rank will hold of each parameter."""
-        cuts = [] if self._shards is None else [self._shards.cut]
+        cuts = [] if self._shards is None else list(self._shards.cuts)
         if experts is not None:
             self._experts = experts.plan(cuts)
             self._expert_summary = experts.summary

@@ -64,14 +64,11 @@ class TensorPlanner:
             TensorPlanError: A pattern of the plan matches nothing; on every rank.
         """
         self._module, self._mesh = module, mesh
-        self._axis = "cp" if mesh.size("cp") > 1 else "tp"
-        self._size = mesh.size(self._axis)
+        self._size, self._context = mesh.size("tp"), mesh.size("cp")
         self._deal: Deal = "tensor" if sequence_parallel else None
         self._yours: dict[str, Wish] = {}
         self._own: dict[str, Wish] = {}
-        if self._axis == "cp":
-            self._deal = "context"
-        else:  # plans say how weights are cut
+        if self._size > 1:  # plans say how weights are cut
             self._yours, self._own = wishes_of_user(module, plan or {}), wishes_of_model(module)
         self._folder = folder
         self.summary = ""
@@ -92,7 +89,7 @@ class TensorPlanner:
             uses = VocabularyUses(self._module, self._units, self._calls.running)
             with uses:
                 yield
-        if self._axis == "tp":
+        if self._size > 1:
             self._uses = uses.uses
 
     def plan(self) -> ModelShards:
@@ -117,17 +114,14 @@ class TensorPlanner:
         if isinstance(box[0], TensorPlanError):
             raise box[0]
         if isinstance(box[0], str):
-            raise RuntimeError(f"no plan for {self._option}={self._size} was found: {box[0]}")
+            sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
+            raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self._calls = Calls()
-        if self._axis == "cp":
-            _check_dealt(box[0], self._size)
-        else:
+        if self._size > 1:
             check_cut(box[0], self._size)
-        return ModelShards(self._module, box[0], self._mesh.group(self._axis), self._axis)
-
-    @property
-    def _option(self) -> str:
-        return {"cp": "context_parallel_size", "tp": "tensor_parallel_size"}[self._axis]
+        if self._context > 1:
+            _check_dealt(box[0], self._size, self._context)
+        return ModelShards(self._module, box[0], self._mesh.group("tp"), self._mesh.group("cp"))
 
     def _planned(self) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)
@@ -139,6 +133,7 @@ class TensorPlanner:
             self._size,
             plan_unit if cache is None else cache.find,
             self._deal,
+            self._context,
             wishes_by_unit(self._module, self._units, self._yours, self._own),
             self._uses,
         )
@@ -147,13 +142,17 @@ class TensorPlanner:
         return plans
 
 
-def _check_dealt(plans: Mapping[str, UnitPlan], size: int) -> None:
+def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
     if any(plan.positions is not None for plan in plans.values()):
         return
     reasons = "; ".join(f"{fqn}: {plan.undealt}" for fqn, plan in plans.items() if plan.undealt)
+    beside, divisor = "", ""
+    if size > 1:
+        beside = f" beside tensor_parallel_size={size}"
+        divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
     raise LayoutError(
-        f"context_parallel_size={size} deals the positions of no layer to its ranks, so {size} ranks would do the same"
-        f" ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1"
+        f"context_parallel_size={context}{beside} deals the positions of no layer to its ranks, so {context} ranks"
+        f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
     )
 
 

@@ -55,15 +55,16 @@ class PlanCache:
         *,
         whole: Mapping[str, str],
         wishes: Wishes,
+        context: int = 1,
         deal: Deal = None,
         vocabulary: Mapping[str, int] | None = None,
     ) -> UnitPlan:
         """As `plan_unit`, which is asked where no plan of the file holds."""
         by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
-        key = digest_of(unit, args, kwargs, size, {**whole, **by_rows}, wishes, deal)
+        key = digest_of(unit, args, kwargs, (size, context), {**whole, **by_rows}, wishes, deal)
         with contextlib.suppress(Exception):
             read = from_json(self._plans[key]["plan"])
-            if not _is_for(read, unit, size, whole):
+            if not _is_for(read, unit, size, context, whole):
                 raise ValueError("a plan for another unit")
             # What cuts nothing is right, and may be for a unit that cannot be tried.
             does_something = read.num_sharded or read.positions is not None
@@ -71,7 +72,9 @@ class PlanCache:
             if plan is not None:
                 self.num_read += 1
                 return plan
-        plan = plan_unit(unit, args, kwargs, size, whole=whole, wishes=wishes, deal=deal, vocabulary=vocabulary)
+        plan = plan_unit(
+            unit, args, kwargs, size, whole=whole, context=context, deal=deal, wishes=wishes, vocabulary=vocabulary
+        )
         self.num_searched += 1
         with contextlib.suppress(TypeError):
             written = to_json(replace(plan, num_trials=0, seconds=0.0))
@@ -113,8 +116,14 @@ class PlanCache:
         return plans if isinstance(plans, dict) else {}
 
 
-def _is_for(plan: UnitPlan, unit: nn.Module, size: int, whole: Collection[str]) -> bool:
+def _is_for(plan: UnitPlan, unit: nn.Module, size: int, context: int, whole: Collection[str]) -> bool:
     """Whether a plan can be meant for a unit: what others read too is cut by no plan, however well it is proved."""
     names = {name for name, _ in (*unit.named_parameters(), *unit.named_buffers())}
     cut = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
-    return plan.size == size and plan.placements.keys() == names and not cut & set(whole)
+    if plan.size != size or plan.placements.keys() != names or cut & set(whole):
+        return False
+    if plan.positions is None or plan.positions.by == "tensor":
+        return plan.otherwise is None
+    otherwise = plan.otherwise
+    rests_alike = otherwise.placements == plan.placements if otherwise is not None else size == 1
+    return plan.context == context and rests_alike

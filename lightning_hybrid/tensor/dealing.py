@@ -16,7 +16,7 @@ from lightning_hybrid.tensor import positions
 from lightning_hybrid.tensor.offsets import CannotShard
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.positions import Dealt, OwnPositions, dealt_of
-from lightning_hybrid.tensor.ranks import Ranks
+from lightning_hybrid.tensor.ranks import ExchangingRanks
 
 
 class Dealing:
@@ -39,7 +39,13 @@ class Dealing:
 
     @classmethod
     def of_call(
-        cls, plan: PositionsPlan, ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any], *, learning: bool
+        cls,
+        plan: PositionsPlan,
+        ranks: ExchangingRanks,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        learning: bool,
     ) -> Dealing | None:
         """The dealing of one call of the unit; None for another kind of call, or fewer positions than ranks."""
         leaves, _ = flatten_call(args, kwargs)

@@ -1,8 +1,7 @@
-"""Finds a plan for one unit: discovers candidates, tries variants of each, proves them together."""
+"""Finds a plan for one unit: how it is cut over tensor ranks, and how positions are dealt."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,21 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.parts.placement import Placement, Shard
-from lightning_hybrid.tensor.attention import attention_placements
-from lightning_hybrid.tensor.authority import Origin, Wishes, check_done, wished_pairs
-from lightning_hybrid.tensor.discover import Pair, discover
-from lightning_hybrid.tensor.parts import Part, plan_of
-from lightning_hybrid.tensor.patterns import TensorPlanError
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, Group, Rule, Site, UnitPlan
+from lightning_hybrid.tensor.authority import Wishes, check_done
+from lightning_hybrid.tensor.context import Regions, deal_in_context
+from lightning_hybrid.tensor.groups import GroupSearch
+from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.prove import Proof, proof_of
-from lightning_hybrid.tensor.sequence import deal_positions, in_context
-from lightning_hybrid.tensor.variants import uneven_sizes, variants
-
-# A lone linear with less than this share of the unit's parameters is not worth a gather.
-_SMALL_SHARE = 0.01
-# How many more variants are tried for one that needs no watch, once one is found that does.
-_MORE_TRIALS = 6
 
 
 def plan_unit(
@@ -35,6 +24,7 @@ def plan_unit(
     size: int,
     *,
     whole: Mapping[str, str] | None = None,
+    context: int = 1,
     deal: Deal = None,
     wishes: Wishes | None = None,
     vocabulary: Mapping[str, int] | None = None,
@@ -52,8 +42,8 @@ def plan_unit(
         example_kwargs: Its keyword arguments.
         size: Number of tensor ranks.
         whole: Parameters that must stay whole, each with the reason, by FQN inside the unit.
-        deal: Deal positions of the sequence to the ranks as well ("tensor": sequence parallelism), or them alone
-            ("context").
+        context: Number of context ranks, to which positions of the sequence are dealt.
+        deal: Deal positions to tensor ranks, between what they share ("tensor": sequence parallelism).
         wishes: What plans ask for its modules.
         vocabulary: Weights and biases that are to be cut by their vocabulary, by FQN inside the unit, each with the
             dim along which it lies.
@@ -66,328 +56,30 @@ def plan_unit(
         TensorPlanError: The user's plan cannot be followed, or is not proved.
     """
     began = time.perf_counter()
-    if size < 1:
-        raise ValueError(f"tensor_parallel_size={size}; it must be at least 1")
+    if size < 1 or context < 1:
+        raise ValueError(f"tensor_parallel_size={size} and context_parallel_size={context}; they must be at least 1")
     wishes = wishes or Wishes()
     with torch.random.fork_rng(devices=[]):
-        proof = proof_of(unit, example_args, example_kwargs or {}, size, seed, vocabulary)
+        proof = proof_of(unit, example_args, example_kwargs or {}, size, seed, vocabulary, context=context)
         if isinstance(proof, str):
             plan = UnitPlan.whole(unit, size, proof)
         else:
             kept = {**(whole or {}), **wishes.whole(unit)}
-            plan = _Search(unit, proof, kept, wishes, deal, vocabulary or {}).run()
+            search = GroupSearch(unit, proof if context == 1 else proof.on(size), kept, wishes, deal, vocabulary or {})
+            plan = search.run()
+            if context > 1:
+                plan = _with_context(plan, search, proof)
     check_done(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
-class _Search:
-    def __init__(
-        self,
-        unit: nn.Module,
-        proof: Proof,
-        kept: Mapping[str, str],
-        wishes: Wishes,
-        deal: Deal,
-        vocabulary: Mapping[str, int],
-    ) -> None:
-        self._user_unit, self._kept, self._wishes, self._deal = unit, dict(kept), wishes, deal
-        self._vocabulary = vocabulary
-        self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
-        self._found = discover(proof.unit, proof.run_unit)
-        self._reasons: dict[str, str] = dict(kept)
-        self._unpaired: dict[str, str] = {}  # why linears are in no pair
-        self._uneven: dict[str, tuple[int, str]] = {}
-        self._notes: list[str] = []
-
-    def run(self) -> UnitPlan:
-        """Find a plan."""
-        parts = [*self._by_vocabulary(), *self._attentions(), *self._pairs()]
-        if self._deal == "context":
-            return self._in_context(parts)
-        parts += self._gathered({fqn for part in parts for fqn in part.roles()})
-        plan = self._prove(parts)
-        # Ranks that look up or multiply by their rows need all positions.
-        if self._deal is not None and plan.num_sharded and not plan.vocabulary:
-            plan = deal_positions(self._unit, plan, self._proof, self._deal)
-        return replace(plan, num_trials=self._ranks.num_trials)
-
-    def _in_context(self, parts: list[Part]) -> UnitPlan:
-        """Positions dealt throughout, and exchanged for features only where positions are mixed."""
-        best = self._dealt_in_context(parts)
-        for part in list(parts):
-            if best.positions is None or part.group.role == "attention":
-                continue
-            fewer = [other for other in parts if other is not part]
-            without = self._dealt_in_context(fewer)
-            if without.positions is not None:
-                best, parts = without, fewer
-        return replace(best, num_trials=self._ranks.num_trials)
-
-    def _dealt_in_context(self, parts: list[Part]) -> UnitPlan:
-        plan = in_context(self._plan(parts))
-        if not isinstance(plan, str):
-            plan = deal_positions(self._unit, plan, self._proof, "context")
-            if not plan.undealt:
-                return plan
-            plan = plan.undealt
-        return replace(self._whole("context ranks hold all parameters"), undealt=plan)
-
-    # --- candidates ---------------------------------------------------------------------------------------------------
-
-    def _by_vocabulary(self) -> list[Part]:
-        """Weights of embeddings and heads; what pairs with others is not looked for among them."""
-        parts = []
-        lengths = {name: self._unit.get_parameter(name).shape[dim] for name, dim in self._vocabulary.items()}
-        for length in sorted(set(lengths.values())):
-            dims = {name: dim for name, dim in self._vocabulary.items() if lengths[name] == length}
-            cuts = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
-            rows = next(iter(cuts.values())).local_length
-            group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
-            part, reason = self._tried(Part(group, {**cuts}, vocabulary=dims))
-            if part is not None and self._ranks.num_gathers:
-                part, reason = None, "the unit does with it what cannot be done in parts"
-            if part is not None:
-                parts.append(part)
-                self._kept |= dict.fromkeys(dims, "cut by its vocabulary")
-            else:
-                self._keep(list(dims), reason)
-        return parts
-
-    def _attentions(self) -> list[Part]:
-        parts = []
-        for fqn in self._found.attentions:
-            module = self._unit.get_submodule(fqn)
-            assert isinstance(module, nn.MultiheadAttention)
-            if module.num_heads % self._size:
-                self._keep(
-                    [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()],
-                    f"{module.num_heads} heads are {NOT_A_MULTIPLE} {self._size} ranks",
-                )
-                self._uneven[fqn] = module.num_heads, "heads"
-                continue
-            group = Group("attention", (fqn,), how="by heads")
-            part, reason = self._tried(Part(group, attention_placements(fqn, module, self._size)))
-            if part is not None:
-                parts.append(part)
-            else:
-                self._keep([f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()], reason)
-        return parts
-
-    def _pairs(self) -> list[Part]:
-        """The user's pairs, those of the model's own plan, and what else is found."""
-        yours, own = self._wishes.yours, self._wishes.own
-        taken = set(yours)
-        parts: list[Part] = []
-        pairs, problems = wished_pairs(self._found, yours)
-        for fqn, problem in problems.items():
-            raise TensorPlanError(f"tensor_parallel_plan has {yours[fqn].said}: {self._wishes.named(fqn)} {problem}")
-        for pair in pairs:
-            part, reason = self._best(pair, "your plan")
-            if part is None:
-                raise self._refused(pair, reason)
-            parts.append(part)
-            taken |= part.roles().keys()
-        pairs, problems = wished_pairs(self._found, own, taken)
-        for fqn, problem in problems.items():
-            self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
-        tried: dict[Pair, tuple[Part | None, str]] = {}
-        for pair in pairs:
-            part, reason = self._best(pair, "the model's own plan")
-            if part is not None:
-                parts.append(part)
-                taken |= part.roles().keys()
-            else:
-                tried[pair] = None, reason
-                self._notes.append(f"the model's own plan is not followed: {_words(pair)}: {reason}")
-        parts += self._found_pairs(taken, tried)
-        order = list(self._found.linears)
-        return sorted(parts, key=lambda part: order.index(part.group.rows[0]))
-
-    def _found_pairs(self, taken: set[str], tried: dict[Pair, tuple[Part | None, str]]) -> list[Part]:
-        """What pairs by itself; where that is wrong the row is none, and what it stood in the way of is tried."""
-        no_rows: set[str] = set()
-        uneven: dict[str, tuple[int, str]] | None = None
-        while True:
-            pairs = self._found.candidates(taken, no_rows)
-            for pair in pairs:
-                if pair not in tried:
-                    tried[pair] = self._best(pair, "found")
-            # What is tried later was not meant by whoever wrote the unit: its sizes need not divide.
-            uneven = dict(self._uneven) if uneven is None else uneven
-            self._uneven = dict(uneven)
-            wrong = [pair for pair in pairs if tried[pair][0] is None]
-            if not wrong:
-                return [part for pair in pairs if (part := tried[pair][0]) is not None]
-            for pair in wrong:
-                reason = tried[pair][1]
-                self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
-            no_rows.add(wrong[0][1][-1])
-
-    def _best(self, pair: Pair, origin: Origin) -> tuple[Part | None, str]:
-        """The best variant of a pair that is right, or None and what is wrong."""
-        best: Part | None = None
-        more, num_wrong = _MORE_TRIALS, 0
-        least_wrong = math.inf, "its sizes cannot be divided"
-        for variant in variants(self._unit, self._found, *pair, self._size):
-            if best is not None and (not best.avoidable or not more):
-                break
-            more -= best is not None
-            part, failure = self._tried(Part.of_pair(*pair, variant, origin))
-            if part is not None and (best is None or not part.watched):
-                best = part
-            if part is None:
-                error, num_wrong = self._proof.relative_error, num_wrong + 1
-                if num_wrong == 1 or error < least_wrong[0]:
-                    least_wrong = error, f"{failure} (cut {variant.how}"
-        if best is not None:
-            return best, ""
-        uneven = uneven_sizes(self._found, *pair, self._size)
-        if uneven:
-            self._uneven |= uneven
-            return None, f"{_listed(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
-        tried = f", the best of {num_wrong} ways)" if num_wrong > 1 else ")"
-        return None, least_wrong[1] + tried * (num_wrong > 0)
-
-    def _refused(self, pair: Pair, reason: str) -> TensorPlanError:
-        said = "; ".join(
-            dict.fromkeys(self._wishes.yours[f].said for side in pair for f in side if f in self._wishes.yours)
-        )
-        return TensorPlanError(
-            f"tensor_parallel_plan has {said}, but {_words(pair)} of {self._wishes.unit or 'the unit'} cut like that is"
-            f" not proved: {reason}; leave these out of the plan, so that another one is searched, or make them"
-            " replicated"
-        )
-
-    def _gathered(self, taken: set[str]) -> list[Part]:
-        """Linears that pair with no other, with their outputs gathered."""
-        wishes = self._wishes
-        total = sum(p.numel() for p in self._unit.parameters())
-        parts = []
-        for fqn, linear in self._found.linears.items():
-            if fqn in taken:
-                continue
-            names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
-            numel = sum(self._unit.get_parameter(name).numel() for name in names)
-            is_small = numel < _SMALL_SHARE * total and fqn not in wishes.yours
-            if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
-                self._keep(names, self._unpaired[fqn])
-            elif is_small:
-                self._keep(names, "too small to be worth a gather")
-            elif linear.num_out < self._size:
-                self._keep(names, f"{linear.num_out} output features for {self._size} ranks")
-            elif linear.num_out % self._size:
-                self._uneven[fqn] = linear.num_out, "output features"
-                self._keep(names, f"{linear.num_out} output features are {NOT_A_MULTIPLE} {self._size} ranks")
-            else:
-                dims = dict(zip(names, (linear.out_dim, 0), strict=False))
-                cuts: dict[str, Placement] = {
-                    name: Shard.evenly(dim, linear.num_out, self._size) for name, dim in dims.items()
-                }
-                asked = [
-                    name
-                    for name, plan in (("your plan", wishes.yours), ("the model's own plan", wishes.own))
-                    if fqn in plan and plan[fqn].wanted == "gathered"
-                ]
-                how = "output gathered" if asked else f"output gathered: {self._why_alone(fqn)}"
-                group = Group("gathered", (fqn,), (), how, (*asked, "found")[0])
-                part, reason = self._tried(Part(group, cuts))
-                if part is not None:
-                    parts.append(part)
-                else:
-                    self._keep(names, reason)
-        return parts
-
-    def _why_alone(self, fqn: str) -> str:
-        if fqn in self._unpaired:
-            return self._unpaired[fqn]
-        readers = [reader for reader, sources in self._found.sources.items() if fqn in sources]
-        others = [reader for reader in readers if reader in self._wishes.yours]
-        return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
-
-    def _keep(self, fqns: list[str], reason: str) -> None:
-        for fqn in fqns:
-            self._reasons.setdefault(fqn, reason)
-
-    # --- trials -------------------------------------------------------------------------------------------------------
-
-    def _tried(self, part: Part) -> tuple[Part | None, str]:
-        """The part with what a trial of it alone showed, or None and why it is wrong."""
-        self._proof.relative_error = math.inf
-        if not part.fits(self._unit):
-            return None, "its sizes cannot be divided"
-        if kept := self._kept.keys() & part.placements.keys():
-            return None, f"pairs with {min(kept)}, {self._kept[min(kept)]}"
-        rules: dict[Site, Rule] = {}
-        failure = self._proof.difference(self._plan([part], rules=rules), self._proof.first, learning=True)
-        if failure is not None and self._proof.cut_outputs:
-            part.outputs = self._proof.cut_outputs
-            rules = {}
-            failure = self._proof.difference(self._plan([part], rules=rules), self._proof.first, learning=True)
-        watch = self._ranks.watches[0]
-        if failure is None:
-            # Code that runs in eval mode alone has rules too.
-            failure = self._proof.difference(self._plan([part], rules=rules), self._proof.settings[-2], learning=True)
-        if failure is not None or watch is None:
-            return None, failure or "nothing ran sharded"
-        sliced = {
-            fqn: dim for fqn, dim in watch.sliced.items() if fqn not in watch.inside | watch.outside | self._kept.keys()
-        }
-        for fqn, dim in sliced.items():
-            shape = self._named(fqn).shape
-            part.placements[fqn] = Shard.evenly(dim % len(shape), shape[dim], self._size)
-        mixed = watch.inside & watch.outside | (set(watch.sliced) - set(sliced))
-        part.summed = tuple(sorted(watch.inside - mixed - set(part.placements)))
-        # A parameter that is cut from now on need not be sliced at its use.
-        part.rules = {site: rule for site, rule in rules.items() if site[1] != "side" or site[3] not in sliced}
-        must = bool(mixed or part.outputs) or watch.entered or watch.drew
-        made = [(site, rule) for site, rule in part.rules.items() if rule]
-        part.watched = must or bool(made)
-        part.avoidable = bool(made) and not must and all(_is_size(site, rule) for site, rule in made)
-        return part, ""
-
-    def _named(self, fqn: str) -> torch.Tensor:
-        owner, _, name = fqn.rpartition(".")
-        value = getattr(self._unit.get_submodule(owner), name)
-        assert isinstance(value, torch.Tensor)
-        return value
-
-    def _prove(self, parts: list[Part]) -> UnitPlan:
-        """All parts together, in every mode; without those that spoil it, if there are such."""
-        plan = self._plan(parts)
-        failure = self._proof.first_failure(plan)
-        while failure is not None and parts:
-            spoiling = next(
-                (k for k in range(len(parts)) if self._proof.first_failure(self._plan([parts[k]])) is not None),
-                len(parts) - 1,
-            )
-            part = parts.pop(spoiling)
-            self._keep(list(part.placements), failure)
-            plan = self._plan(parts)
-            failure = self._proof.first_failure(plan)
-        if failure is not None:
-            plan = self._whole(failure)
-        return replace(plan, uneven=self._uneven, notes=tuple(self._notes))
-
-    def _whole(self, reason: str) -> UnitPlan:
-        return UnitPlan.whole(self._user_unit, self._size, reason)
-
-    def _plan(self, parts: list[Part], rules: dict[Site, Rule] | None = None) -> UnitPlan:
-        return plan_of(self._unit, self._size, parts, self._found.linears, self._proof.example, self._reasons, rules)
-
-
-def _words(pair: Pair) -> str:
-    columns, rows = pair
-    return ", ".join(columns) + (f" -> {', '.join(rows)}" if rows else "")
-
-
-def _listed(uneven: Mapping[str, tuple[int, str]]) -> str:
-    """Sizes and what has them, in words."""
-    holders: dict[tuple[int, str], list[str]] = {}
-    for fqn, size in uneven.items():
-        holders.setdefault(size, []).append(fqn or "it")
-    return " and ".join(f"{count} {what} of {', '.join(fqns)}" for (count, what), fqns in holders.items())
-
-
-def _is_size(site: Site, rule: Rule) -> bool:
-    """Whether a rule rewrites a size or an offset; the others are about values or groups."""
-    return site[1] == "view" or rule in (("expand",), ("offsets",))
+def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof) -> UnitPlan:
+    """The plan of a search over tensor ranks with positions dealt to context ranks as well."""
+    size, context = proof.ranks.size, proof.ranks.context
+    if plan.vocabulary:
+        return replace(plan, context=context, undealt="ranks that look up or multiply by their rows need all positions")
+    wide = search.over_more(proof.on(size * context), plan.placements, size, context)
+    exchanged, why = wide.exchanged(None if size == 1 else search.parts)
+    regions = Regions(wide.linears, search.parts, exchanged, search.reasons, why)
+    plan = deal_in_context(proof.unit, plan, regions, proof)
+    return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)

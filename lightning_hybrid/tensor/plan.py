@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 
-from lightning_hybrid.parts.placement import Placement, Replicated, Shard
+from lightning_hybrid.parts.placement import Placement, Replicated, Shard, over_two
 
 Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
 Rule = tuple[object, ...] | None
-Deal = Literal["tensor", "context"] | None  # whether positions are dealt beside features, alone, or not
+Deal = Literal["tensor"] | None  # whether positions are dealt to tensor ranks, between what they share
 NOT_A_MULTIPLE = "not a multiple of"  # in each reason that is a size which the number of ranks does not divide
 
 
@@ -76,9 +76,9 @@ class PositionsPlan:
     """How the positions of a unit's sequence are dealt to the ranks while it runs; proved like the rest.
 
     Attributes:
-        by: "tensor": dealt between regions, gathered on the way into one and dealt again behind it (sequence
-            parallelism, Korthikanti et al. 2022, section 4.2). "context": dealt throughout; in regions the ranks
-            exchange positions for features.
+        by: "tensor": dealt to tensor ranks between regions, gathered on the way into one and dealt again behind it
+            (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": dealt to context ranks throughout;
+            in regions that mix positions they exchange them for features.
         place: Which leaf of the arguments is the sequence.
         dim: Its dim that holds the positions.
         num_dims: How many it has; where a call has others, nothing is dealt.
@@ -86,8 +86,9 @@ class PositionsPlan:
         shown: Modules whose code is shown the length of the whole sequence.
         inputs: For each of them and each linear that is cut, the places among its arguments that come in dealt.
         summed: Parameters that each rank uses on its own positions; their gradients are summed.
-        features: For "context", how the features of each linear of a region are arranged, by FQN.
-        parts: For "context", parameters of which each rank uses a part in regions, whole at rest.
+        features: For "context", how the features of each linear of such a region lie on all ranks, tensor ranks times
+            context ranks, by FQN; of other linears context ranks have their own positions.
+        parts: For "context", parameters that are cut over all ranks in such a region, and at rest over tensor ranks.
     """
 
     by: Literal["tensor", "context"]
@@ -108,6 +109,7 @@ class UnitPlan:
 
     Attributes:
         size: Number of tensor ranks.
+        context: Number of context ranks.
         groups: What is sharded.
         roles: The role of each linear or attention module, by FQN inside the unit.
         linears: What each of them is.
@@ -125,6 +127,7 @@ class UnitPlan:
         kept: Parameters that stay whole on every rank, each with the reason.
         positions: How positions are dealt, if they are.
         undealt: Why they are not, if that was asked for.
+        otherwise: For tensor ranks beside context ranks: the plan for calls whose positions are not dealt.
         uneven: Linears that are not cut in a pair for a size of theirs: FQN -> size, and what it counts.
         notes: What else the user should know.
         num_trials: How often the unit was run sharded to find this.
@@ -132,6 +135,7 @@ class UnitPlan:
     """
 
     size: int
+    context: int = 1
     groups: tuple[Group, ...] = ()
     roles: Mapping[str, Role] = field(default_factory=dict)
     linears: Mapping[str, LinearLike] = field(default_factory=dict)
@@ -149,6 +153,7 @@ class UnitPlan:
     kept: Mapping[str, str] = field(default_factory=dict)
     positions: PositionsPlan | None = None
     undealt: str = ""
+    otherwise: UnitPlan | None = None
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     num_trials: int = 0
@@ -173,12 +178,21 @@ class UnitPlan:
         """How many parameters and buffers are cut."""
         return sum(isinstance(placement, Shard) for placement in self.placements.values())
 
+    def exchanges(self, group: Group) -> bool:
+        """Whether context ranks exchange positions for features in a group."""
+        if self.positions is None or self.positions.by == "tensor":
+            return False
+        return group.role == "attention" or any(fqn in self.positions.features for fqn in group.columns)
+
     def lines(self) -> list[str]:
         """The plan in words, one line for each group and each reason to keep something whole."""
         lines = [str(group) for group in self.groups]
-        if self.positions is not None:
-            where = "between these" if self.positions.by == "tensor" else "and exchanged for heads in these"
-            lines.append(f"positions dealt to the ranks {where}" if lines else "positions dealt to the ranks")
+        if self.positions is not None and self.positions.by == "tensor":
+            lines.append("positions dealt to the ranks between these")
+        elif self.positions is not None:
+            exchanging = "; ".join(", ".join(group.columns) or "it" for group in self.groups if self.exchanges(group))
+            where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
+            lines.append(f"positions dealt to {self.context} context ranks{where}")
         elif self.undealt:
             lines.append(f"all positions on every rank ({self.undealt})")
         lines += self.notes
@@ -187,3 +201,21 @@ class UnitPlan:
             reasons.setdefault(reason, []).append(fqn)
         lines += [f"whole on every rank ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
         return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
+
+
+def local_positions(plan: UnitPlan) -> PositionsPlan | None:
+    """How positions are dealt, with features and parts as context ranks share what a tensor rank has of them."""
+    positions = plan.positions
+    if positions is None or positions.by == "tensor":
+        return positions
+
+    def of_context(placements: Mapping[str, Shard]) -> dict[str, Shard]:
+        found = {}
+        for fqn, placement in placements.items():
+            cuts = over_two(placement, plan.size, plan.context)
+            if cuts is None:
+                raise ValueError(f"{fqn} is not cut over {plan.size} tensor ranks and {plan.context} context ranks")
+            found[fqn] = cuts[1]
+        return found
+
+    return replace(positions, features=of_context(positions.features), parts=of_context(positions.parts))

@@ -13,6 +13,8 @@ Jacobs et al. 2023, section 3.1). Sequences need not be a multiple of the ranks:
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_hybrid.parts.placement import Shard, cut
 from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.later import Later
-from lightning_hybrid.tensor.ranks import Ranks
+from lightning_hybrid.step.user_checkpointing import SAVES_EACH
+from lightning_hybrid.tensor.ranks import ExchangingRanks
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Dealt:
 
     dim: int
     length: int
-    ranks: Ranks
+    ranks: ExchangingRanks
 
     @property
     def lengths(self) -> list[int]:
@@ -267,3 +270,16 @@ def dealt_of(value: Tensor, dealt: Dealt) -> Tensor:
         if same and value.dealt.ranks is dealt.ranks and value.is_current:
             return value.local
     return _Deal.apply(whole_of(value), dealt)
+
+
+def saved_in_parts(x: Tensor) -> AbstractContextManager[Any]:
+    """Of a value whose positions are dealt, each rank saves its own for the backward."""
+    if not isinstance(x, OwnPositions) or not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    hooks = _TOP_HOOKS(True)
+    if hooks is not None and not hasattr(hooks[0], SAVES_EACH):
+        return contextlib.nullcontext()  # others that decide what is saved (a layer that is recomputed) have the say
+    return x.regathered()
+
+
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)

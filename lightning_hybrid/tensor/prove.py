@@ -68,6 +68,12 @@ class Proof:
         self.cut_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
+    def on(self, size: int, context: int = 1) -> Proof:
+        """The same example on other numbers of tensor and context ranks."""
+        proof = replace(self, ranks=TrialRanks(self.unit, size, context))
+        proof._whole = self._whole
+        return proof
+
     def whole(self, setting: Setting) -> Outcome:
         """What the whole unit gives; run once for each setting."""
         key = f"{setting} {setting.exact}"
@@ -135,6 +141,8 @@ def proof_of(
     size: int,
     seed: int,
     vocabulary: Mapping[str, int] | None = None,
+    *,
+    context: int = 1,
 ) -> Proof | str:
     """What plans of a unit are compared with, or why there is nothing.
 
@@ -145,8 +153,9 @@ def proof_of(
         size: Number of tensor ranks.
         seed: Of the random weights.
         vocabulary: What is cut by its vocabulary: FQN -> dim; each rank is asked for some of its rows.
+        context: Number of context ranks.
     """
-    if size == 1:
+    if size * context == 1:
         return "there is one tensor rank"
     generator = torch.Generator().manual_seed(seed)
     errors: list[Exception] = []
@@ -157,13 +166,13 @@ def proof_of(
         except Exception as error:
             return f"the unit cannot be copied: {type(error).__name__}: {error}"
         runs = partial(_runs, twin, dtype, errors)
-        example = make_example(args, kwargs, twin, size, runs, generator, dtype)
+        example = make_example(args, kwargs, twin, size * context, runs, generator, dtype)
         # Code that casts by itself runs in its own dtype alone where nothing watches.
         if example is not None and (dtype is torch.float32 or _runs_by_itself(twin, example, dtype)):
             if vocabulary:
                 lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
-            return Proof(twin, example, TrialRanks(twin, size), dtype)
+            return Proof(twin, example, TrialRanks(twin, size, context), dtype)
     return f"a copy of the unit with random weights does not run: {errors[-1]}"
 
 
@@ -205,10 +214,16 @@ def prove_again(
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary)
+        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context)
         if isinstance(proof, str) or proof.first_failure(plan) is not None:
             return None
-    return replace(plan, num_trials=proof.ranks.num_trials, seconds=time.perf_counter() - began)
+        num_trials = proof.ranks.num_trials
+        if plan.otherwise is not None:
+            proof = proof.on(plan.size)
+            if proof.first_failure(plan.otherwise) is not None:
+                return None
+            num_trials += proof.ranks.num_trials
+    return replace(plan, num_trials=num_trials, seconds=time.perf_counter() - began)
 
 
 class Difference(str):

@@ -1,4 +1,4 @@
-"""The tensor ranks and what they exchange, each exchange with the one that its backward needs.
+"""The ranks that share a layer and what they exchange, each exchange with the one that its backward needs.
 
 The two that make a region (the operations between a column-parallel linear and its row-parallel one, in which each rank
 holds other features):
@@ -21,7 +21,7 @@ from lightning_hybrid.parts.placement import Shard, cut, spread
 
 
 class Ranks(Protocol):
-    """The tensor ranks as one of them sees them.
+    """Ranks that share a layer, as one of them sees them.
 
     Attributes:
         rank: This one.
@@ -36,6 +36,10 @@ class Ranks(Protocol):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have one shape."""
+
+
+class ExchangingRanks(Ranks, Protocol):
+    """Ranks to which positions may be dealt."""
 
     def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """Give each rank one of the parts; returns what each rank gave to this one, in these shapes."""
@@ -60,7 +64,7 @@ class GroupRanks:
         return gathered
 
     def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """See `Ranks`."""
+        """See `ExchangingRanks`."""
         sent = [_real(part.contiguous()).reshape(-1) for part in parts]
         received = [_real(torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)) for shape in shapes]
         counts = [part.numel() for part in received]
@@ -68,6 +72,56 @@ class GroupRanks:
         dist.all_to_all_single(flat, torch.cat(sent), counts, [part.numel() for part in sent], group=self.group)
         found = [part.view(like.shape) for part, like in zip(flat.split(counts), received, strict=True)]
         return [torch.view_as_complex(part) for part in found] if parts[0].is_complex() else found
+
+
+def ranks_in(group: dist.ProcessGroup | ExchangingRanks | None) -> ExchangingRanks:
+    """The ranks of a group; None stands for a rank alone."""
+    if group is None:
+        return OneRank()
+    return GroupRanks(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+class OneRank:
+    """A rank that shares nothing."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Ranks`."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Ranks`."""
+        return [tensor]
+
+    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """See `ExchangingRanks`."""
+        return parts
+
+
+class PairedRanks:
+    """The ranks of two axes together: `rank = outer rank * inner size + inner rank`."""
+
+    def __init__(self, outer: Ranks, inner: Ranks) -> None:
+        """Args: outer, inner: the axes."""
+        self._outer, self._inner = outer, inner
+        self.rank, self.size = outer.rank * inner.size + inner.rank, outer.size * inner.size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Ranks`."""
+        self._inner.all_reduce(tensor)
+        self._outer.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Ranks`."""
+        of_inner = torch.stack(self._inner.all_gather(tensor))
+        return [part for parts in self._outer.all_gather(of_inner) for part in parts.unbind()]
+
+
+def paired(outer: Ranks, inner: Ranks) -> Ranks:
+    """The ranks of two axes together; those of one of them where the other has a single rank."""
+    if inner.size == 1:
+        return outer
+    return inner if outer.size == 1 else PairedRanks(outer, inner)
 
 
 def _real(tensor: Tensor) -> Tensor:

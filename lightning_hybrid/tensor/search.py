@@ -31,6 +31,7 @@ def plan_units(
     size: int,
     find: Callable[..., UnitPlan] = plan_unit,
     deal: Deal = None,
+    context: int = 1,
     wishes: Mapping[str, Wishes] | None = None,
     uses: Mapping[str, Use] | None = None,
 ) -> dict[str, UnitPlan]:
@@ -44,6 +45,7 @@ def plan_units(
         size: Number of tensor ranks.
         find: Plans one unit.
         deal: As for ``plan_unit``.
+        context: Number of context ranks.
         wishes: What plans ask for each unit.
         uses: What the step does with each parameter, by its first FQN in the root; what is cut by vocabulary follows.
 
@@ -60,7 +62,8 @@ def plan_units(
     kept |= {name: failure for name, failure in wrong.items() if failure is not None}
     cuts = {name: cut for name, cut in cuts.items() if name not in kept}
     while True:
-        plans = _planned(root, units, calls, read_by_step, size, partial(find, deal=deal), wishes or {}, cuts, kept)
+        finder = partial(find, deal=deal, context=context)
+        plans = _planned(root, units, calls, read_by_step, size, finder, wishes or {}, cuts, kept)
         refused = _refused(root, units, calls, plans, cuts)
         if not refused:
             return plans

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.placement import Replicated, Shard
+from lightning_hybrid.parts.placement import Replicated
 from lightning_hybrid.tensor.plan import Group, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.prove import LOOSE_TOLERANCE, TOLERANCE, Proof, difference_of
-from lightning_hybrid.tensor.trial import TrialFailed, run_whole
+from lightning_hybrid.tensor.trial import Outcome, TrialFailed, joined, run_whole
 
 # More combinations of whose code is shown the whole length are not tried.
 _MOST_TRIALS = 16
@@ -29,9 +29,9 @@ def deal_positions(unit: nn.Module, plan: UnitPlan, proof: Proof, by: Literal["t
 
     Args:
         unit: A copy of the unit with random weights.
-        plan: Its proved plan; for "context", one for as many tensor ranks.
-        proof: Of the unit.
-        by: Whether parameters are cut ("tensor") or whole ("context").
+        plan: Its proved plan; for "context", one that says which regions get their features by exchange.
+        proof: Of the unit, on all ranks.
+        by: Whether positions are dealt to tensor ranks, or to context ranks.
     """
     found = _sequence(proof)
     if found is None:
@@ -45,45 +45,6 @@ def deal_positions(unit: nn.Module, plan: UnitPlan, proof: Proof, by: Literal["t
             return dealt
         reason = reason or dealt
     return replace(plan, undealt=reason)
-
-
-def in_context(plan: UnitPlan) -> UnitPlan | str:
-    """A plan whose parameters are whole, and whose regions get their features by exchange; or why there is none.
-
-    Args:
-        plan: A plan that cuts parameters, for as many ranks. The positions are still to be dealt.
-    """
-    features: dict[str, Shard] = {}
-    cut_linears: set[str] = set()
-    roles = {fqn: role for fqn, role in plan.roles.items() if role != "gathered"}
-    for fqn, role in roles.items():
-        if role == "attention":
-            continue
-        linear = plan.linears[fqn]
-        placement = plan.placements[linear.parameter("weight")]
-        assert isinstance(placement, Shard)
-        if linear.feature_dim != -1:
-            return f"the features of {fqn} are not in the last dim"
-        if role == "row" and placement.is_repeated(plan.size):
-            return f"ranks share features of {fqn}"
-        features[fqn] = Shard(-1, placement.pieces)
-        cut_linears |= {linear.parameter("weight"), linear.parameter("bias")}
-    gathered = {plan.linears[fqn].parameter(n) for fqn in plan.roles.keys() - roles.keys() for n in ("weight", "bias")}
-    parts = {
-        fqn: placement
-        for fqn, placement in plan.placements.items()
-        if isinstance(placement, Shard) and fqn not in cut_linears | gathered
-    }
-    return replace(
-        plan,
-        groups=tuple(group for group in plan.groups if group.role != "gathered"),
-        roles=roles,
-        placements=dict.fromkeys(plan.placements, Replicated()),
-        shared_pieces=(),
-        summed=(),
-        kept=dict.fromkeys(plan.kept, "context ranks hold all parameters"),
-        positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=parts),
-    )
 
 
 def _sequence(proof: Proof) -> tuple[int, int] | None:
@@ -121,7 +82,8 @@ def _num_dims(proof: Proof, place: int) -> int:
 
 def _shown(unit: nn.Module, plan: UnitPlan) -> Iterator[tuple[str, ...]]:
     """Modules to be shown the length of the whole sequence; for each group one around its columns, or none."""
-    choices = [_around(group, unit) for group in plan.groups]
+    by_tensor = plan.positions is None
+    choices = [_around(group, unit) for group in plan.groups if by_tensor or plan.exchanges(group)]
     for chosen in itertools.product(*choices):
         yield tuple(dict.fromkeys(fqn for fqn in chosen if fqn))
 
@@ -158,7 +120,7 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof) -> UnitPlan |
             inputs[fqn] = tuple(sorted({*inputs.get(fqn, ()), *places}))
         outputs = dealing.outputs
         if setting == proof.first:
-            partial = _summed(plan, [outcome.grads for outcome in outcomes], proof)
+            partial = _summed(candidate, outcomes, proof)
             if isinstance(partial, str):
                 return partial
             summed = partial
@@ -173,14 +135,18 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof) -> UnitPlan |
     return proof.first_failure(proved) or proved
 
 
-def _summed(plan: UnitPlan, grads: list[dict[str, Tensor]], proof: Proof) -> tuple[str, ...] | str:
-    """The whole parameters of which each rank has the gradient of its own positions."""
+def _summed(plan: UnitPlan, outcomes: list[Outcome], proof: Proof) -> tuple[str, ...] | str:
+    """The parameters of which each rank has the gradient of its own positions; of a part of them, if they are cut."""
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
     found = []
     for name, wanted in proof.whole(proof.first).grads.items():
-        if not isinstance(plan.placements.get(name), Replicated) or name in plan.summed:
+        if name not in plan.placements:  # an input
             continue
-        each = [grad[name] for grad in grads]
+        each = joined(outcomes, plan, name, "grads")
+        if plan.context > 1:
+            each = each[: plan.context]  # tensor ranks have the same
+        elif not isinstance(plan.placements[name], Replicated) or name in plan.summed:
+            continue
         if all(difference_of(grad, wanted, tolerance) is None for grad in each):
             continue
         total = torch.stack(each).sum(0)

@@ -23,7 +23,7 @@ from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.outside import OutsideReads
 from lightning_hybrid.tensor.plan import UnitPlan
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.ranks import GroupRanks, paired
 from lightning_hybrid.tensor.traced import Entered, traced_forwards
 from lightning_hybrid.tensor.units import compiled_modules
 
@@ -33,16 +33,20 @@ class ModelShards:
 
     Attributes:
         plans: By FQN of the unit.
-        cut: What they hold of each parameter.
+        cuts: What they hold of each parameter: over tensor ranks a part of some, over context ranks all.
     """
 
     def __init__(
-        self, root: nn.Module, plans: Mapping[str, UnitPlan], group: dist.ProcessGroup, axis: str = ""
+        self,
+        root: nn.Module,
+        plans: Mapping[str, UnitPlan],
+        group: dist.ProcessGroup,
+        context: dist.ProcessGroup,
     ) -> None:
-        """Args: root: the user's module, whole. plans: by FQN of the unit. group: the ranks along the axis."""
+        """Args: root: the user's module, whole. plans: by FQN of the unit. group, context: tensor and context ranks."""
         self.plans = dict(plans)
         self._root = root
-        self._group = group
+        self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
         self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -55,27 +59,37 @@ class ModelShards:
                 if isinstance(placement, Shard) and name in tensors:
                     key = id(tensors[name])
                     (placements if key in parameters else buffers)[names[key]] = placement
-        self.cut = AxisCut(group, placements, buffers, axis)
+        axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp")]
+        self.cuts = [axis for axis in axes if axis.group.size() > 1]
 
-    @property
-    def rank(self) -> int:
-        """This tensor rank."""
-        return self._group.rank()
-
-    def be_ready(self, around_draw: AroundDraw | None = None) -> None:
+    def be_ready(self, around: Callable[[int], AroundDraw]) -> None:
         """Be ready to run, now that each parameter holds this rank's part.
 
         Args:
-            around_draw: As for ``sharded``.
+            around: Makes a context around draws, other ones for each number: for regions the number of this rank
+                among tensor ranks times context ranks, for positions a number of the context rank alone.
         """
-        ranks = GroupRanks(self._group)  # one, so that units know that they are dealt to the same
+        # One of each, so that units know that they are dealt to the same.
+        ranks, context = GroupRanks(self._group), GroupRanks(self._context)
+        both = paired(ranks, context)
+        around_draw = around_own = around(both.rank)
+        if both.size not in (ranks.size, context.size):
+            around_own = around(both.size + context.rank)
         hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
         for fqn, plan in self.plans.items():
             unit = self._root.get_submodule(fqn)
             is_sharded = plan.num_sharded or plan.positions is not None
             if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
                 buffers = _Buffers(unit, plan, self._group)
-                self._runners[fqn] = ShardedUnit(unit, plan, ranks, tensors=buffers, around_draw=around_draw)
+                self._runners[fqn] = ShardedUnit(
+                    unit,
+                    plan,
+                    ranks,
+                    context=context,
+                    tensors=buffers,
+                    around_draw=around_draw,
+                    around_own=around_own,
+                )
                 self._runners[fqn].hands_on = hands_on
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
@@ -113,7 +127,7 @@ class ModelShards:
             for inner in plan.outside:
                 parameter = unit.get_parameter(inner)
                 if WHOLE_SHAPE in parameter.__dict__:
-                    found[id(parameter)] = self.cut.placements[names[id(parameter)]]
+                    found[id(parameter)] = self.cuts[0].placements[names[id(parameter)]]
         return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def running(self) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ def digest_of(
     unit: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    size: int,
+    sizes: tuple[int, int],
     whole: Mapping[str, str],
     asked: Wishes,
     deal: Deal = None,
@@ -41,7 +41,7 @@ def digest_of(
         unit: The unit.
         args: Positional arguments of one call.
         kwargs: Keyword arguments.
-        size: Number of tensor ranks.
+        sizes: Numbers of tensor ranks and of context ranks.
         whole: Parameters that stay whole, each with the reason.
         asked: What plans ask for its modules.
         deal: Whether positions are dealt.
@@ -51,7 +51,7 @@ def digest_of(
         [(name, _module(module)) for name, module in unit.named_modules()],
         sorted(_class(base) for base in classes if not f"{base.__module__}.".startswith(_LIBRARIES)),
         _value((args, dict(kwargs))),
-        (size, deal, sorted(whole.items()), asked.key),
+        (sizes, deal, sorted(whole.items()), asked.key),
         (torch.__version__, sys.version_info[:3], _own_source()),
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()

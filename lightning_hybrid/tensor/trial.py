@@ -1,7 +1,8 @@
 """Runs a unit, whole or on all tensor ranks at once, in one process.
 
 Each rank is a thread that runs the very code of `apply` on its own copy of the unit; where ranks exchange tensors, the
-threads meet at a barrier. Forward and backward are run, the weights are random numbers, and dropout is off.
+threads meet at a barrier: one for the tensor ranks of each context rank, one for the context ranks of each tensor rank.
+Forward and backward are run, the weights are random numbers, and dropout is off.
 """
 
 from __future__ import annotations
@@ -163,18 +164,36 @@ def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
     Raises:
         TrialFailed: A rank raised, or the ranks did not exchange the same things.
     """
-    meeting = _Meeting(size)
+    return on_both(size, 1, lambda ranks, _: run(ranks))
+
+
+def on_both(size: int, context: int, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
+    """What a function gives on tensor ranks times context ranks, in the order of `ranks.PairedRanks`.
+
+    Args:
+        size: Number of tensor ranks.
+        context: Number of context ranks.
+        run: Called with a rank as tensor ranks and as context ranks see it.
+
+    Raises:
+        TrialFailed: A rank raised, or the ranks did not exchange the same things.
+    """
+    tensor_meetings = [_Meeting(size) for _ in range(context)]
+    context_meetings = [_Meeting(context) for _ in range(size)]
+    num_ranks = size * context
     found: dict[int, _T] = {}
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
+        outer, inner = divmod(rank, context)
         try:
-            found[rank] = run(ThreadRanks(rank, meeting))
+            found[rank] = run(ThreadRanks(outer, tensor_meetings[inner]), ThreadRanks(inner, context_meetings[outer]))
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            for meeting in (*tensor_meetings, *context_meetings):
+                meeting.barrier.abort()
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -184,17 +203,17 @@ def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
         if first is None:
             raise TrialFailed("the ranks did not exchange the same things")
         raise TrialFailed(f"{type(first).__name__}: {first}") from first
-    return [found[rank] for rank in range(size)]
+    return [found[rank] for rank in range(num_ranks)]
 
 
 class TrialRanks:
     """Copies of a unit for each rank, used for many trials of plans."""
 
-    def __init__(self, whole: nn.Module, size: int) -> None:
-        """Args: whole: the unit with random weights, which the copies share. size: the number of ranks."""
-        self._whole, self.size = whole, size
+    def __init__(self, whole: nn.Module, size: int, context: int = 1) -> None:
+        """Args: whole: the unit with random weights, which the copies share. size, context: the numbers of ranks."""
+        self._whole, self.size, self.context = whole, size, context
         held = {id(p): p for p in whole.parameters()}
-        self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size)]
+        self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size * context)]
         self.num_trials = 0
         self._parts: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
         self.watches: list[RegionWatch | None] = []
@@ -214,9 +233,13 @@ class TrialRanks:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
         """
         self.num_trials += 1
-        self.watches = [None] * self.size
-        self.dealings = [None] * self.size
-        return on_ranks(self.size, lambda ranks: self._one(ranks, plan, example, setting, learning))
+        self.watches = [None] * (self.size * self.context)
+        self.dealings = [None] * (self.size * self.context)
+        return on_both(
+            self.size,
+            self.context,
+            lambda ranks, context: self._one(ranks, context, plan, example, setting, learning),
+        )
 
     def _part(self, fqn: str, whole: Tensor, placement: Placement, rank: int) -> Tensor:
         """A rank's part of a parameter; weights, which units do not write, are cut once for all trials of a plan."""
@@ -227,9 +250,17 @@ class TrialRanks:
             known = self._parts[fqn, rank] = placement, cut(whole, placement, rank, self.size)
         return known[1].detach()
 
-    def _one(self, ranks: ThreadRanks, plan: UnitPlan, example: Example, setting: Setting, learning: bool) -> Outcome:
-        rank = ranks.rank
-        unit = self._copies[rank].train(setting.training)
+    def _one(
+        self,
+        ranks: ThreadRanks,
+        context: ThreadRanks,
+        plan: UnitPlan,
+        example: Example,
+        setting: Setting,
+        learning: bool,
+    ) -> Outcome:
+        rank, place = ranks.rank, ranks.rank * context.size + context.rank
+        unit = self._copies[place].train(setting.training)
         local: dict[str, Tensor] = {}
         for fqn, tensor in self._whole.named_parameters():
             local[fqn] = self._part(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(
@@ -238,19 +269,19 @@ class TrialRanks:
         for fqn, buffer in self._whole.named_buffers():
             local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: local[fqn] for fqn, p in self._whole.named_parameters() if p.requires_grad}
-        with sharded(unit, plan, ranks, tensors=lambda: local) as runner:
+        with sharded(unit, plan, ranks, context=context, tensors=lambda: local) as runner:
             runner.learning = learning
             try:
                 outcome = _run(unit, example, setting, parameters)
             finally:
-                self.watches[rank], self.dealings[rank] = runner.last_watch, runner.last_dealing
+                self.watches[place], self.dealings[place] = runner.last_watch, runner.last_dealing
                 self.num_gathers = runner.num_gathers
         outcome.buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
         return outcome
 
 
 def joined(outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str) -> list[Tensor]:
-    """A gradient or buffer as each rank has it; for one that is cut, the whole, once."""
+    """A gradient or buffer as each rank has it; for one that is cut, the whole, once for each context rank."""
     found = [getattr(outcome, kind)[name] for outcome in outcomes]
-    placement = plan.placements.get(name)
-    return [join(found, placement)] if isinstance(placement, Shard) else found
+    placement, context = plan.placements.get(name), len(found) // plan.size
+    return [join(found[k::context], placement) for k in range(context)] if isinstance(placement, Shard) else found

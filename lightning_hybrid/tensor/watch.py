@@ -1,7 +1,8 @@
 """Watches the operations of a unit that runs sharded, from a column-parallel linear to the row-parallel one.
 
-A value is *cut* if it comes from a cut one: each rank holds other features of it. The watch follows cut values through
-the user's code and does what the code could not know about:
+A value is *cut* if it comes from a cut one: each rank holds other features of it; over tensor ranks, or over tensor
+ranks times context ranks where these exchanged positions for features. The watch follows cut values through the user's
+code and does what the code could not know about:
 
 - a replicated value that meets a cut one enters the region, so that its gradient is summed over ranks;
 - one that has a dim of the whole's size (a position bias for each head, the weight of a norm over channels) is sliced;
@@ -14,7 +15,7 @@ which call of the user's code. Afterwards it does exactly that, whatever the sha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.tensor.marks import cut_over, mark, marked, tensors_in
 from lightning_hybrid.tensor.offsets import CannotShard, local_index, local_offset, local_sections
 from lightning_hybrid.tensor.plan import Rule, Site
+from lightning_hybrid.tensor.ranks import OneRank, Ranks
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -78,14 +80,13 @@ class RegionWatch(TorchFunctionMode):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
         *,
         learning: bool,
         rules: dict[Site, Rule],
-        enter: Callable[[Tensor], Tensor],
+        enter: Callable[[Tensor, Ranks], Tensor],
         names: dict[int, str],
-        cut_ids: frozenset[int],
+        cut_ids: Mapping[int, int],
+        regions: Iterable[Ranks],
         batch: int,
         around_draw: Callable[[], AbstractContextManager[Any]],
         positions: tuple[int, int] | None = None,
@@ -93,21 +94,21 @@ class RegionWatch(TorchFunctionMode):
         """Make a watch for one forward.
 
         Args:
-            rank: This tensor rank.
-            size: Number of tensor ranks.
             learning: Whether rules are made or followed.
             rules: By call.
-            enter: Lets a replicated value enter the region; remembers what it did for which value.
+            enter: Lets a replicated value enter a region of some ranks; remembers what it did for which value.
             names: id -> name of the unit's parameters and buffers in this forward.
-            cut_ids: Ids of those that are cut.
+            cut_ids: Ids of those that are cut, each with the number of ranks.
+            regions: Ranks that share features: the tensor ranks, and those times context ranks.
             batch: The first size of the unit's first input.
             around_draw: A context around each draw for a cut value.
             positions: Of the whole sequence and of this rank, where positions are dealt.
         """
         super().__init__()
-        self._rank, self._size, self._learning = rank, size, learning
-        self.rules = rules
+        self._learning, self.rules = learning, rules
         self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
+        self._regions = {ranks.size: ranks for ranks in regions}
+        self._over: Ranks = OneRank()  # over which values of the operation under way are cut
         self._batch, self._positions = batch, positions
         self.inside: set[str] = set()
         self.outside: set[str] = set()
@@ -123,12 +124,14 @@ class RegionWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__":
             value = func(*args, **kwargs)
-            return _marked(value) if self._is_cut(args[0]) else value
+            return marked(value, self._size_of(args[0])) if self._is_cut(args[0]) else value
         tensors = list(tensors_in(args)) + list(tensors_in(kwargs.values()))
         cut = [tensor for tensor in tensors if self._is_cut(tensor)]
         if not cut:
             self.outside.update(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
             return func(*args, **kwargs)
+        size = self._common_size(cut)
+        self._over = self._regions[size]
         args, kwargs = self._rewritten(name, args, kwargs)
         in_place = _is_in_place(name)
         reference = self._reference(name, args, cut)
@@ -149,14 +152,24 @@ class RegionWatch(TorchFunctionMode):
         if draws(name, args, kwargs):
             self.drew = True
             with self._around_draw():
-                return _marked(func(*args, **kwargs))
-        out = _marked(func(*args, **kwargs))
+                return marked(func(*args, **kwargs), size)
+        out = marked(func(*args, **kwargs), size)
         if in_place and isinstance(args[0], Tensor):
-            mark(args[0])
+            mark(args[0], size)
         return out
 
+    def _size_of(self, tensor: Tensor) -> int:
+        return self._cut_ids.get(id(tensor)) or cut_over(tensor)
+
     def _is_cut(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._cut_ids or getattr(tensor, "_is_cut", False)
+        return self._size_of(tensor) > 0
+
+    def _common_size(self, cut: list[Tensor]) -> int:
+        """Over how many ranks all of these values are cut."""
+        sizes = {self._size_of(tensor) for tensor in cut}
+        if len(sizes) > 1:
+            raise CannotShard(f"features of {min(sizes)} ranks meet those of {max(sizes)}, context ranks among them")
+        return sizes.pop()
 
     # --- replicated values that meet a cut one ------------------------------------------------------------------------
 
@@ -176,7 +189,7 @@ class RegionWatch(TorchFunctionMode):
         parameter = self._names.get(id(value))
         dims = self._sliced_dims(name, value, reference, parameter or "")
         if value.requires_grad and torch.is_grad_enabled():
-            inside = self._enter(value)
+            inside = self._enter(value, self._over)
             self.entered |= parameter is None and inside is not value
             value = inside
         if parameter is not None:
@@ -186,21 +199,21 @@ class RegionWatch(TorchFunctionMode):
                 self.inside.add(parameter)
         for dim in dims:
             if name == _BATCHED:  # batch and heads are one dim, batch outermost
-                value = value.unflatten(0, (self._batch, -1)).chunk(self._size, 1)[self._rank].flatten(0, 1)
+                value = value.unflatten(0, (self._batch, -1)).chunk(self._over.size, 1)[self._over.rank].flatten(0, 1)
             else:
-                value = value.chunk(self._size, dim)[self._rank]
+                value = value.chunk(self._over.size, dim)[self._over.rank]
         return value
 
     def _sliced_dims(self, name: str, value: Tensor, reference: tuple[int, ...], parameter: str) -> tuple[int, ...]:
         if not reference or value.dim() == 0:
             return ()
         if name in _CHANNELS or name in _CONVOLUTIONS:
-            channels = reference[1] * self._size
+            channels = reference[1] * self._over.size
             return (0,) if value.shape[0] % channels == 0 and value.shape[0] > 1 else ()
         key = self._site(name, "side", str(value.dim()), parameter)
         if name == _BATCHED and self._learning:
-            merged = self._batch * self._size
-            fits = len(value) == reference[0] * self._size and len(value) % merged == 0
+            merged = self._batch * self._over.size
+            fits = len(value) == reference[0] * self._over.size and len(value) % merged == 0
             self._note(key, (0,) if fits else None)
         if not self._learning or name == _BATCHED:
             known = self.rules.get(key) or ()
@@ -208,7 +221,7 @@ class RegionWatch(TorchFunctionMode):
         dims = tuple(
             -k
             for k in range(1, min(value.dim(), len(reference)) + 1)
-            if value.shape[-k] == reference[-k] * self._size and value.shape[-k] > 1
+            if value.shape[-k] == reference[-k] * self._over.size and value.shape[-k] > 1
         )
         self._note(key, dims or None)
         return dims
@@ -234,7 +247,7 @@ class RegionWatch(TorchFunctionMode):
         if name == "group_norm":
             self._must_divide(name, args[1])
             self.rules[self._site(name)] = ("groups",)
-            return (tensor, args[1] // self._size, *args[2:]), kwargs
+            return (tensor, args[1] // self._over.size, *args[2:]), kwargs
         if name in _CONVOLUTIONS:
             return self._grouped(name, args, kwargs)
         return self._with_local_offsets(name, args, kwargs)
@@ -272,7 +285,7 @@ class RegionWatch(TorchFunctionMode):
         if fits:
             self._note(key, None)
             return sizes
-        ratio = self._size if -1 in sizes else wanted // given
+        ratio = self._over.size if -1 in sizes else wanted // given
         if -1 not in sizes and wanted != given * ratio:
             return sizes  # torch says what is wrong with it
         first = 0
@@ -287,7 +300,7 @@ class RegionWatch(TorchFunctionMode):
     def _expand(self, tensor: Tensor, sizes: list[int]) -> list[int]:
         """A dim that is no 1 must be asked for as it is; the whole's size can only mean the local one."""
         for k in range(1, tensor.dim() + 1):
-            if tensor.shape[-k] != 1 and sizes[-k] == tensor.shape[-k] * self._size:
+            if tensor.shape[-k] != 1 and sizes[-k] == tensor.shape[-k] * self._over.size:
                 self.rules[self._site("expand")] = ("expand",)
                 sizes[-k] = tensor.shape[-k]
         return sizes
@@ -301,12 +314,12 @@ class RegionWatch(TorchFunctionMode):
         self._must_divide(name, groups)
         self.rules[self._site(name)] = ("groups",)
         if len(args) > 6:
-            return (*args[:6], groups // self._size, *args[7:]), kwargs
-        return args, {**kwargs, "groups": groups // self._size}
+            return (*args[:6], groups // self._over.size, *args[7:]), kwargs
+        return args, {**kwargs, "groups": groups // self._over.size}
 
     def _must_divide(self, name: str, groups: int) -> None:
-        if groups % self._size:
-            raise CannotShard(f"{name} has {groups} groups, which {self._size} ranks cannot share; keep it whole")
+        if groups % self._over.size:
+            raise CannotShard(f"{name} has {groups} groups, which {self._over.size} ranks cannot share; keep it whole")
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]
@@ -356,32 +369,6 @@ def _where(site: Site) -> str:
     """The innermost line of user code."""
     place = next((item for item in site if isinstance(item, tuple)), ("?", 0))
     return f"{place[0]}:{place[1]}"
-
-
-def mark(tensor: Tensor, column: tuple[Shard, int] | None = None) -> Tensor:
-    """Say that a value is cut; and how and along which dim, if offsets into it are in terms of the whole."""
-    tensor._is_cut = True  # type: ignore[attr-defined]
-    if column is not None:
-        tensor._column = column  # type: ignore[attr-defined]
-    return tensor
-
-
-def _marked(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value._is_cut = True  # type: ignore[attr-defined]
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _marked(item)
-    return value
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among values and inside tuples and lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (tuple, list):
-            yield from tensors_in(value)
 
 
 def _is_in_place(name: str) -> bool:

@@ -15,14 +15,15 @@ from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.prove import proof_of
 
-DEALT = ["tensor", "context"]
+DEALT = ["tensor", "context", "both"]
 
 
 def planned(unit, size=2, deal=None):
-    """The plan of a unit, and a proof of it that passes."""
+    """The plan of a unit, and a proof of it that passes; `deal` says to which ranks positions are dealt."""
     args = (tokens(),)
-    plan = plan_unit(unit, args, {}, size, deal=deal)
-    proof = proof_of(unit, args, {}, size, seed=1)
+    size, context = 1 if deal == "context" else size, 2 if deal in ("context", "both") else 1
+    plan = plan_unit(unit, args, {}, size, context=context, deal="tensor" if deal == "tensor" else None)
+    proof = proof_of(unit, args, {}, size, seed=1, context=context)
     assert proof.first_failure(plan) is None
     return plan, proof
 
@@ -126,8 +127,10 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch):
     assert "grad of" in proof.first_failure(plan)
 
 
-def test_heads_exchanged_in_a_wrong_arrangement():
-    plan, proof = fused("context")
+@pytest.mark.parametrize("deal", ["context", "both"])
+def test_heads_exchanged_in_a_wrong_arrangement(deal):
+    plan, proof = fused(deal)
     assert list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
-    features = {**plan.positions.features, "attn.c_attn": Shard.evenly(-1, 3 * WIDTH, 2)}
+    ranks = plan.size * plan.context
+    features = {**plan.positions.features, "attn.c_attn": Shard.evenly(-1, 3 * WIDTH, ranks)}
     assert proof.first_failure(replace(plan, positions=replace(plan.positions, features=features))) is not None

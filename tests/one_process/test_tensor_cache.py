@@ -20,10 +20,10 @@ from lightning_hybrid.tensor.written import to_json
 NUM_PROOFS = 5  # runs of one proof
 
 
-def found(folder, unit, args=(), *, whole=None, wishes=None, size=2, deal=None):
+def found(folder, unit, args=(), *, whole=None, wishes=None, size=2, **options):
     """A plan, and how many were searched and read for it; then the file is written."""
     plans = PlanCache(folder)
-    plan = plans.find(unit, args or (tokens(),), {}, size, whole=whole or {}, wishes=wishes or Wishes(), deal=deal)
+    plan = plans.find(unit, args or (tokens(),), {}, size, whole=whole or {}, wishes=wishes or Wishes(), **options)
     assert plans.save() is None
     return plan, (plans.num_searched, plans.num_read)
 
@@ -43,12 +43,16 @@ def test_what_was_found_is_only_proved_in_the_next_run(tmp_path, name):
     assert without_costs(again) == without_costs(first) and again.lines() == first.lines()
 
 
-@pytest.mark.parametrize("deal", ["tensor", "context"])
-def test_plans_with_positions_are_kept_too(tmp_path, deal):
-    first, counts = found(tmp_path, Block(FusedAttention()), deal=deal)
-    assert counts == (1, 0) and first.positions is not None and first.positions.by == deal
-    again, counts = found(tmp_path, Block(FusedAttention()), deal=deal)
-    assert counts == (0, 1) and again.num_trials == NUM_PROOFS and without_costs(again) == without_costs(first)
+@pytest.mark.parametrize(
+    ("options", "proofs"),
+    [({"deal": "tensor"}, 1), ({"size": 1, "context": 2}, 1), ({"context": 2}, 2)],  # two: also of calls not dealt
+)
+def test_plans_with_positions_are_kept_too(tmp_path, options, proofs):
+    first, counts = found(tmp_path, Block(FusedAttention()), **options)
+    assert counts == (1, 0) and first.positions is not None and first.positions.by == options.get("deal", "context")
+    again, counts = found(tmp_path, Block(FusedAttention()), **options)
+    assert counts == (0, 1) and again.num_trials == proofs * NUM_PROOFS
+    assert without_costs(again) == without_costs(first)
     assert found(tmp_path, Block(FusedAttention()))[1] == (1, 0)
 
 

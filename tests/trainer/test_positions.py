@@ -13,7 +13,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.positions import Dealt
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.ranks import GroupRanks, ranks_in
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -114,14 +114,25 @@ class Block(torch.nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
+DEALT = [{"deal": "tensor"}, {"context": 2}]
+
+
+def runner_of(unit, args, options):
+    """The unit on both ranks of a world, tensor ranks or context ranks."""
+    size = 1 if "context" in options else 2
+    plan = plan_unit(unit, args, {}, size, **options)
+    groups = torch.distributed.group.WORLD, None
+    ranks, context = groups if size == 2 else reversed(groups)
+    return ShardedUnit(unit, plan, ranks_in(ranks), context=context, tensors=lambda: local(unit, plan))
+
+
 def saved_values(_):
     """How many values of all positions a forward leaves: with tensor ranks alone, with positions dealt, in context."""
     torch.manual_seed(0)
     unit, x = Block(), torch.randn(2, 31, 16, requires_grad=True)
     found = []
-    for deal in (None, "tensor", "context"):
-        plan = plan_unit(unit, (x,), {}, 2, deal=deal)
-        runner = ShardedUnit(unit, plan, torch.distributed.group.WORLD, tensors=lambda plan=plan: local(unit, plan))
+    for options in ({}, *DEALT):
+        runner = runner_of(unit, (x,), options)
         with Living() as living:
             out = runner.run_sharded(x)
         found.append(living.count(x.untyped_storage().nbytes()))
@@ -147,9 +158,8 @@ def odd_lengths(_):
     """A unit planned at one length runs at others, also with fewer positions than ranks."""
     torch.manual_seed(0)
     unit = Block().double().eval()
-    for deal in ("tensor", "context"):
-        plan = plan_unit(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), {}, 2, deal=deal)
-        runner = ShardedUnit(unit, plan, torch.distributed.group.WORLD, tensors=lambda plan=plan: local(unit, plan))
+    for options in DEALT:
+        runner = runner_of(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), options)
         for shape in ((3, 9, 16), (3, 2, 16), (3, 1, 16), (7, 16)):  # the last one without a batch
             x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
             expected = unit(x)
@@ -177,8 +187,8 @@ def test_dropout_of_own_positions_differs_and_repeats_itself(worlds):
 def test_what_cannot_be_asked_for():
     with pytest.raises(ValueError, match=r"sequence_parallel=True deals positions .* tensor_parallel_size=1"):
         Hybrid3DStrategy(sequence_parallel=True)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 and context_parallel_size=2 do not go together"):
-        Hybrid3DStrategy(tensor_parallel_size=2, context_parallel_size=2)
+    with pytest.raises(ValueError, match=r"sequence_parallel=True deals positions .* context_parallel_size=2"):
+        Hybrid3DStrategy(tensor_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
 
 
 def test_a_module_without_a_sequence_is_refused(worlds):

@@ -1,0 +1,152 @@
+"""Finds how positions are dealt to context ranks, alone or beside tensor ranks, and proves it.
+
+Three things are found by trying, each on ranks of its own:
+
+    on T tensor ranks       how linears are cut; so they lie at rest, and so calls run whose positions are not dealt
+    on T * C tensor ranks   how the features of a region lie where context ranks exchange positions for features
+    on T x C ranks          which regions must exchange; the others see a rank's own positions
+
+A region that exchanges runs as on T * C tensor ranks, heads and all, and only its linears know that weights are cut
+over T of them. So nothing about heads, sizes and side values is found anew, and what was found is proved as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_hybrid.parts.placement import Placement, Shard, over_two
+from lightning_hybrid.tensor.parts import Part, plan_of
+from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.prove import Proof
+from lightning_hybrid.tensor.sequence import deal_positions
+
+HELD_WHOLE = "context ranks hold all parameters"
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What is cut in a unit.
+
+    Attributes:
+        linears: All that ran.
+        parts: As they are cut over tensor ranks.
+        exchanged: The same, and others where there is one tensor rank, as cut over tensor ranks times context ranks.
+        reasons: Why parameters are whole, where that is known.
+        unexchanged: Why some cannot be cut so.
+    """
+
+    linears: Mapping[str, LinearLike]
+    parts: list[Part]
+    exchanged: list[Part]
+    reasons: Mapping[str, str]
+    unexchanged: str = ""
+
+
+def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Proof) -> UnitPlan:
+    """The plan with positions dealt to context ranks, and exchanged only where they are mixed; or why they are not.
+
+    Args:
+        unit: A copy of the unit with random weights.
+        plan: Over tensor ranks, proved; where there is one, a plan that cuts nothing.
+        regions: What it cuts.
+        proof: Of the unit, on tensor ranks times context ranks.
+    """
+    exchanged = regions.exchanged
+    best = _dealt(unit, plan, regions, exchanged, proof)
+    if isinstance(best, str):
+        reason = f"{regions.unexchanged}; {best}" if regions.unexchanged else best
+        return replace(plan, context=proof.ranks.context, undealt=reason)
+    for part in list(exchanged):
+        if part.group.role == "attention":
+            continue
+        fewer = [other for other in exchanged if other is not part]
+        without = _dealt(unit, plan, regions, fewer, proof)
+        if not isinstance(without, str):
+            best, exchanged = without, fewer
+    return best
+
+
+def _dealt(unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[Part], proof: Proof) -> UnitPlan | str:
+    """The plan with these regions exchanged, proved; or what is wrong with it."""
+    size, context = proof.ranks.size, proof.ranks.context
+    keys = {_key(part) for part in exchanged}
+    parts = [part for part in regions.parts if _key(part) not in keys]
+    features: dict[str, Shard] = {}
+    held: dict[str, Shard] = {}
+    for part in exchanged:
+        narrowed = _narrowed(part, regions.linears, size, context)
+        if isinstance(narrowed, str):
+            return narrowed
+        parts.append(narrowed[0])
+        features |= narrowed[1]
+        held |= narrowed[2]
+    order = list(regions.linears)
+    parts.sort(key=lambda part: order.index(part.group.columns[0]) if part.group.columns[0] in order else -1)
+    made = plan_of(unit, size, parts, regions.linears, proof.example, regions.reasons)
+    if made.placements != plan.placements:
+        return "regions that exchange positions would have to be cut otherwise at rest"
+    candidate = replace(
+        made,
+        context=context,
+        kept=plan.kept,
+        uneven=plan.uneven,
+        notes=plan.notes,
+        positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=held),
+    )
+    dealt = deal_positions(unit, candidate, proof, "context")
+    if dealt.undealt:
+        return dealt.undealt
+    return dealt if size == 1 else replace(dealt, otherwise=plan)
+
+
+def at_rest(placements: Mapping[str, Placement], size: int, context: int) -> dict[str, Placement] | str:
+    """What is left of placements over tensor ranks times context ranks on tensor ranks; or what cannot be cut so.
+
+    Args:
+        placements: By FQN.
+        size: Number of tensor ranks.
+        context: Number of context ranks.
+    """
+    found: dict[str, Placement] = {}
+    for fqn, placement in placements.items():
+        cuts = over_two(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
+        if cuts is None:
+            return f"{fqn} is not cut over {size} tensor ranks and {context} context ranks"
+        found[fqn] = cuts[0]
+    return found
+
+
+def _narrowed(
+    part: Part, linears: Mapping[str, LinearLike], size: int, context: int
+) -> tuple[Part, dict[str, Shard], dict[str, Shard]] | str:
+    """A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut there."""
+    placements = at_rest(part.placements, size, context)
+    if isinstance(placements, str):
+        return placements
+    features: dict[str, Shard] = {}
+    of_linears: set[str] = set()
+    for fqn, role in part.roles().items():
+        if role == "attention":
+            continue
+        linear = linears[fqn]
+        placement = part.placements[linear.parameter("weight")]
+        assert isinstance(placement, Shard)
+        if linear.feature_dim != -1:
+            return f"the features of {fqn} are not in the last dim"
+        if role == "row" and placement.is_repeated(size * context):
+            return f"ranks share features of {fqn}"
+        features[fqn] = Shard(-1, placement.pieces)
+        of_linears |= {linear.parameter("weight"), linear.parameter("bias")}
+    further = {
+        fqn: placement
+        for fqn, placement in part.placements.items()
+        if isinstance(placement, Shard) and fqn not in of_linears
+    }
+    return replace(part, placements=placements), features, further
+
+
+def _key(part: Part) -> tuple[object, ...]:
+    return part.group.role, part.group.columns, part.group.rows
