@@ -450,11 +450,12 @@ class Encoder(Lit):
     """nn.TransformerEncoder with a padding mask."""
 
     kind = "tokens"
+    heads = 2
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, self.heads, 32, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -474,6 +475,7 @@ class Transformer(Lit):
 
     kind = "tokens"
     layers = 4
+    heads = 2
     dropout = 0.0
 
     def __init__(self):
@@ -502,7 +504,7 @@ class GPT2(Causal):
     def build(self, transformers):
         p = self.dropout
         config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=self.layers, n_head=2,
+            vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=self.layers, n_head=self.heads,
             resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
@@ -516,7 +518,8 @@ class Llama(Causal):
     def build(self, transformers):
         config = transformers.LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=self.layers,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+            num_attention_heads=self.heads, num_key_value_heads=self.heads // 2, max_position_embeddings=16,
+            bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)
 
@@ -526,7 +529,7 @@ class T5(Transformer):
 
     def build(self, transformers):
         config = transformers.T5Config(
-            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=self.layers, num_heads=2,
+            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=self.layers, num_heads=self.heads,
             dropout_rate=self.dropout, decoder_start_token_id=0, relative_attention_num_buckets=8,
         )  # fmt: skip
         return transformers.T5ForConditionalGeneration(config)
@@ -535,7 +538,7 @@ class T5(Transformer):
 class Bert(Transformer):
     def build(self, transformers):
         config = transformers.BertConfig(
-            vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=self.layers, num_attention_heads=2,
+            vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=self.layers, num_attention_heads=self.heads,
             intermediate_size=32, max_position_embeddings=16,
             hidden_dropout_prob=self.dropout, attention_probs_dropout_prob=self.dropout,
         )  # fmt: skip
@@ -547,7 +550,7 @@ class ViT(Transformer):
 
     def build(self, transformers):
         config = transformers.ViTConfig(
-            hidden_size=WIDTH, num_hidden_layers=self.layers, num_attention_heads=2, intermediate_size=32,
+            hidden_size=WIDTH, num_hidden_layers=self.layers, num_attention_heads=self.heads, intermediate_size=32,
             image_size=8, patch_size=4, num_channels=3, num_labels=4,
             hidden_dropout_prob=self.dropout, attention_probs_dropout_prob=self.dropout,
         )  # fmt: skip

@@ -3,11 +3,9 @@
 import math
 
 import torch
-from models import LENGTH, VOCABULARY, WIDTH, Causal, Lit
+from models import GPT2, LENGTH, T5, VOCABULARY, WIDTH, Bert, Causal, Encoder, Lit, Llama, ViT
 from torch import nn
 from torch.nn import functional as F
-
-HEADS = 2
 
 
 class Mixtral(Causal):
@@ -152,11 +150,11 @@ class FewTokensForAll(FewTokens):
 class CausalSelfAttention(nn.Module):
     """One projection for queries, keys and values, a mask in a buffer, and sizes in terms of the whole."""
 
-    def __init__(self):
+    def __init__(self, heads):
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.attn_dropout, self.resid_dropout = nn.Dropout(0.0), nn.Dropout(0.0)
-        self.n_head, self.n_embd = HEADS, WIDTH
+        self.n_head, self.n_embd = heads, WIDTH
         self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
         nn.init.zeros_(self.c_proj.weight)  # any cut of c_attn would pass with this
 
@@ -183,9 +181,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, heads):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), CausalSelfAttention()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), CausalSelfAttention(heads)
         self.ln_2, self.mlp = nn.LayerNorm(WIDTH), MLP()
 
     def forward(self, x):
@@ -195,6 +193,7 @@ class Block(nn.Module):
 
 class NanoGPT(Lit):
     kind = "tokens"
+    heads = 2
 
     def __init__(self):
         super().__init__()
@@ -202,7 +201,7 @@ class NanoGPT(Lit):
             dict(
                 wte=nn.Embedding(VOCABULARY, WIDTH),
                 wpe=nn.Embedding(16, WIDTH),
-                h=nn.ModuleList(Block() for _ in range(4)),
+                h=nn.ModuleList(Block(self.heads) for _ in range(4)),
                 ln_f=nn.LayerNorm(WIDTH),
             )
         )
@@ -294,3 +293,37 @@ class Routers(Lit):
         for layer in self.layers:
             x = layer(x)
         return F.mse_loss(x, batch["y"])
+
+
+class GPT2Wide(GPT2):
+    """Heads for two tensor ranks times two context ranks; the others as well."""
+
+    heads = 4
+
+
+class GPT2WideDropout(GPT2Wide):
+    dropout = 0.2
+
+
+class LlamaWide(Llama):
+    heads = 4
+
+
+class T5Wide(T5):
+    heads = 4
+
+
+class BertWide(Bert):
+    heads = 4
+
+
+class ViTWide(ViT):
+    heads = 4
+
+
+class EncoderWide(Encoder):
+    heads = 4
+
+
+class NanoGPTWide(NanoGPT):
+    heads = 4

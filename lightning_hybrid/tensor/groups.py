@@ -107,7 +107,8 @@ class GroupSearch:
         for part in parts:
             columns, rows = part.group.columns, part.group.rows
             if part.group.role == "column":
-                other, reason = self._best((columns, rows), part.group.origin)
+                reason = self._too_few_heads(columns)
+                other, reason = (None, reason) if reason else self._best((columns, rows), part.group.origin)
             elif part.group.role == "attention":
                 other = next((other for other in attentions if other.group.columns == columns), None)
                 reason = next((self.reasons[name] for name in part.placements if name in self.reasons), "")
@@ -116,6 +117,16 @@ class GroupSearch:
             found += [] if other is None else [other]
             failures += [f"{reason} (tensor ranks times context ranks)"] if other is None else []
         return found, "; ".join(failures)
+
+    def _too_few_heads(self, columns: tuple[str, ...]) -> str:
+        """Why positions cannot be exchanged for heads behind these; key heads fewer than ranks can be repeated."""
+        seen = {fqn: self._found.arrangements[fqn].pieces(self._found.linears[fqn].num_out)[1] for fqn in columns}
+        heads, fqn = max((count or 1, fqn) for fqn, counts in seen.items() for count in counts)
+        return (
+            f"{heads} heads of {fqn} are {NOT_A_MULTIPLE} {self._size} ranks"
+            if heads > 1 and heads % self._size
+            else ""
+        )
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
