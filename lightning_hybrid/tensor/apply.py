@@ -387,6 +387,7 @@ class ShardedUnit:
     ) -> tuple[Tensor, Tensor | None]:
         if self._dealing is not None:
             args, kwargs = self._dealing.shown(fqn, args, kwargs)
+            self._dealing.is_own = False
         ranks = self._all  # those of one axis where no positions are dealt to the other
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):

@@ -8,14 +8,17 @@ import torch
 from lightning.pytorch import Callback
 from living import Living
 from trainer.fitting import Run, assert_parity, fit, fit_reference
-from wider_models import BertWide, EncoderWide, GPT2Wide, LlamaWide, NanoGPTWide, T5Wide, ViTWide
+from wider_models import BertWide, EncoderWide, GPT2Wide, GPT2WideDropout, LlamaWide, NanoGPTWide, T5Wide, ViTWide
 from worlds_plugin import RankError
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.placement import cut
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.positions import Dealt
-from lightning_hybrid.tensor.ranks import GroupRanks, ranks_in
+from lightning_hybrid.tensor.ranks import GroupRanks
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -113,10 +116,10 @@ def test_context_ranks_exchange_positions_for_heads(worlds):
 
 
 class Block(torch.nn.Module):
-    def __init__(self, width=16):
+    def __init__(self, width=16, heads=2):
         super().__init__()
         self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.attn = torch.nn.MultiheadAttention(width, 2, batch_first=True, dropout=0.1)
+        self.attn = torch.nn.MultiheadAttention(width, heads, batch_first=True, dropout=0.1)
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(width, 3 * width), torch.nn.ReLU(), torch.nn.Linear(3 * width, width)
         )
@@ -128,16 +131,17 @@ class Block(torch.nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-DEALT = [{"deal": "tensor"}, {"context": 2}]
+DEALT = [{"size": 2, "deal": "tensor"}, {"size": 1, "context": 2}]
 
 
-def runner_of(unit, args, options):
-    """The unit on both ranks of a world, tensor ranks or context ranks."""
-    size = 1 if "context" in options else 2
+def runner_of(unit, args, size, **options):
+    """The unit on the ranks of a world."""
     plan = plan_unit(unit, args, {}, size, **options)
-    groups = torch.distributed.group.WORLD, None
-    ranks, context = groups if size == 2 else reversed(groups)
-    return ShardedUnit(unit, plan, ranks_in(ranks), context=context, tensors=lambda: local(unit, plan))
+    layout = ParallelLayout(tensor_parallel_size=size, context_parallel_size=options.get("context", 1))
+    mesh = Mesh.build(layout, "cpu")
+    parameters = unit.named_parameters()
+    local = {n: cut(p.detach(), plan.placements[n], mesh.rank_in("tp"), size).requires_grad_() for n, p in parameters}
+    return ShardedUnit(unit, plan, mesh.group("tp"), context=mesh.group("cp"), tensors=lambda: local)
 
 
 def saved_values(_):
@@ -145,21 +149,13 @@ def saved_values(_):
     torch.manual_seed(0)
     unit, x = Block(), torch.randn(2, 31, 16, requires_grad=True)
     found = []
-    for options in ({}, *DEALT):
-        runner = runner_of(unit, (x,), options)
+    for options in ({"size": 2}, *DEALT):
+        runner = runner_of(unit, (x,), **options)
         with Living() as living:
             out = runner.run_sharded(x)
         found.append(living.count(x.untyped_storage().nbytes()))
         out.sum().backward()
     return found
-
-
-def local(unit, plan):
-    from lightning_hybrid.parts.placement import cut
-
-    rank = torch.distributed.get_rank()
-    parameters = unit.named_parameters()
-    return {n: cut(p.detach(), plan.placements[n], rank, 2).requires_grad_() for n, p in parameters}
 
 
 def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
@@ -168,12 +164,12 @@ def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
         assert sequence == context == 2 and tensor >= 6
 
 
-def odd_lengths(_):
+def odd_lengths(dealt):
     """A unit planned at one length runs at others, also with fewer positions than ranks."""
     torch.manual_seed(0)
-    unit = Block().double().eval()
-    for options in DEALT:
-        runner = runner_of(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), options)
+    unit = Block(heads=4).double().eval()
+    for options in dealt:
+        runner = runner_of(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), **options)
         for shape in ((3, 9, 16), (3, 2, 16), (3, 1, 16), (7, 16)):  # the last one without a batch
             x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
             expected = unit(x)
@@ -185,13 +181,42 @@ def odd_lengths(_):
 
 
 def test_sequences_of_any_length(worlds):
-    worlds.run(2, odd_lengths, None)
+    worlds.run(2, odd_lengths, DEALT)
+    worlds.run(4, odd_lengths, [{"size": 2, "context": 2}])
 
 
-def test_dropout_of_own_positions_differs_and_repeats_itself(worlds):
-    run = Run("GPT2Dropout", tp=2, sequence=True)
-    first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
-    [without] = worlds.run(1, fit_reference, Run("GPT2"))
+def dropped(_):
+    """Which features of which positions a rank drops inside of a region, and behind it."""
+    torch.manual_seed(0)
+    unit = Block(heads=4)
+    unit.mlp.insert(2, torch.nn.Dropout(0.5))
+    x = torch.ones(2, 8, 16, requires_grad=True)
+    runner, seen = runner_of(unit, (x,), size=2, context=2), []
+    for module in (unit.mlp[2], unit.dropout):
+        module.p = 0.5
+        module.register_forward_hook(lambda _, args, out: seen.append((out == 0) & (args[0] != 0)))
+    torch.manual_seed(1)
+    runner.run_sharded(x)
+    attention, region, behind = seen
+    assert attention.shape == behind.shape == (2, 4, 16) and region.shape == (2, 4, 24)
+    return region.tolist(), behind.tolist()
+
+
+def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own_behind(worlds):
+    """Ranks are, in order: two tensor ranks of one context rank, and those of the other."""
+    regions, behind = zip(*worlds.run(4, dropped, None), strict=True)
+    assert all(regions[a] != regions[b] for a in range(4) for b in range(a))
+    assert behind[0] == behind[1] != behind[2] == behind[3]
+
+
+@pytest.mark.parametrize(
+    "run", [Run(GPT2WideDropout, tp=2, sequence=True), Run(GPT2WideDropout, tp=2, cp=2)], ids=name_of
+)
+def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
+    first, second = worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, run)
+    [without] = worlds.run(1, fit_reference, replace(run, case=GPT2Wide))
+    for rank in first[1:]:  # what ranks have in common, they drop alike
+        assert all(torch.equal(value, first[0].state[name]) for name, value in rank.state.items())
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one.losses, first[0].losses, strict=True))
