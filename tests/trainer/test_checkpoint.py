@@ -12,7 +12,7 @@ from models import GPT2, Decoder, Layers, Samples, Tied, batch_of, make
 from one_process.in_process import assert_same_gradients
 from torch.utils.data import DataLoader
 from trainer.fitting import trainer_of
-from wider_models import Looped, Mixtral
+from wider_models import GPT2Wide, Looped, Mixtral
 
 from lightning_hybrid import Hybrid3DStrategy
 
@@ -32,12 +32,8 @@ class OwnOptimizer(Tied):
         return [self.own], [torch.optim.lr_scheduler.StepLR(self.own, 1)]
 
 
-class TwoLayers(GPT2):
-    layers = 2
-
-
-MODULES = {"GPT2": TwoLayers, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
-MODULES |= {"Mixtral": Mixtral, "Looped": Looped}
+MODULES = {"GPT2": GPT2, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
+MODULES |= {"Mixtral": Mixtral, "Looped": Looped, "GPT2Wide": GPT2Wide}
 
 
 @dataclass(frozen=True)
@@ -47,16 +43,17 @@ class Layout:
     pp: int | None = None
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world_size(self):
-        return (self.pp or 1) * self.dp * self.tp
+        return (self.pp or 1) * self.dp * self.tp * self.cp
 
     def strategy(self):
         if self.pp is None:
             return None
-        sizes = {"pipeline_parallel_size": self.pp, "tensor_parallel_size": self.tp}
+        sizes = {"pipeline_parallel_size": self.pp, "tensor_parallel_size": self.tp, "context_parallel_size": self.cp}
         return Hybrid3DStrategy(**sizes, num_microbatches=MICROBATCHES, **dict(self.options))
 
 
@@ -69,7 +66,7 @@ def loader_of(module, layout: Layout, trainer) -> DataLoader:
     """Each replica sees every second sample of a batch: the union is the batch that one process sees."""
     sampler = torch.utils.data.DistributedSampler(range(16), layout.dp, 0, shuffle=False) if layout.dp > 1 else None
     if sampler is not None:
-        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) // layout.tp % layout.dp
+        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) // (layout.tp * layout.cp) % layout.dp
     return DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp, sampler=sampler)
 
 

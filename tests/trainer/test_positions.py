@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from living import Living
+from trainer import test_checkpoint as checkpoint
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 from wider_models import BertWide, EncoderWide, GPT2Wide, GPT2WideDropout, LlamaWide, NanoGPTWide, T5Wide, ViTWide
 from worlds_plugin import RankError
@@ -70,6 +71,21 @@ def test_parity(worlds, run):
     assert layers
     for plan in layers.values():
         assert plan.positions is not None, plan.lines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_checkpoint_of_both_is_read_by_other_layouts_and_theirs_by_both(worlds, tmp_path, is_folder):
+    four = checkpoint.Layout(1, tp=2, cp=2, options=(("save_distributed_checkpoint", is_folder),))
+    others = [checkpoint.PP1, replace(checkpoint.TP2, options=four.options)]
+    [(expected, steps)] = worlds.run(1, checkpoint.train, "GPT2Wide", checkpoint.PLAIN, 2)
+    for saved, read in ((four, [four, *others]), (others[1], [four])):
+        path = str(tmp_path / f"{saved.cp}.ckpt")
+        worlds.run(saved.world_size, checkpoint.train, "GPT2Wide", saved, 1, None, path)
+        for layout in read:
+            for state, reached in worlds.run(layout.world_size, checkpoint.train, "GPT2Wide", layout, 2, path):
+                assert reached == steps == 4, layout
+                checkpoint.assert_same_state(state, expected)
 
 
 def count_exchanges(run):
