@@ -194,7 +194,7 @@ class AdaScale(Callback):
         if self._mesh is not None:
             squares = squares.to(self._mesh.device_mesh.device_type)
             self._mesh.all_reduce(squares[0], "data")
-            for axis in ("pp", "tp"):
+            for axis in ("pp", "cp", "tp"):  # each parameter is counted on one of them
                 self._mesh.all_reduce(squares, axis)
         return squares.cpu()
 

@@ -4,6 +4,8 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainer.fitting import Run, assert_parity, fit_reference
+from trainer.fitting import fit as fit_run
 
 import lightning_hybrid
 from lightning_hybrid.callbacks import AdaScale
@@ -69,3 +71,17 @@ def test_gain_over_replicas_and_stages_is_the_same_on_every_rank(worlds):
     for other, others_parameters in results:
         assert other == gains
         torch.testing.assert_close(others_parameters, parameters, rtol=0, atol=0)
+
+
+class Scaled(AdaScale):
+    noted = None
+
+    def __init__(self):
+        super().__init__(scale=2.0, smoothing=0.5)
+
+
+def test_context_ranks_step_alike_with_the_gain_of_one_process(worlds):
+    accumulated = {"accumulate_grad_batches": 2}
+    run = Run("GPT2", cp=2, microbatches=1, num_batches=6, callback=Scaled, trainer=accumulated)
+    [expected] = worlds.run(1, fit_reference, run)
+    assert_parity(worlds.run(2, fit_run, run), expected, run)
