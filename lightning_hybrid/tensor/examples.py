@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.tree import Spec, flatten, unflatten
 
-_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -60,6 +60,7 @@ def make_example(
     runs: Callable[[Example], bool],
     generator: torch.Generator,
     dtype: torch.dtype,
+    least: int = 1,
 ) -> Example | None:
     """An example with small sizes, on which the unit runs.
 
@@ -71,6 +72,7 @@ def make_example(
         runs: Whether the unit runs on an example.
         generator: For the numbers of floating inputs without content.
         dtype: Of floating inputs.
+        least: No size becomes smaller: ranks to which positions are dealt must have one each.
 
     Returns:
         None if the unit does not run on its own inputs.
@@ -88,7 +90,8 @@ def make_example(
         return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
 
     lengths = _lengths(real, weights)
-    primes = [prime for prime in _PRIMES if prime % size and size % prime and prime not in weights] or list(_PRIMES)
+    enough = [prime for prime in _PRIMES if prime >= least] or [*_PRIMES[-1:]]
+    primes = [prime for prime in enough if prime % size and size % prime and prime not in weights] or enough
     numbered = {length: primes[k % len(primes)] for k, length in enumerate(lengths)}
     free = {length: _Resize(numbered[length], _EVERY_DIM) for length in lengths if length not in weights}
     if runs(example(free)):

@@ -60,7 +60,9 @@ def plan_unit(
         raise ValueError(f"tensor_parallel_size={size} and context_parallel_size={context}; they must be at least 1")
     wishes = wishes or Wishes()
     with torch.random.fork_rng(devices=[]):
-        proof = proof_of(unit, example_args, example_kwargs or {}, size, seed, vocabulary, context=context)
+        least = size if deal == "tensor" else 1
+        given = unit, example_args, example_kwargs or {}, size, seed, vocabulary
+        proof = proof_of(*given, context=context, least=least)
         if isinstance(proof, str):
             plan = UnitPlan.whole(unit, size, proof)
         else:

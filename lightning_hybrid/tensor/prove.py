@@ -143,6 +143,7 @@ def proof_of(
     vocabulary: Mapping[str, int] | None = None,
     *,
     context: int = 1,
+    least: int = 1,
 ) -> Proof | str:
     """What plans of a unit are compared with, or why there is nothing.
 
@@ -154,6 +155,7 @@ def proof_of(
         seed: Of the random weights.
         vocabulary: What is cut by its vocabulary: FQN -> dim; each rank is asked for some of its rows.
         context: Number of context ranks.
+        least: Positions that the example has at least.
     """
     if size * context == 1:
         return "there is one tensor rank"
@@ -166,7 +168,7 @@ def proof_of(
         except Exception as error:
             return f"the unit cannot be copied: {type(error).__name__}: {error}"
         runs = partial(_runs, twin, dtype, errors)
-        example = make_example(args, kwargs, twin, size * context, runs, generator, dtype)
+        example = make_example(args, kwargs, twin, size * context, runs, generator, dtype, max(context, least))
         # Code that casts by itself runs in its own dtype alone where nothing watches.
         if example is not None and (dtype is torch.float32 or _runs_by_itself(twin, example, dtype)):
             if vocabulary:
@@ -214,7 +216,8 @@ def prove_again(
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context)
+        least = 1 if plan.positions is None else plan.size  # tensor ranks may be those that have positions
+        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None:
             return None
         num_trials = proof.ranks.num_trials

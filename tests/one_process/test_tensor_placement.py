@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.parts.placement import Piece, Replicated, Shard, cut, join, padded, spread
+from lightning_hybrid.parts.placement import Piece, Replicated, Shard, cut, join, over_two, padded, spread
 
 PLACEMENTS = [
     Replicated(),
@@ -59,3 +59,16 @@ def test_a_placement_of_another_size_is_refused():
         Piece(6, 4)
     with pytest.raises(ValueError, match="3 parts cannot be dealt to 4 ranks"):
         cut(torch.zeros(6), Shard(0, (Piece(6, 3),)), 0, 4)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[1:], ids=str)
+def test_a_cut_over_two_axes_is_one_after_the_other(placement):
+    whole = torch.arange(96.0).view(12, 8)
+    first, second = over_two(placement, 2, 2)
+    parts = [cut(cut(whole, first, rank // 2, 2), second, rank % 2, 2) for rank in range(4)]
+    assert all(torch.equal(part, cut(whole, placement, rank, 4)) for rank, part in enumerate(parts))
+    assert over_two(placement, 1, 4) == (Replicated(), placement)
+
+
+def test_parts_that_two_axes_cannot_make_one_after_the_other():
+    assert over_two(Shard(0, (Piece(12, 3),)), 2, 3) is None

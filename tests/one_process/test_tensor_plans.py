@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from tensor_blocks import BLOCKS, WIDTH, BiasedAttention, FusedAttention, tokens
+from tensor_blocks import BLOCKS, WIDTH, BiasedAttention, Block, FusedAttention, tokens
 from torch import nn
 
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
@@ -194,3 +194,17 @@ def test_examples_without_content_will_do():
     unit = FusedAttention().to("meta")
     plan = plan_unit(unit, (torch.empty(2, 64, WIDTH, device="meta", requires_grad=True),), {}, 2)
     assert shown(plan) == ["c_attn -> c_proj"]
+
+
+@pytest.mark.parametrize("sizes", [{"size": 1, "context": 8}, {"size": 2, "context": 4}], ids=str)
+def test_positions_are_dealt_to_many_ranks(sizes):
+    unit = nn.TransformerEncoderLayer(16, 8, 16, batch_first=True)
+    plan = plan_unit(unit, (tokens(2, 10, 16),), {}, **sizes)
+    assert plan.positions is not None, plan.undealt
+
+
+def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_exchanged():
+    plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=4)
+    assert shown(plan) == EXPECTED["fused"] and plan.positions is None
+    wanted = "4 heads of attn.c_attn are not a multiple of 8 ranks (tensor ranks times context ranks)"
+    assert plan.undealt.startswith(wanted), plan.undealt

@@ -107,3 +107,17 @@ def test_repeated_key_heads_and_norms_on_heads():
     assert plan.summed == ("self_attn.k_norm.weight", "self_attn.q_norm.weight")
     assert plan.shared_pieces == ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
     assert len(plan.groups) == 2
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "Qwen3" else pytest.mark.slow) for name in MODELS]
+)
+def test_positions_are_dealt_to_context_ranks_beside_tensor_ranks(name):
+    """Of Qwen3 two key heads are repeated over context ranks, and norms on heads are summed over both."""
+    model, inputs = MODELS[name]()
+    for unit, args, kwargs in calls_of_units(model, inputs):
+        plan, alone = (plan_unit(unit, args, kwargs, 2, context=context) for context in (2, 1))
+        assert plan.positions is not None, plan.undealt
+        exchanging = [group for group in plan.groups if plan.exchanges(group)]
+        assert 0 < len(exchanging) < max(2, len(plan.groups)), "an MLP exchanges nothing"
+        assert plan.placements == alone.placements and plan.otherwise.groups == alone.groups
