@@ -28,7 +28,8 @@ class Hybrid3DStrategy(SetUpStrategy):
         data_parallel_size: Replicas that see different batches; "auto" takes all ranks that are left.
         tensor_parallel_size: Ranks that share each layer; how layers are cut is found, and proved, at the start.
         pipeline_parallel_size: Ranks that share the layers.
-        context_parallel_size: Ranks that share the positions of each sequence, layer by layer.
+        context_parallel_size: Ranks that share the positions of each sequence, layer by layer; each of them may be
+            several tensor ranks.
         expert_parallel_size: Replicas that share the experts of each layer that has some, and send each other the rows
             of their tokens; divides ``data_parallel_size``.
         expert_chunks: Parts in which the experts of a rank are run, so that rows of one travel while another is

@@ -55,22 +55,27 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
         proof: Of the unit, on tensor ranks times context ranks.
     """
     exchanged = regions.exchanged
-    best = _dealt(unit, plan, regions, exchanged, proof)
-    if isinstance(best, str):
-        reason = f"{regions.unexchanged}; {best}" if regions.unexchanged else best
-        return replace(plan, context=proof.ranks.context, undealt=reason)
-    for part in list(exchanged):
+    tried = [_dealt(unit, plan, regions, exchanged, proof)]
+    for part in list(exchanged) if isinstance(tried[0], UnitPlan) else ():
         if part.group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
         without = _dealt(unit, plan, regions, fewer, proof)
-        if not isinstance(without, str):
-            best, exchanged = without, fewer
-    return best
+        if isinstance(without, UnitPlan):
+            exchanged = fewer
+            tried.append(without)
+    failure = ""
+    for candidate in reversed(tried):
+        wrong = candidate if isinstance(candidate, str) else proof.first_failure(candidate)
+        if isinstance(candidate, UnitPlan) and wrong is None:
+            return candidate
+        failure = failure or str(wrong)
+    reason = f"{regions.unexchanged}; {failure}" if regions.unexchanged else failure
+    return replace(plan, context=proof.ranks.context, undealt=reason)
 
 
 def _dealt(unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[Part], proof: Proof) -> UnitPlan | str:
-    """The plan with these regions exchanged, proved; or what is wrong with it."""
+    """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
     keys = {_key(part) for part in exchanged}
     parts = [part for part in regions.parts if _key(part) not in keys]
@@ -96,7 +101,7 @@ def _dealt(unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[Pa
         notes=plan.notes,
         positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=held),
     )
-    dealt = deal_positions(unit, candidate, proof, "context")
+    dealt = deal_positions(unit, candidate, proof, "context", prove=False)
     if dealt.undealt:
         return dealt.undealt
     return dealt if size == 1 else replace(dealt, otherwise=plan)

@@ -90,18 +90,12 @@ class Proof:
             learning: Whether rules are made on the way.
         """
         expected = self.whole(setting)
+        tolerance = self._tolerance(setting)
         self.cut_outputs, self.relative_error = {}, math.inf
-        tolerance = TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
         try:
             outcomes = self.ranks.run(plan, self.example, setting, learning=learning)
-            for rank, outcome in enumerate(outcomes):
-                if len(outcome.outputs) != len(expected.outputs):
-                    return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
-                self.cut_outputs |= self._cut_outputs(outcome, expected)
-                for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
-                    if (error := difference_of(found, wanted, tolerance)) is not None:
-                        self.relative_error = error.relative
-                        return f"output {place} of rank {rank} in {setting}: {error}"
+            if (wrong := self.outputs_differ(outcomes, setting)) is not None:
+                return wrong
             # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
             for kind in ("grads",) if learning else ("grads", "buffers"):
                 for name, wanted in getattr(expected, kind).items():
@@ -112,6 +106,27 @@ class Proof:
         except TrialFailed as failure:
             return str(failure)
         return None
+
+    def outputs_differ(self, outcomes: list[Outcome], setting: Setting) -> str | None:
+        """What differs first between the outputs of ranks and those of the whole unit, or None if nothing does.
+
+        Args:
+            outcomes: Of a run on all ranks.
+            setting: How it was run.
+        """
+        expected = self.whole(setting)
+        for rank, outcome in enumerate(outcomes):
+            if len(outcome.outputs) != len(expected.outputs):
+                return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
+            self.cut_outputs |= self._cut_outputs(outcome, expected)
+            for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+                if (error := difference_of(found, wanted, self._tolerance(setting))) is not None:
+                    self.relative_error = error.relative
+                    return f"output {place} of rank {rank} in {setting}: {error}"
+        return None
+
+    def _tolerance(self, setting: Setting) -> float:
+        return TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
 
     def _cut_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
         found = {}

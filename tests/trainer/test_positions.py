@@ -125,10 +125,19 @@ def test_a_sum_becomes_a_gathering_and_a_scattering(worlds):
         assert steps == [{"gathered": forward + backward, "exchange": 2 * regions, "all_reduce": 4 + 4}] * 3
 
 
-def test_context_ranks_exchange_positions_for_heads(worlds):
+@pytest.mark.parametrize(
+    ("run", "sums"),
+    [
+        (Run("GPT2", cp=2, microbatches=1), 4),
+        # Two regions of four blocks, forward and backward, and four of what is cut by vocabulary, as above.
+        pytest.param(Run(GPT2Wide, tp=2, cp=2, microbatches=1), 4 + 4 * 2 * 2 + 4, marks=pytest.mark.slow),
+    ],
+    ids=["context", "both"],
+)
+def test_context_ranks_exchange_positions_for_heads(worlds, run, sums):
     """Four attentions: there (queries, keys and values in one) and back, and the same backward."""
-    for steps in worlds.run(2, count_exchanges, Run("GPT2", cp=2, microbatches=1)):
-        assert steps == [{"exchange": 4 * 2 * 2, "gathered": 2, "all_reduce": 4}] * 3
+    for steps in worlds.run(run.world_size, count_exchanges, run):
+        assert steps == [{"exchange": 4 * 2 * 2, "gathered": 2, "all_reduce": sums}] * 3
 
 
 class Block(torch.nn.Module):
