@@ -54,10 +54,12 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
         regions: What it cuts.
         proof: Of the unit, on tensor ranks times context ranks.
     """
-    exchanged = regions.exchanged
+    narrowed = [_narrowed(part, regions.linears, plan.size, proof.ranks.context) for part in regions.exchanged]
+    reasons = [regions.unexchanged, *(found for found in narrowed if isinstance(found, str))]
+    exchanged = [found for found in narrowed if not isinstance(found, str)]
     tried = [_dealt(unit, plan, regions, exchanged, proof)]
-    for part in list(exchanged) if isinstance(tried[0], UnitPlan) else ():
-        if part.group.role == "attention":
+    for part in exchanged if isinstance(tried[0], UnitPlan) else ():
+        if part[0].group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
         without = _dealt(unit, plan, regions, fewer, proof)
@@ -70,24 +72,24 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
         if isinstance(candidate, UnitPlan) and wrong is None:
             return candidate
         failure = failure or str(wrong)
-    reason = f"{regions.unexchanged}; {failure}" if regions.unexchanged else failure
+    reason = "; ".join(dict.fromkeys(word for word in (*reasons, failure) if word))
     return replace(plan, context=proof.ranks.context, undealt=reason)
 
 
-def _dealt(unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[Part], proof: Proof) -> UnitPlan | str:
+# A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut over all of them.
+_Exchanged = tuple[Part, dict[str, Shard], dict[str, Shard]]
+
+
+def _dealt(
+    unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[_Exchanged], proof: Proof
+) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
-    keys = {_key(part) for part in exchanged}
+    keys = {_key(part) for part, _, _ in exchanged}
     parts = [part for part in regions.parts if _key(part) not in keys]
-    features: dict[str, Shard] = {}
-    held: dict[str, Shard] = {}
-    for part in exchanged:
-        narrowed = _narrowed(part, regions.linears, size, context)
-        if isinstance(narrowed, str):
-            return narrowed
-        parts.append(narrowed[0])
-        features |= narrowed[1]
-        held |= narrowed[2]
+    parts += [part for part, _, _ in exchanged]
+    features = {fqn: placement for _, found, _ in exchanged for fqn, placement in found.items()}
+    held = {fqn: placement for _, _, found in exchanged for fqn, placement in found.items()}
     order = list(regions.linears)
     parts.sort(key=lambda part: order.index(part.group.columns[0]) if part.group.columns[0] in order else -1)
     made = plan_of(unit, size, parts, regions.linears, proof.example, regions.reasons)
@@ -124,10 +126,8 @@ def at_rest(placements: Mapping[str, Placement], size: int, context: int) -> dic
     return found
 
 
-def _narrowed(
-    part: Part, linears: Mapping[str, LinearLike], size: int, context: int
-) -> tuple[Part, dict[str, Shard], dict[str, Shard]] | str:
-    """A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut there."""
+def _narrowed(part: Part, linears: Mapping[str, LinearLike], size: int, context: int) -> _Exchanged | str:
+    """A part that exchanges, from how it is cut over all ranks; or why it cannot."""
     placements = at_rest(part.placements, size, context)
     if isinstance(placements, str):
         return placements

@@ -208,3 +208,23 @@ def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_excha
     assert shown(plan) == EXPECTED["fused"] and plan.positions is None
     wanted = "4 heads of attn.c_attn are not a multiple of 8 ranks (tensor ranks times context ranks)"
     assert plan.undealt.startswith(wanted), plan.undealt
+
+
+class WithConvolutions(nn.Module):
+    """An MLP of convolutions, which sees own positions: its features are not in the last dim and cannot be exchanged."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), FusedAttention()
+        self.c1, self.c2 = nn.Conv1d(WIDTH, 48, 1), nn.Conv1d(48, WIDTH, 1)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.c2(torch.relu(self.c1(x.transpose(1, 2)))).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_regions_that_mix_positions_must_be_able_to_exchange_them(size):
+    plan = plan_unit(WithConvolutions(), (tokens(),), {}, size, context=2)
+    assert plan.positions is not None and list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
+    assert shown(plan) == ["attn.c_attn -> attn.c_proj", "c1 -> c2"][:size]
