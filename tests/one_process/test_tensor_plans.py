@@ -211,7 +211,7 @@ def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_excha
 
 
 class WithConvolutions(nn.Module):
-    """An MLP of convolutions, which sees own positions: its features are not in the last dim and cannot be exchanged."""
+    """An MLP of convolutions: its features are not in the last dim and cannot be exchanged, nor need they be."""
 
     def __init__(self):
         super().__init__()
