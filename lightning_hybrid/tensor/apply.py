@@ -55,6 +55,7 @@ def sharded(
     context: dist.ProcessGroup | ExchangingRanks | None = None,
     tensors: Callable[[], Tensors] | None = None,
     around_draw: AroundDraw | None = None,
+    around_own: AroundDraw | None = None,
 ) -> Iterator[ShardedUnit]:
     """Within this context the unit's forward runs sharded.
 
@@ -67,8 +68,11 @@ def sharded(
             out, and by default all, are what the unit itself holds at that time.
         around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the draws
             of the ranks differ. By default each rank has a generator state of its own for these.
+        around_own: The same around draws for a rank's own positions.
     """
-    runner = ShardedUnit(unit, plan, ranks, context=context, tensors=tensors, around_draw=around_draw)
+    runner = ShardedUnit(
+        unit, plan, ranks, context=context, tensors=tensors, around_draw=around_draw, around_own=around_own
+    )
     attributes = unit.__dict__
     had, before = "forward" in attributes, attributes.get("forward")
     attributes["forward"] = runner.run_sharded
@@ -105,7 +109,7 @@ class ShardedUnit:
         around_draw: AroundDraw | None = None,
         around_own: AroundDraw | None = None,
     ) -> None:
-        """See `sharded` for the arguments; ``around_own`` is that around draws for a rank's own positions."""
+        """See `sharded` for the arguments."""
         self._ranks, self._context = ranks_in(ranks), ranks_in(context)
         for planned, found, kind in (
             (plan.size, self._ranks.size, "tensor"),

@@ -24,6 +24,7 @@ from lightning_hybrid.step.exact import Exact
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
 from lightning_hybrid.tensor.dealing import Dealing
+from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.examples import Example
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.watch import RegionWatch
@@ -269,7 +270,13 @@ class TrialRanks:
         for fqn, buffer in self._whole.named_buffers():
             local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: local[fqn] for fqn, p in self._whole.named_parameters() if p.requires_grad}
-        with sharded(unit, plan, ranks, context=context, tensors=lambda: local) as runner:
+        # Nothing is drawn; and threads that ask for torch's generator can wait for each other for ever: who has its
+        # lock waits for the interpreter's if garbage is collected just then.
+        around: AroundDraw = contextlib.nullcontext
+        running = sharded(
+            unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_own=around
+        )
+        with running as runner:
             runner.learning = learning
             try:
                 outcome = _run(unit, example, setting, parameters)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
 from lightning_hybrid.step.exact import random_copy
+from lightning_hybrid.tensor.draws import OwnDraws
 from lightning_hybrid.tensor.examples import make_example
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.prove import Proof
@@ -228,3 +229,15 @@ def test_only_regions_that_mix_positions_must_be_able_to_exchange_them(size):
     plan = plan_unit(WithConvolutions(), (tokens(),), {}, size, context=2)
     assert plan.positions is not None and list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
     assert shown(plan) == ["attn.c_attn -> attn.c_proj", "c1 -> c2"][:size]
+
+
+@pytest.mark.parametrize("sizes", [{"size": 2}, {"size": 2, "context": 2}], ids=str)
+def test_threads_of_a_trial_leave_the_generator_alone(sizes, monkeypatch):
+    """One that has its lock and collects garbage waits for the interpreter's; who has that may wait for the former."""
+
+    def refuse(self):
+        raise AssertionError("the generator's state is asked for")
+
+    monkeypatch.setattr(OwnDraws, "__call__", refuse)
+    plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, **sizes)
+    assert shown(plan) == EXPECTED["fused"] and (plan.positions is not None) == ("context" in sizes)
