@@ -57,7 +57,7 @@ FOUR = {"tp": 2, "cp": 2}
 BOTH = [
     Run(GPT2Wide, **FOUR, validate=True, trainer={"gradient_clip_val": 0.05}),
     Run(LlamaWide, **FOUR, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"}),
-    Run(EncoderWide, **FOUR, microbatches=1),
+    *slow(Run(EncoderWide, **FOUR, microbatches=1)),
     *slow(Run(BertWide, **FOUR), Run(T5Wide, **FOUR), Run(ViTWide, **FOUR), Run(NanoGPTWide, **FOUR)),
     *slow(Run(GPT2Wide, pp=2, **FOUR), Run(LlamaWide, pp=2, **FOUR), Run(EncoderWide, pp=2, **FOUR)),
     *slow(Run(BertWide, dp=2, **FOUR), Run(LlamaWide, dp=2, **FOUR, strategy={"zero_stage": 1})),
@@ -235,7 +235,9 @@ def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own
 
 
 @pytest.mark.parametrize(
-    "run", [Run(GPT2WideDropout, tp=2, sequence=True), Run(GPT2WideDropout, tp=2, cp=2)], ids=name_of
+    "run",
+    [Run(GPT2WideDropout, tp=2, sequence=True), *slow(Run(GPT2WideDropout, **FOUR))],
+    ids=name_of,
 )
 def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
     first, second = worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, run)
