@@ -145,9 +145,14 @@ def _summed(plan: UnitPlan, outcomes: list[Outcome], proof: Proof) -> tuple[str,
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
     found = []
     for name, wanted in proof.whole(proof.first).grads.items():
-        if name not in plan.placements:  # an input
-            continue
         each = joined(outcomes, plan, name, "grads")
+        if name not in plan.placements:  # an input, of which each rank must have all of the gradient
+            error = next(
+                (error for grad in each if (error := difference_of(grad, wanted, tolerance)) is not None), None
+            )
+            if error is not None:
+                return f"gradient of {name}: {error}"
+            continue
         if plan.context > 1:
             each = each[: plan.context]  # tensor ranks have the same
         elif not isinstance(plan.placements[name], Replicated) or name in plan.summed:
