@@ -147,11 +147,9 @@ def _summed(plan: UnitPlan, outcomes: list[Outcome], proof: Proof) -> tuple[str,
     for name, wanted in proof.whole(proof.first).grads.items():
         each = joined(outcomes, plan, name, "grads")
         if name not in plan.placements:  # an input, of which each rank must have all of the gradient
-            error = next(
-                (error for grad in each if (error := difference_of(grad, wanted, tolerance)) is not None), None
-            )
-            if error is not None:
-                return f"gradient of {name}: {error}"
+            errors = [difference_of(grad, wanted, tolerance) for grad in each]
+            if wrong := next((error for error in errors if error is not None), None):
+                return f"gradient of {name}: {wrong}"
             continue
         if plan.context > 1:
             each = each[: plan.context]  # tensor ranks have the same
