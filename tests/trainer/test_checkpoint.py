@@ -32,7 +32,11 @@ class OwnOptimizer(Tied):
         return [self.own], [torch.optim.lr_scheduler.StepLR(self.own, 1)]
 
 
-MODULES = {"GPT2": GPT2, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
+class TwoLayers(GPT2):
+    layers = 2
+
+
+MODULES = {"GPT2": TwoLayers, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
 MODULES |= {"Mixtral": Mixtral, "Looped": Looped, "GPT2Wide": GPT2Wide}
 
 
