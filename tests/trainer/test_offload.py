@@ -67,24 +67,28 @@ def test_parameters_in_a_file(worlds, tmp_path, run):
     assert not os.listdir(tmp_path / "p"), "files are left behind"
 
 
-class ResidentParameters(Callback):
-    """The most bytes of parameters in files that are in memory when some of them are let go."""
+class CountsResident(Callback):
+    """The most bytes of a file that are in memory when some of them are let go, those of its largest layer, and all."""
 
     noted = None
 
-    def on_train_start(self, trainer, pl_module):
-        regions = set(trainer.strategy._zero.regions.values())
-        [file] = {region.file for region in regions}
-        assert file.resident_bytes() == 0
+    def count(self, file):
         let_go, most = file.let_go, 0
 
-        def counted(number):
+        def counted(region):
             nonlocal most
             most = max(most, file.resident_bytes())
-            let_go(number)
+            let_go(region)
             self.noted = most, max(length for _, length in file._regions), file.nbytes
 
         file.let_go = counted
+
+
+class ResidentParameters(CountsResident):
+    def on_train_start(self, trainer, pl_module):
+        [file] = {region.file for region in trainer.strategy._zero.regions.values()}
+        assert file.resident_bytes() == 0
+        self.count(file)
 
     def on_train_batch_end(self, trainer, *_):
         assert {region.file.resident_bytes() for region in trainer.strategy._zero.regions.values()} == {0}
@@ -112,27 +116,14 @@ def test_parameters_whose_file_was_cut_off_stop_the_step(worlds, tmp_path):
         worlds.run(2, fit, run)
 
 
-class Resident(Callback):
-    """The most bytes of the file that are in memory while an optimizer steps, and those of its largest layers."""
-
-    noted = None
-
+class ResidentStates(CountsResident):
     def on_train_start(self, trainer, pl_module):
         [offloaded] = trainer.strategy._offloaded
-        file, most = offloaded.file, 0
-        let_go = file.let_go
-
-        def counted(region):
-            nonlocal most
-            most = max(most, file.resident_bytes())
-            let_go(region)
-            self.noted = most, max(length for _, length in file._regions), file.nbytes
-
-        file.let_go = counted
+        self.count(offloaded.file)
 
 
 def test_two_layers_at_most_are_in_memory(worlds, tmp_path):
-    run = Run("Layers", num_batches=3, microbatches=1, change=wider, callback=Resident)
+    run = Run("Layers", num_batches=3, microbatches=1, change=wider, callback=ResidentStates)
     [rank] = worlds.run(1, fit, with_offload(run, f"disk:{tmp_path}"))
     most, layer, whole = rank.extra
     assert 0 < most <= 2 * layer < whole / 2
