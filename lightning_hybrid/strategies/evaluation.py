@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline.exchange import RanksDisagree
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
+_JOINT = "_joint_results"  # on a loop; its hooks are wrapped by others too
 
 
 def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
@@ -48,6 +49,7 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
             vars(loop).pop("_store_dataloader_outputs", None)
             vars(loop).pop("on_run_end", None)
             vars(loop).pop("on_run_start", None)
+            vars(loop).pop(_JOINT, None)
 
     undo()  # what a run that was cut short left behind
     connector._resolve_sampler = partial(_sampler_of_replica, connector._resolve_sampler)
@@ -56,6 +58,7 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
         loop._store_dataloader_outputs = joint.store
         loop.on_run_end = joint.end
         loop.on_run_start = joint.begin
+        vars(loop)[_JOINT] = joint
     return undo
 
 
@@ -69,8 +72,8 @@ def alone_in_this_batch(trainer: Any) -> str | None:
         A sentence, or None if all replicas have such a batch, or it is not known how many they have.
     """
     loop = trainer._active_loop
-    begun = vars(loop).get("on_run_start")
-    counts: list[list[float]] = getattr(getattr(begun, "__self__", None), "counts", [])
+    joint: _JointResults | None = vars(loop).get(_JOINT)
+    counts = [] if joint is None else joint.counts
     loader = loop._results.dataloader_idx or 0
     if not counts or any(loader >= len(each) for each in counts):
         return None

@@ -80,6 +80,7 @@ class ZeroSharding:
         self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
         self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
+        self._files = {group.region.file for group in self._all if group.region is not None}
         self._queue: list[ParameterGroup] = []  # of the armed backward, in the order of their reductions
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
         self._seen: set[int] = set()
@@ -105,7 +106,7 @@ class ZeroSharding:
     @contextlib.contextmanager
     def step(self, *, trains: bool) -> Iterator[None]:
         """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation."""
-        for file in {id(region.file): region.file for region in self.regions.values()}.values():
+        for file in self._files:
             file.check()
         if trains:
             self._agree()

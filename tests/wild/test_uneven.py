@@ -269,6 +269,22 @@ def test_collectives_in_a_batch_that_another_replica_lacks_are_refused(worlds, p
     assert any("batch 2 of loader 0 is evaluated, but the replicas have [3, 2] batches" in m for m in messages)
 
 
+def fit_with_zero():
+    ignore_warnings()
+    data = regression_data(num_val=8)
+    stream = DataLoader(Known(data["val_dataloaders"].dataset, (5, 3)), batch_size=2)
+    trainer = trainer_of(2, 1, strategy_options={"zero_stage": 1}, num_sanity_val_steps=0)
+    try:
+        trainer.fit(SumsByHand().double(), data["train_dataloaders"], stream)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_such_collectives_are_refused_beside_zero(worlds):
+    assert any("the replicas have [3, 2] batches" in message for message in worlds.run(2, fit_with_zero, timeout=40))
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_collectives_in_batches_that_all_replicas_have(worlds, pp):
     for found, *_ in worlds.run(2 * pp, evaluate, SumsByHand, (4, 3), pp, num_devices=2 * pp, known=True):
