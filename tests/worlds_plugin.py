@@ -266,6 +266,8 @@ def start_server() -> None:
     context.set_forkserver_preload(PRELOADED)
     # OpenMP reads its variable once, when torch is loaded; gloo would listen on the interface of the host's name.
     needed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    # Some Pythons load the modules before they know the path that they are told, and pass over what they do not find.
+    needed["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     before = {name: os.environ.get(name) for name in needed}
     os.environ.update(needed)
     try:
