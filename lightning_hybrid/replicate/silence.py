@@ -39,12 +39,12 @@ _COLLECTIVES = (
 
 @contextlib.contextmanager
 def refused_communication(
-    error: Callable[[str], Exception], groups: Collection[dist.ProcessGroup] | None = None
+    error: Callable[[str], Exception | None], groups: Collection[dist.ProcessGroup] | None = None
 ) -> Iterator[None]:
     """Refuse to talk to other ranks inside.
 
     Args:
-        error: Makes the exception, given the name of what was called.
+        error: Makes the exception, given the name of what was called; None lets the call pass.
         groups: Over which nothing may be said; None for all of more than one rank.
 
     Raises:
@@ -57,9 +57,11 @@ def refused_communication(
 
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.size() == 1 or (names is not None and self.group_name not in names):
-                return original(self, *args, **kwargs)
-            raise error(name)
+            if self.size() > 1 and (names is None or self.group_name in names):
+                refusal = error(name)
+                if refusal is not None:
+                    raise refusal
+            return original(self, *args, **kwargs)
 
         return call
 

@@ -6,32 +6,40 @@ kept per replica, and reduced once, when all of them have come to the end of a l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.exchange import RanksDisagree
+from lightning_hybrid.replicate.silence import refused_communication
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
+_LONGEST_PAUSE_SECONDS = 0.05
 _JOINT = "_joint_results"  # on a loop; its hooks are wrapped by others too
 
 
-def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
+def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bool]) -> Callable[[], None]:
     """Let the trainer's validation and test see every sample once, whatever the number of replicas.
 
     Args:
         trainer: About to set up its loops.
         mesh: The ranks.
+        is_over: Whether a rank has failed; then nobody is waited for.
 
     Returns:
         What undoes it.
@@ -53,8 +61,9 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
 
     undo()  # what a run that was cut short left behind
     connector._resolve_sampler = partial(_sampler_of_replica, connector._resolve_sampler)
+    arrivals = _Arrivals(mesh, is_over)
     for loop in loops:
-        joint = _JointResults(trainer, loop, mesh)
+        joint = _JointResults(trainer, loop, mesh, arrivals)
         loop._store_dataloader_outputs = joint.store
         loop.on_run_end = joint.end
         loop.on_run_start = joint.begin
@@ -62,29 +71,47 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh) -> Callable[[], None]:
     return undo
 
 
-def alone_in_this_batch(trainer: Any) -> str | None:
-    """Why no replica would answer: the batch that is evaluated now is one that some of them do not have.
+def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
+    """Where a step may ask other replicas: in batches that all of them have; in another one nobody would answer.
 
     Args:
         trainer: That runs a step of validation or test.
+        mesh: The ranks.
+        step: Name of the step, for the message.
 
-    Returns:
-        A sentence, or None if all replicas have such a batch, or it is not known how many they have.
+    Raises:
+        RanksDisagree: Inside, where the step communicates in a batch that some replicas do not have.
     """
     loop = trainer._active_loop
     joint: _JointResults | None = vars(loop).get(_JOINT)
-    counts = [] if joint is None else joint.counts
-    loader = loop._results.dataloader_idx or 0
-    if not counts or any(loader >= len(each) for each in counts):
-        return None
-    batches = [each[loader] for each in counts]
-    batch = loop.batch_progress.current.ready - 1
-    if batch < min(batches) or not loop._is_sequential:
-        return None
-    return (
-        f"batch {batch} of loader {loader} is evaluated, but the replicas have {batches} batches, as each sample is"
-        " evaluated once: those without this batch would be waited for"
-    )
+    if joint is None or not joint.counts or not loop._is_sequential:  # steps are recorded before a loop has loaders
+        return nullcontext()
+    loader, batch = loop._results.dataloader_idx or 0, joint.batches_read - 1
+    if any(loader >= len(each) for each in joint.counts):
+        return nullcontext()
+    counts = [each[loader] for each in joint.counts]
+    if batch < min(counts) and math.inf not in counts:
+        return nullcontext()
+    met = False
+
+    def refusal(called: str) -> RanksDisagree | None:
+        nonlocal counts, met
+        if math.inf in counts and not met:
+            counts = joint.meet(loader, batch)
+            met = True  # once per batch
+        if batch < min(counts):
+            return None
+        batches = [has if has < math.inf else "more" for has in counts]
+        return RanksDisagree(
+            f"{step} communicates with other replicas ({called}) while batch {batch} of loader {loader} is evaluated,"
+            f" but the replicas have {batches} batches, as each sample is evaluated once: those without this batch"
+            " would be waited for; log with self.log or a torchmetrics object, which are joined at the end, gather in"
+            " on_validation_epoch_end, or give every replica as many batches"
+        )
+
+    world = dist.group.WORLD
+    assert world is not None
+    return refused_communication(refusal, [mesh.group("data"), world])
 
 
 class _KeptBatchSampler(BatchSampler):
@@ -132,29 +159,48 @@ class _Part:
 class _JointResults:
     """The results of one evaluation loop, joined over the replicas loader by loader."""
 
-    def __init__(self, trainer: Any, loop: Any, mesh: Mesh) -> None:
+    def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _Arrivals) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
-        self.counts: list[list[float]] = []  # batches that each replica has, by loader
+        self._arrivals, self._read_before = arrivals, 0
+        self.counts: list[list[float]] = []  # batches that each replica has, by loader; inf where that is not known
 
     def begin(self) -> None:
         """Before Lightning's own: say how many batches there are."""
+        loaders = zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True)
+        mine = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
         self.counts = [[] for _ in range(self._mesh.size("data"))]
-        dist.all_gather_object(self.counts, list(self._loop.max_batches), group=self._mesh.group("data"))
+        dist.all_gather_object(self.counts, mine, group=self._mesh.group("data"))
+        self._arrivals.begin()
+        self._read_before = self._loop.batch_progress.current.ready
         type(self._loop).on_run_start(self._loop)
+
+    @property
+    def batches_read(self) -> int:
+        """Of the loader that is read now; Lightning counts those of all loaders together."""
+        read: int = self._loop.batch_progress.current.ready - self._read_before
+        return read
+
+    def meet(self, loader: int, batch: int) -> list[float]:
+        """Wait until each replica has come to a batch, or to the end of its loader; how many batches each has."""
+        counts = [each[loader] for each in self.counts]
+        return self._arrivals.meet(loader, batch, counts)
 
     def store(self) -> None:
         """In place of Lightning's own, which computes what a loader's steps logged once it has been read."""
-        self._store_up_to(self._loop._results.dataloader_idx or 0)
+        read, self._read_before = self.batches_read, self._loop.batch_progress.current.ready
+        self._store_up_to(self._loop._results.dataloader_idx or 0, read)
 
     def end(self) -> Any:
         """Before Lightning's own."""
-        self._store_up_to(self._loop.num_dataloaders - 1 if self._loop._is_sequential else 0)
+        self._store_up_to(self._loop.num_dataloaders - 1 if self._loop._is_sequential else 0, 0)
         return type(self._loop).on_run_end(self._loop)
 
-    def _store_up_to(self, loader: int) -> None:
+    def _store_up_to(self, loader: int, read: int) -> None:
         """Lightning never speaks of a loader that is empty for this replica; the others still wait for it there."""
         results, many = self._loop._results, self._loop._is_sequential and self._loop.num_dataloaders > 1
         for index in range(len(self._loop._logged_outputs), loader + 1):
+            if any(each[index] == math.inf for each in self.counts):
+                self._arrivals.end(index, read if index == loader else 0)
             results.dataloader_idx = index if many else None
             self._join(index)
             type(self._loop)._store_dataloader_outputs(self._loop)
@@ -188,6 +234,59 @@ class _JointResults:
         meta = _Metadata(**part.meta)
         meta.sync = _Sync(fn=self._trainer.strategy.reduce)
         return _ResultMetric(meta, is_tensor=True).to(self._trainer.strategy.root_device)
+
+
+class _Arrivals:
+    """How far replicas are in loaders that do not say how long they are, told through the store by which they met.
+
+    Nobody waits for it but a step that is about to ask the others.
+    """
+
+    def __init__(self, mesh: Mesh, is_over: Callable[[], bool]) -> None:
+        self._mesh, self._is_over = mesh, is_over
+        self._store = dist.distributed_c10d._get_default_store()
+        self._prefix = f"hybrid3d/evaluated-{self._store.add(f'hybrid3d/evaluated-by-rank-{mesh.rank}', 1)}/"
+        self._evaluation = 0
+
+    def begin(self) -> None:
+        """All replicas begin an evaluation."""
+        self._evaluation += 1
+
+    def end(self, loader: int, count: int) -> None:
+        """This replica has read a loader to its end."""
+        self._tell(f"end-{loader}", count)
+
+    def meet(self, loader: int, batch: int, counts: Sequence[float]) -> list[float]:
+        """Wait until each replica has come to a batch of a loader, or to its end; how many batches each has by now."""
+        self._tell(f"at-{loader}", batch)
+        found = list(counts)
+        ranks = dist.get_process_group_ranks(self._mesh.group("data"))
+        waited_for = [place for place, count in enumerate(counts) if count == math.inf]
+        pause = 0.001
+        while waited_for and not self._is_over():
+            for place in list(waited_for):
+                end = self._told(f"end-{loader}", ranks[place])
+                if end is not None:
+                    found[place] = end
+                at = self._told(f"at-{loader}", ranks[place])
+                if end is not None or (at is not None and at >= batch):
+                    waited_for.remove(place)
+            if waited_for:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return found
+
+    def _tell(self, what: str, number: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            self._store.set(f"{self._prefix}{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
+
+    def _told(self, what: str, rank: int) -> int | None:
+        """What a rank has said in this evaluation."""
+        key = f"{self._prefix}{what}-{rank}"
+        if not self._store.check([key]):
+            return None
+        evaluation, number = map(int, self._store.get(key).split())
+        return number if evaluation == self._evaluation else None
 
 
 def _part_of(metric: _ResultMetric) -> _Part:

@@ -195,8 +195,13 @@ class MeshStrategy(ParallelStrategy):
         self._user_world = UserWorld(self._mesh)
         self._stop_showing = self._user_world.show_to_hooks(self.lightning_module.trainer)
         self._changed_loops.close()
-        self._changed_loops.callback(evaluate_each_sample_once(self.lightning_module.trainer, self._mesh))
-        self._changed_loops.callback(allow_skipped_steps(self.lightning_module.trainer))
+        trainer = self.lightning_module.trainer
+        self._changed_loops.callback(evaluate_each_sample_once(trainer, self._mesh, self._has_failed))
+        self._changed_loops.callback(allow_skipped_steps(trainer))
+
+    def _has_failed(self) -> bool:
+        """Whether a rank of this run is known to have failed."""
+        return False
 
     def teardown(self) -> None:
         """Leave the trainer's loops as they were, and its hooks with the launcher's world."""

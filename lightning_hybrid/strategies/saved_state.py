@@ -88,6 +88,9 @@ class StagedStrategy(MeshStrategy):
     def _cut_off(self) -> bool:
         return self._failures is not None and self._failures.cut_off
 
+    def _has_failed(self) -> bool:
+        return self._failures is not None and self._failures.any_reported()
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, unless one of them has failed and will not come."""
         if not self._cut_off:

@@ -9,27 +9,24 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.pipeline.deposit import Deposit
-from lightning_hybrid.pipeline.exchange import RanksDisagree
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
-from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
-from lightning_hybrid.strategies.evaluation import alone_in_this_batch
+from lightning_hybrid.strategies.evaluation import asked_in_common_batches
 from lightning_hybrid.strategies.gradients import Reducers
 from lightning_hybrid.strategies.saved_folders import FolderStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
@@ -267,19 +264,7 @@ class SteppingStrategy(FolderStrategy):
     def _among_others(self, name: str) -> AbstractContextManager[None]:
         """In a batch of an evaluation that other replicas do not have, asking them is an error: they never answer."""
         evaluates = name in ("validation_step", "test_step") and self.mesh.size("data") > 1
-        why = alone_in_this_batch(self._trainer) if evaluates else None
-        if why is None:
-            return nullcontext()
-        world = dist.group.WORLD
-        assert world is not None
-        return refused_communication(
-            lambda called: RanksDisagree(
-                f"{name} communicates with other replicas ({called}) while {why}; log with self.log or a torchmetrics"
-                " object, which are joined at the end, gather in on_validation_epoch_end, or give every replica as"
-                " many batches"
-            ),
-            [self.mesh.group("data"), world],
-        )
+        return asked_in_common_batches(self._trainer, self.mesh, name) if evaluates else nullcontext()
 
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
         module = self.lightning_module

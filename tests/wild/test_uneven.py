@@ -254,7 +254,7 @@ def test_gathering_uneven_batches_is_refused(worlds):
 class SumsByHand(Regression):
     """A collective in every step; replicas have as many batches or they have not."""
 
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x, y = batch
         error = (self(x) - y).abs().sum().detach()
         torch.distributed.all_reduce(error)
@@ -267,6 +267,13 @@ def test_collectives_in_a_batch_that_another_replica_lacks_are_refused(worlds, p
     messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, num_devices=2 * pp, known=True)
     assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
     assert any("batch 2 of loader 0 is evaluated, but the replicas have [3, 2] batches" in m for m in messages)
+
+
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_such_collectives_are_refused_where_loaders_do_not_say_how_long_they_are(worlds, pp):
+    messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, "validate", 2, num_devices=2 * pp)
+    assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
+    assert any("batch 2 of loader 0 is evaluated, but the replicas have ['more', 2] batches" in m for m in messages)
 
 
 def fit_with_zero():
@@ -285,10 +292,13 @@ def test_such_collectives_are_refused_beside_zero(worlds):
     assert any("the replicas have [3, 2] batches" in message for message in worlds.run(2, fit_with_zero, timeout=40))
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_collectives_in_batches_that_all_replicas_have(worlds, pp):
-    for found, *_ in worlds.run(2 * pp, evaluate, SumsByHand, (4, 3), pp, num_devices=2 * pp, known=True):
-        assert found[0]["val_loss"] > 0
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("pp", "loaders"), [(1, 2), (2, 1)])
+def test_collectives_in_batches_that_all_replicas_have(worlds, pp, loaders, known):
+    settings = {"num_devices": 2 * pp, "known": known}
+    for found, *_ in worlds.run(2 * pp, evaluate, SumsByHand, (4, 3), pp, "validate", loaders, **settings):
+        assert len(found) == loaders
+        assert all(value > 0 for each in found for value in each.values())
 
 
 def of_13():
