@@ -6,9 +6,12 @@ shows (a unit that dominates its stage, or one whose parameters are read around 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from torch import nn
+
+from lightning_hybrid.step.absent import WHOLE_SHAPE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
 
@@ -55,7 +58,8 @@ def can_open(module: nn.Module) -> bool:
 
 
 def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Elements of the whole parameters, whatever part of them this rank holds: all ranks choose the same units."""
+    return sum(math.prod(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)) for parameter in module.parameters())
 
 
 def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
