@@ -26,6 +26,10 @@ def zero(stage, case="GPT2", *, per_layer=False, slow=False, **options):
     return pytest.param(run, marks=pytest.mark.slow) if slow else run
 
 
+def by_sgd(module):
+    module.optimizer = "sgd"
+
+
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 EACH = {"per_layer": True}
 SHARDS_OF_2 = {"dp": 4, "strategy": {"zero_stage": 3, "reshard_after_forward": True, "shard_size": 2}}
@@ -57,7 +61,7 @@ RUNS = {
     "dear operations kept, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
     "dealt positions": zero(3, tp=2, sequence=True, slow=True, **EACH),
     "context": zero(3, cp=2, slow=True),
-    "SGD": zero(3, trainer=CLIPPED, change=lambda module: setattr(module, "optimizer", "sgd"), slow=True),
+    "SGD": zero(3, trainer=CLIPPED, change=by_sgd, slow=True),
 }
 
 
