@@ -72,12 +72,12 @@ class ParallelLayout:
                 f"which expert_parallel_size={self.expert_parallel_size} does not divide; "
                 f"set expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
             )
-        fewer, more = sorted((self.data_shard_size, self.expert_parallel_size))
+        fewer, more = sorted((self.data_shard_size, self.expert_replicas))
         if more % fewer:
             raise LayoutError(
-                f"shards of {self.data_shard_size} replicas and experts over expert_parallel_size="
-                f"{self.expert_parallel_size} of them do not fit each other; set one to a multiple of the other, such "
-                f"as expert_parallel_size={math.gcd(fewer, more)}"
+                f"shards of {self.data_shard_size} replicas and experts over {self.expert_replicas} of them "
+                f"(expert_parallel_size={self.expert_parallel_size}) do not fit each other; set one to a multiple of "
+                f"the other, such as expert_parallel_size={math.gcd(fewer, more) * self.expert_contexts}"
             )
 
     @classmethod
@@ -158,6 +158,16 @@ class ParallelLayout:
     def data_parallel_size(self) -> int:
         """The number of different batches per step: replicate x shard."""
         return self.data_replicate_size * self.data_shard_size
+
+    @property
+    def expert_contexts(self) -> int:
+        """Of the ranks that share experts, how many have positions of the same sequences: as many as possible."""
+        return math.gcd(self.context_parallel_size, self.expert_parallel_size)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Of the ranks that share experts, how many see different batches."""
+        return self.expert_parallel_size // self.expert_contexts
 
     @property
     def world_size(self) -> int:

@@ -1,14 +1,15 @@
 """The one place that makes process groups: a `ParallelLayout` becomes one `DeviceMesh`.
 
 Every other file names an axis and asks here for its group, its size, or a reduction over it. Besides the five axes of
-the layout there are four flattened ones:
+the layout there are five flattened ones:
 
     data     dp_replicate x dp_shard: ranks that see different batches
     replica  pp x cp x tp: ranks that hold parts of one copy of the model and see the same batch
-    parts    dp_shard x tp: ranks that hold parts of the same parameters
+    parts    dp_shard x tp: ranks that hold parts of the same parameters, context ranks apart
+    holders  the same with context ranks, where these hold parts too
     world    all ranks
 
-Experts are laid over the data axes, so that a second look at the same ranks is needed:
+Experts are laid over the data and context axes, so that a second look at the same ranks is needed:
 
     data ranks              0   1   2   3   4   5   6   7       expert_parallel_size=2, shards of 4
     ep                     (0   1) (2   3) (4   5) (6   7)      share the experts
@@ -16,12 +17,13 @@ Experts are laid over the data axes, so that a second look at the same ranks is 
     ep_shard               (0   2) (1   3) (4   6) (5   7)      of these, those of one shard (ZeRO)
     ep_outer               (0   4) (1   5) (2   6) (3   7)      of these, those of other shards
 
-Where more ranks share experts than share a shard, `parts` is ep x tp.
+Context ranks share them first, being neighbours, and data ranks what is left: of expert_parallel_size=4 with
+context_parallel_size=2 each group is 2 data ranks x 2 context ranks. Where more data ranks share experts than share a
+shard, `parts` is these x tp.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,17 +90,12 @@ class Mesh:
                 f"layout needs {'*'.join(AXES)} = {sizes} = {layout.world_size} ranks but the world has "
                 f"{dist.get_world_size()}; set devices={layout.world_size} or change the layout's sizes"
             )
-        if layout.data_parallel_size % layout.expert_parallel_size:
-            raise LayoutError(
-                f"expert_parallel_size={layout.expert_parallel_size} is no divisor of data_parallel_size="
-                f"{layout.data_parallel_size}, and experts are not laid over context ranks yet; set "
-                f"expert_parallel_size={math.gcd(layout.data_parallel_size, layout.expert_parallel_size)}"
-            )
         end_after_gloo()
         device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
         submeshes = {axis: device_mesh[axis] for axis in AXES}
         submeshes |= {name: _flatten(device_mesh, name, axes) for name, axes in FLATTENED.items()}
         submeshes |= _expert_view(layout, device_mesh)
+        submeshes.setdefault("holders", submeshes["parts"])
         if dist.get_backend() != "gloo":
             _connect(submeshes.values(), device_type)
         rank = dist.get_rank()
@@ -156,20 +153,24 @@ class Mesh:
         """Where this rank is along the axes of parameters, by what they consist of.
 
         Ranks of a shard and ranks that share experts are the same ranks in part: the smaller group runs along "inner",
-        the larger one along "inner" and "outer".
+        the larger one along "inner" and "outer"; and so do context ranks that share experts, and all of them, along
+        "cp_inner" and "cp_outer".
 
         Args:
             axis: "tp", "cp", "dp_shard", "ep" or "ep_shard".
         """
-        if axis in ("tp", "cp"):
+        if axis == "tp":
             return {axis: self.rank_in(axis)}
-        sizes = self.layout.data_shard_size, self.layout.expert_parallel_size
+        cp_outer, cp_inner = divmod(self.rank_in("cp"), self.layout.expert_contexts)
+        if axis == "cp":
+            return {"cp_inner": cp_inner, "cp_outer": cp_outer}
+        sizes = self.layout.data_shard_size, self.layout.expert_replicas
         outer, inner = divmod(self.layout.data_rank(self.rank) % max(sizes), min(sizes))
-        both = {"inner": inner, "outer": outer}
         if axis == "ep_shard":
             return {"outer": outer}
         size = sizes[0] if axis == "dp_shard" else sizes[1]
-        return both if size == max(sizes) else {"inner": inner}
+        found = {"inner": inner, "outer": outer} if size == max(sizes) else {"inner": inner}
+        return found | ({"cp_inner": cp_inner} if axis == "ep" else {})
 
     def further_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """A further group of all ranks, over gloo, for a thread beside the training; collective.
@@ -203,19 +204,27 @@ class Mesh:
 
 
 def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, DeviceMesh]:
-    """The axes of experts, if ranks share them, and `parts` where more ranks share experts than share a shard."""
-    size, shard = layout.expert_parallel_size, layout.data_shard_size
-    if size == 1:
+    """The axes of experts, if ranks share them; and the others that are larger for it."""
+    if layout.expert_parallel_size == 1:
         return {}
-    inside = max(1, shard // size)
+    size, contexts = layout.expert_replicas, layout.expert_contexts
+    inside = max(1, layout.data_shard_size // size)
     data = layout.data_parallel_size // (size * inside), inside, size
-    view = layout.pipeline_parallel_size, *data, layout.context_parallel_size, layout.tensor_parallel_size
-    names = ("pp", "ep_outer", "ep_shard", "ep", "cp", "tp")
+    context = layout.context_parallel_size // contexts, contexts
+    view = layout.pipeline_parallel_size, *data, *context, layout.tensor_parallel_size
+    names = ("pp", "ep_outer_data", "ep_shard", "ep_data", "ep_outer_cp", "ep_cp", "tp")
     experts = DeviceMesh(device_mesh.device_type, device_mesh.mesh.reshape(view), mesh_dim_names=names)
-    found = {axis: experts[axis] for axis in ("ep_outer", "ep_shard", "ep")}
-    found["ep_replicate"] = _flatten(experts, "ep_replicate", ("ep_outer", "ep_shard"))
-    if size > shard:
-        found["parts"] = _flatten(experts, "ep_parts", ("ep", "tp"))
+    found = {
+        "ep": _flatten(experts, "ep", ("ep_data", "ep_cp")),
+        "ep_shard": experts["ep_shard"],
+        "ep_outer": _flatten(experts, "ep_outer", ("ep_outer_data", "ep_outer_cp")),
+        "ep_replicate": _flatten(experts, "ep_replicate", ("ep_outer_data", "ep_shard", "ep_outer_cp")),
+    }
+    parts = ("ep_shard", "ep_data", "tp") if inside > 1 else ("ep_data", "tp")
+    if size > layout.data_shard_size:
+        found["parts"] = _flatten(experts, "ep_parts", parts)
+    if contexts > 1:
+        found["holders"] = _flatten(experts, "ep_holders", (*parts[:-1], "ep_cp", "tp"))
     return found
 
 

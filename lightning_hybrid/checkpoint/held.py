@@ -109,6 +109,8 @@ def deal(held: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
 
 def _place(mesh: Mesh, axis: str) -> tuple[int, int]:
     """How many ranks along an axis have the same, context ranks among them, and which of them this one is."""
+    if axis.startswith("ep_"):  # context ranks that have other experts are not among them, and the others are
+        return mesh.size(axis), mesh.rank_in(axis)
     return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,22 @@ def placements_of(
     return found
 
 
+class ContextRows(Protocol):
+    """Context ranks that share experts, whose layers see rows of their own positions, or all of them the same rows."""
+
+    def see_own(self, names: Iterable[str]) -> bool:
+        """Whether what uses these parameters in the forward under way sees the positions of this rank alone."""
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """First and end of this rank's share of so many rows."""
+
+    def share(self, rows: Tensor) -> Tensor:
+        """This rank's share of rows that all have; the gradient comes from all."""
+
+    def joined(self, share: Tensor, number: int) -> Tensor:
+        """So many rows, of which each rank has its share."""
+
+
 class RanksOfExpertsDiffer(RuntimeError):
     """Ranks that share experts are about to run their layers a different number of times."""
 
@@ -68,6 +84,7 @@ class SharedExperts:
         *,
         chunks: int,
         randomness: KeyedRandomness,
+        context: ContextRows | None = None,
     ) -> None:
         """Before the parameters are cut.
 
@@ -77,7 +94,9 @@ class SharedExperts:
             cut: What this rank holds of each parameter.
             chunks: Of the experts of each rank, whose messages overlap with computation.
             randomness: Keys what modules draw.
+            context: The context ranks, if there are several.
         """
+        self._context = context
         self.adapters, self.cut = dict(adapters), cut
         self.ranks = RanksOfExperts(cut.group, chunks=chunks)
         self._root = root
@@ -117,7 +136,18 @@ class SharedExperts:
             trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
             return self.ranks.run(rows, counts, partial(adapter.compute, module, forward), trains=trains)
 
-        return adapter.run(module, forward, args, kwargs, exchange)
+        def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
+            """Context ranks have the same rows: each row is to be computed, and to give a gradient, once."""
+            assert self._context is not None
+            number = int(counts.sum())
+            first, end = self._context.range_of(number)
+            ends = counts.cumsum(0)
+            mine = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
+            return self._context.joined(exchange(self._context.share(rows[:number]), mine), number)
+
+        if self._context is None or self._context.see_own(self._parameters[fqn]):
+            return adapter.run(module, forward, args, kwargs, exchange)
+        return adapter.run(module, forward, args, kwargs, exchange_share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.experts.found import ExpertCalls, FoundExperts
 from lightning_hybrid.experts.sharded import SharedExperts, by_reason, describe_experts, placements_of
@@ -17,6 +17,9 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.tensor.positions import Dealt, collect, dealt_of
+from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.shards import ModelShards
 
 
 class ExpertPlanner:
@@ -46,11 +49,12 @@ class ExpertPlanner:
         with self._calls.watching(variant.recording.units):
             yield
 
-    def plan(self, cuts: Sequence[AxisCut]) -> SharedExperts:
+    def plan(self, cuts: Sequence[AxisCut], shards: ModelShards | None) -> SharedExperts:
         """Find the experts on the first rank, and share them; collective over the world.
 
         Args:
             cuts: What is cut before.
+            shards: Layers that tensor and context ranks share, if they do.
 
         Raises:
             LayoutError: There are no experts that the ranks can share; on every rank.
@@ -81,4 +85,39 @@ class ExpertPlanner:
         self.summary = describe_experts(found.adapters, found.whole, size)
         placements = placements_of(self._module, found.adapters, size, cuts)
         cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
-        return SharedExperts(self._module, found.adapters, cut, chunks=self._chunks, randomness=self._randomness)
+        context = None
+        if shards is not None and self._mesh.size("cp") > 1:
+            shards.share_experts(placements)
+            context = OverContext(self._mesh.group("cp"), shards)
+        return SharedExperts(
+            self._module, found.adapters, cut, chunks=self._chunks, randomness=self._randomness, context=context
+        )
+
+
+class OverContext:
+    """See ``ContextRows``."""
+
+    def __init__(self, group: dist.ProcessGroup, shards: ModelShards) -> None:
+        """Args: group: the context ranks. shards: the layers that they share."""
+        self._ranks, self._shards = GroupRanks(group), shards
+
+    def _of(self, number: int) -> Dealt:
+        return Dealt(0, number, self._ranks)
+
+    def see_own(self, names: Iterable[str]) -> bool:
+        """See ``ContextRows``."""
+        return any(map(self._shards.sees_own_positions, names))
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """See ``ContextRows``."""
+        lengths = self._of(number).lengths
+        first = sum(lengths[: self._ranks.rank])
+        return first, first + lengths[self._ranks.rank]
+
+    def share(self, rows: Tensor) -> Tensor:
+        """See ``ContextRows``."""
+        return dealt_of(rows, self._of(rows.shape[0]))
+
+    def joined(self, share: Tensor, number: int) -> Tensor:
+        """See ``ContextRows``."""
+        return collect(share, self._of(number))

@@ -30,8 +30,8 @@ class Hybrid3DStrategy(SetUpStrategy):
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that share the positions of each sequence, layer by layer; each of them may be
             several tensor ranks.
-        expert_parallel_size: Replicas that share the experts of each layer that has some, and send each other the rows
-            of their tokens; divides ``data_parallel_size``.
+        expert_parallel_size: Ranks that share the experts of each layer that has some, and send each other the rows of
+            their tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
         expert_chunks: Parts in which the experts of a rank are run, so that rows of one travel while another is
             computed.
         sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence.

@@ -36,7 +36,7 @@ class Rendezvous:
         self._store = store
         self._prefix = prefix
         self._met = self._passed = self._trained = 0
-        self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "parts"))
+        self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "holders"))
 
     def passes(self) -> None:
         """Say that this rank goes on to what other ranks take part in; a message that nobody waits for."""

@@ -150,7 +150,7 @@ class StagedStrategy(MeshStrategy):
     def _in_first_copy(self) -> bool:
         """Whether this rank holds a part of the copy of the module that is written to files."""
         layout = self.layout
-        return self.data_rank < max(layout.data_shard_size, layout.expert_parallel_size)
+        return self.data_rank < max(layout.data_shard_size, layout.expert_replicas)
 
     def make_whole(self) -> None:
         """Give every rank the whole module again; collective."""

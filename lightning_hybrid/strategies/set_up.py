@@ -253,7 +253,7 @@ class SetUpStrategy(VerifyingStrategy):
         """Say what this rank will hold of each parameter."""
         cuts = [] if self._shards is None else list(self._shards.cuts)
         if experts is not None:
-            self._experts = experts.plan(cuts)
+            self._experts = experts.plan(cuts, self._shards)
             self._expert_summary = experts.summary
             cuts.append(self._experts.cut)
         if self.options.zero_stage and trainer.state.fn == TrainerFn.FITTING:
@@ -298,7 +298,7 @@ class SetUpStrategy(VerifyingStrategy):
             stages,
             self._parts,
             parameters,
-            Contents(self.mesh.group("parts"), self.root_device, "layer's"),
+            Contents(self.mesh.group("holders"), self.root_device, "layer's"),
             over_replicas=bool(self._zero_cuts) or self._experts is not None,
         )
         for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]

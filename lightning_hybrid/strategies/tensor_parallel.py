@@ -121,7 +121,8 @@ class TensorPlanner:
             check_cut(box[0], self._size)
         if self._context > 1:
             _check_dealt(box[0], self._size, self._context)
-        return ModelShards(self._module, box[0], self._mesh.group("tp"), self._mesh.group("cp"))
+        groups = self._mesh.group("tp"), self._mesh.group("cp")
+        return ModelShards(self._module, box[0], *groups, self._mesh.places("cp"))
 
     def _planned(self) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)

@@ -111,10 +111,8 @@ class ShardedUnit:
     ) -> None:
         """See `sharded` for the arguments."""
         self._ranks, self._context = ranks_in(ranks), ranks_in(context)
-        for planned, found, kind in (
-            (plan.size, self._ranks.size, "tensor"),
-            (plan.context, self._context.size, "context"),
-        ):
+        sizes = (plan.size, self._ranks.size, "tensor"), (plan.context, self._context.size, "context")
+        for planned, found, kind in sizes:
             if planned != found and (kind == "tensor" or plan.positions is not None):
                 raise ValueError(
                     f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again"
@@ -226,12 +224,14 @@ class ShardedUnit:
             if tensor is not None:
                 local[fqn] = tensor
         if torch.is_grad_enabled():
-            over_features = [(fqn, plan.placements[fqn]) for fqn in (*plan.summed, *plan.shared_pieces)]
+            inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
+            pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
             over_positions = [] if dealt is None else [(fqn, None) for fqn in dealt.summed]
             if self._dealt_to is self._ranks:
-                self._sum_gradients(local, [*over_features, *over_positions], self._ranks)
-            else:
-                self._sum_gradients(local, over_features, self._ranks)
+                self._sum_gradients(local, [*inside, *pieces, *over_positions], self._ranks)
+            else:  # in a region that exchanges, context ranks have other features too
+                self._sum_gradients(local, inside, self._all)
+                self._sum_gradients(local, pieces, self._ranks)
                 self._sum_gradients(local, over_positions, self._context)
         parts = {} if dealt is None else dealt.parts
         for fqn, part in parts.items():

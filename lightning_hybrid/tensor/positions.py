@@ -206,7 +206,7 @@ class OwnPositions(Later):
 
     def make(self) -> Tensor:
         """All positions, for code that does the same with them on every rank."""
-        return _Collect.apply(self.local, self.dealt)
+        return collect(self.local, self.dealt)
 
     def entered(self) -> Tensor:
         """All positions, for code of which each rank does its part; gathered once."""
@@ -261,6 +261,11 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _Deal.apply(grad, ctx.dealt), None
+
+
+def collect(local: Tensor, dealt: Dealt) -> Tensor:
+    """All positions, for code that does the same with them on every rank."""
+    return _Collect.apply(local, dealt)
 
 
 def dealt_of(value: Tensor, dealt: Dealt) -> Tensor:

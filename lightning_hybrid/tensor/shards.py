@@ -8,8 +8,9 @@ part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -42,13 +43,24 @@ class ModelShards:
         plans: Mapping[str, UnitPlan],
         group: dist.ProcessGroup,
         context: dist.ProcessGroup,
+        context_places: Mapping[str, int] | None = None,
     ) -> None:
-        """Args: root: the user's module, whole. plans: by FQN of the unit. group, context: tensor and context ranks."""
+        """Before parameters are cut.
+
+        Args:
+            root: The user's module, whole.
+            plans: By FQN of the unit.
+            group: The tensor ranks.
+            context: The context ranks.
+            context_places: Where this rank is among them, by the axes that these consist of.
+        """
         self.plans = dict(plans)
         self._root = root
         self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
         self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
+        self._of_experts: frozenset[str] = frozenset()  # that context ranks share
+        self._users_of_experts: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         names = parameters | {id(buffer): name for name, buffer in root.named_buffers()}
         placements: dict[str, Shard] = {}
@@ -59,7 +71,7 @@ class ModelShards:
                 if isinstance(placement, Shard) and name in tensors:
                     key = id(tensors[name])
                     (placements if key in parameters else buffers)[names[key]] = placement
-        axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp")]
+        axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp", places=context_places or {})]
         self.cuts = [axis for axis in axes if axis.group.size() > 1]
 
     def be_ready(self, around: Callable[[int], AroundDraw]) -> None:
@@ -76,8 +88,9 @@ class ModelShards:
         if both.size not in (ranks.size, context.size):
             around_own = around(both.size + context.rank)
         hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
-        for fqn, plan in self.plans.items():
+        for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
+            plan = self._with_experts(fqn, unit, proved)
             is_sharded = plan.num_sharded or plan.positions is not None
             if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
                 buffers = _Buffers(unit, plan, self._group)
@@ -91,6 +104,35 @@ class ModelShards:
                     around_own=around_own,
                 )
                 self._runners[fqn].hands_on = hands_on
+                if proved.positions is not None and plan.positions is not None and proved.positions.by == "context":
+                    summed = {f"{fqn}.{name}" for name in proved.positions.summed}
+                    self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
+
+    def share_experts(self, names: Collection[str]) -> None:
+        """Context ranks hold different experts, whose gradients others sum; before `be_ready`.
+
+        Args:
+            names: FQNs of their parameters in the root.
+        """
+        self._of_experts = frozenset(names)
+
+    def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
+        if plan.positions is None or plan.positions.by != "context" or not self._of_experts:
+            return plan
+        if all(f"{fqn}.{name}" in self._of_experts for name, _ in unit.named_parameters()):
+            # A unit that is an expert: its rows are those of all context ranks, which it cannot ask.
+            return plan.otherwise or replace(plan, positions=None)
+        summed = tuple(name for name in plan.positions.summed if f"{fqn}.{name}" not in self._of_experts)
+        return replace(plan, positions=replace(plan.positions, summed=summed))
+
+    def sees_own_positions(self, name: str) -> bool:
+        """Whether what uses a parameter in the forward under way has the positions of this context rank alone.
+
+        Args:
+            name: FQN in the root.
+        """
+        runner = self._users_of_experts.get(name)
+        return runner is not None and runner._dealing is not None
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
         """Let a unit that this rank holds run compiled, where `why_not_traced` finds no reason against it.
@@ -137,7 +179,7 @@ class ModelShards:
 
     def forget(self) -> None:
         """The module is whole again."""
-        self._runners, self._compiled = {}, {}
+        self._runners, self._compiled, self._users_of_experts = {}, {}, {}
 
 
 class _Buffers:

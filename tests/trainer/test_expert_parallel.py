@@ -1,6 +1,7 @@
 """Expert parallelism: replicas share the experts of unmodified models, to the numbers of one process."""
 
 import re
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -69,7 +70,16 @@ RUNS = {
     "recomputed in part": shared(strategy={"recompute": "selective"}, slow=True),
     "a list, validated": shared(Looped, validate=True, slow=True),
     "interleaved": shared(pp=2, strategy={"stages_per_rank": 2}, slow=True),
-    "context": shared(cp=2, slow=True),
+    "over context ranks": shared(dp=1, cp=2, trainer=CLIPPED),
+    "over context ranks, Qwen3": shared(Qwen3Moe, dp=1, cp=2, slow=True),
+    "over context ranks, a list": shared(Looped, dp=1, cp=2, trainer=CLIPPED, slow=True),
+    "over context and data ranks": shared(cp=2, ep=4, trainer=CLIPPED, slow=True),
+    "over context and data ranks, Qwen3": shared(Qwen3Moe, cp=2, ep=4, slow=True),
+    "over context ranks of two replicas": shared(cp=2, slow=True),
+    "over context ranks of two replicas, Qwen3": shared(Qwen3Moe, cp=2, strategy={"recompute": "full"}, slow=True),
+    "over context and tensor ranks": shared(Looped, dp=1, cp=2, tp=2, slow=True),
+    "over context ranks, zero3": shared(cp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
+    "over context ranks, few rows": shared(FewTokens, cp=2, dp=1, batch_size=1, microbatches=1, slow=True),
     "context, a list": shared(Looped, cp=2, slow=True),
     "sequence dealt": shared(tp=2, sequence=True, slow=True),
 }
@@ -118,9 +128,11 @@ class CountsExperts(Callback):
         self.noted = held, shared.ranks.num_exchanges if shared is not None else 0
 
 
-@pytest.mark.parametrize("case", [Mixtral, Looped])
-def test_bytes_are_halved_and_exchanges_counted(worlds, case):
-    run = shared(case, microbatches=1, callback=CountsExperts)
+@pytest.mark.parametrize(
+    "run", [shared(), shared(Looped), shared(dp=1, cp=2)], ids=["Mixtral", "a list", "over context ranks"]
+)
+def test_bytes_are_halved_and_exchanges_counted(worlds, run):
+    run = replace(run, microbatches=1, callback=CountsExperts)
     [(whole, _)] = worlds.run(1, held_by_one, run)
     ranks = [rank.extra for rank in worlds.run(2, fit, run)]
     for what, size in whole.items():
@@ -138,6 +150,8 @@ def held_by_one(run):
 
 EP2 = Layout(1, dp=2, options=(("expert_parallel_size", 2),))
 EP2_PP2 = Layout(2, dp=2, options=(("expert_parallel_size", 2),))
+EP2_CP2 = Layout(1, cp=2, options=(("expert_parallel_size", 2),))
+EP4_CP2 = Layout(1, dp=2, cp=2, options=(("expert_parallel_size", 4), ("zero_stage", 1)))
 EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 3)))
 
 
@@ -148,6 +162,9 @@ EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 
         pytest.param("Mixtral", EP2_ZERO, (EP2_PP2,), id="zero x ep2, by ep2 over stages"),
         pytest.param("Mixtral", EP2_ZERO, (PP2,), id="zero x ep2, by stages", marks=pytest.mark.slow),
         pytest.param("Mixtral", PP2, (EP2, EP2_ZERO), id="by ep2", marks=pytest.mark.slow),
+        pytest.param("Mixtral", EP2_CP2, (EP2, EP4_CP2), id="over context, by others", marks=pytest.mark.slow),
+        pytest.param("Mixtral", EP4_CP2, (PLAIN, EP2_CP2), id="over both, by others", marks=pytest.mark.slow),
+        pytest.param("Looped", EP2_CP2, (PLAIN, EP4_CP2), id="a list over context", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("kind", ["file", pytest.param("folder", marks=pytest.mark.slow)])
@@ -204,9 +221,8 @@ def ragged(module):
         ),
         (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
-        (Run(Mixtral, dp=2, cp=2, ep=4), "not laid over context ranks yet; set expert_parallel_size=2"),
     ],
-    ids=["no experts", "uneven", "fails its proof", "ragged", "too many", "over context"],
+    ids=["no experts", "uneven", "fails its proof", "ragged", "too many"],
 )
 def test_refused(worlds, run, message):
     for said in worlds.run(run.world_size, refusal, fit, run):

@@ -73,32 +73,43 @@ def check_that_the_published_mesh_has_lightnings_names_and_our_groups(mesh):
         assert published[name].mesh.tolist() == dist.get_process_group_ranks(mesh.group(axis))
 
 
-EXPERTS = {  # replicas, shards, experts, tensor ranks: the groups of rank 1 along each axis of experts, and its places
-    (4, 1, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1], "parts": [0, 1]}, {"inner": 0, "outer": 1}),
-    (2, 2, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1], "parts": [0, 1]}, {"inner": 1, "outer": 0}),
-    (1, 4, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1, 3], "parts": [0, 1, 2, 3]}, {"inner": 1}),
-    (2, 2, 4, 1): ({"ep": [0, 1, 2, 3], "ep_replicate": [1], "parts": [0, 1, 2, 3]}, {"inner": 1, "outer": 0}),
-    (2, 1, 2, 2): ({"ep": [1, 3], "ep_replicate": [1], "parts": [0, 1, 2, 3]}, {"inner": 0, "outer": 0}),
+# Replicas, shards, experts, context ranks, tensor ranks: groups of rank 1 along the axes of experts, and its places.
+EXPERTS = {
+    (4, 1, 2, 1, 1): (
+        {"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1], "parts": [0, 1]},
+        {"inner": 0, "outer": 1},
+    ),
+    (2, 2, 2, 1, 1): (
+        {"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1], "parts": [0, 1]},
+        {"inner": 1, "outer": 0},
+    ),
+    (1, 4, 2, 1, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "ep_shard": [1, 3], "parts": [0, 1, 2, 3]}, {"inner": 1}),
+    (2, 2, 4, 1, 1): ({"ep": [0, 1, 2, 3], "ep_replicate": [1], "parts": [0, 1, 2, 3]}, {"inner": 1, "outer": 0}),
+    (2, 1, 2, 1, 2): ({"ep": [1, 3], "ep_replicate": [1], "parts": [0, 1, 2, 3]}, {"inner": 0, "outer": 0}),
+    (2, 1, 2, 2, 1): ({"ep": [0, 1], "ep_replicate": [1, 3], "parts": [1], "holders": [0, 1]}, {"cp_inner": 1}),
+    (1, 2, 2, 2, 1): ({"ep": [0, 1], "ep_shard": [1, 3], "ep_outer": [1], "parts": [1, 3]}, {"cp_inner": 1}),
+    (1, 2, 4, 2, 1): ({"ep": [0, 1, 2, 3], "ep_shard": [1], "holders": [0, 1, 2, 3]}, {"inner": 0, "cp_inner": 1}),
+    (1, 1, 2, 4, 1): ({"ep": [0, 1], "ep_outer": [1, 3], "holders": [0, 1]}, {"cp_inner": 1}),
 }
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("sizes", list(EXPERTS), ids=str)
-def test_experts_are_laid_over_the_data_axes(sizes):
-    replicate, shard, experts, tensor = sizes
+def test_experts_are_laid_over_context_and_data_axes(sizes):
+    replicate, shard, experts, context, tensor = sizes
     layout = ParallelLayout(
         data_replicate_size=replicate,
         data_shard_size=shard,
         expert_parallel_size=experts,
+        context_parallel_size=context,
         tensor_parallel_size=tensor,
     )
     mesh = Mesh.build(layout, "cpu")
     groups, places = EXPERTS[sizes]
-    for axis, expected in groups.items():
-        if mesh.rank == 1:
-            assert dist.get_process_group_ranks(mesh.group(axis)) == expected, axis
     if mesh.rank == 1:
-        assert mesh.places("ep") == places
+        for axis, expected in groups.items():
+            assert dist.get_process_group_ranks(mesh.group(axis)) == expected, axis
+        assert {axis: place for axis, place in mesh.places("ep").items() if axis in places} == places
 
 
 @pytest.mark.world(4)
