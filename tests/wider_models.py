@@ -11,12 +11,12 @@ from torch.nn import functional as F
 class Mixtral(Causal):
     """The experts of a layer are batched in one parameter."""
 
-    layers = 2
+    layers, key_heads = 2, 2
 
     def build(self, transformers):
         config = transformers.MixtralConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=self.layers,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16,
+            num_attention_heads=4, num_key_value_heads=self.key_heads, num_local_experts=4, max_position_embeddings=16,
             bos_token_id=0, eos_token_id=0, experts_implementation="batched_mm",  # the default has no float64
         )  # fmt: skip
         return transformers.MixtralForCausalLM(config)

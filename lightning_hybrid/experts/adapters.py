@@ -151,7 +151,7 @@ class BatchedPairs(_Batched):
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
-        size = _stacked(module)
+        size = stacked_experts(module)
         names = _pair_names(bound(module, call))
         if size is None or names is None:
             return []
@@ -204,7 +204,7 @@ class BatchedRows(_Batched):
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
-        size = _stacked(module)
+        size = stacked_experts(module)
         found = rows_and_counts(bound(module, call), size)
         if size is None or found is None:
             return []
@@ -304,8 +304,12 @@ def rows_and_counts(given: Mapping[str, Any], size: int | None) -> tuple[str, st
 # -- recognising -------------------------------------------------------------------------------------------------------
 
 
-def _stacked(module: nn.Module) -> int | None:
-    """The number of experts whose weights a module holds stacked, if all of its parameters are such."""
+def stacked_experts(module: nn.Module) -> int | None:
+    """The number of experts whose weights a module holds stacked, if all of its parameters are such.
+
+    Args:
+        module: Of the user, whole.
+    """
     own = list(module.parameters(recurse=False))
     if not own or len(own) != len(list(module.parameters())) or not any(p.dim() >= 3 for p in own):
         return None

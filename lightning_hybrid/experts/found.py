@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
+from lightning_hybrid.experts.adapters import Call, ExpertsAdapter, stacked_experts
 from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.experts.proof import prove
 from lightning_hybrid.experts.registry import recognised
+from lightning_hybrid.experts.widths import Width, possible_widths
 from lightning_hybrid.step.alike import UnitKinds, each_alone
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.randomness import replaced_forwards
@@ -27,10 +29,14 @@ class FoundExperts:
     Attributes:
         adapters: By FQN of the module.
         whole: Why the experts of others stay whole on every rank, by FQN.
+        widths: How experts are cut over tensor ranks, by FQN of the module.
+        uncut: Why those of others are not, by FQN.
     """
 
     adapters: Mapping[str, ExpertsAdapter] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, Width] = field(default_factory=dict)
+    uncut: Mapping[str, str] = field(default_factory=dict)
 
 
 class ExpertCalls:
@@ -68,16 +74,23 @@ class ExpertCalls:
         with each_alone(units), replaced_forwards(inside, wrap):
             yield
 
-    def find(self, root: nn.Module, size: int) -> FoundExperts:
-        """The modules whose experts ``size`` ranks can share.
+    def find(
+        self, root: nn.Module, size: int, tensor_size: int = 1, uncut: Callable[[str], str] = lambda fqn: ""
+    ) -> FoundExperts:
+        """The modules whose experts ``size`` ranks can share, or tensor ranks.
 
         Args:
             root: The user's module, whole.
-            size: Number of ranks.
+            size: Number of ranks that share experts.
+            tensor_size: Number of tensor ranks.
+            uncut: Why tensor ranks cannot share those of a module, given its FQN; nothing if they might.
         """
         found: dict[str, ExpertsAdapter] = {}
         whole: dict[str, str] = {}
+        widths: dict[str, Width] = {}
+        not_cut: dict[str, str] = {}
         known: dict[int, ExpertsAdapter | str] = {}
+        known_widths: dict[tuple[int, str], Width | str] = {}
         kinds = UnitKinds()
         shared = _held_twice(root)
         for fqn, call in self._calls.items():
@@ -86,17 +99,27 @@ class ExpertCalls:
             if not candidates:
                 continue
             if any(id(parameter) in shared for parameter in module.parameters()):
-                whole[fqn] = "other modules hold its parameters too"
+                whole[fqn] = not_cut[fqn] = "other modules hold its parameters too"
                 continue
             key = kinds.kind_of(fqn, module)
-            if key not in known:
+            if size > 1 and key not in known:
                 known[key] = _chosen(module, candidates, call, size)
-            answer = known[key]
-            if isinstance(answer, str):
-                whole[fqn] = answer
-            else:
+            answer = known.get(key, "")
+            if isinstance(answer, ExpertsAdapter):
                 found[fqn] = answer
-        return FoundExperts(found, whole)
+            elif answer:
+                whole[fqn] = answer
+            if tensor_size > 1 and stacked_experts(module) is not None:
+                reason = uncut(fqn)
+                if (key, reason) not in known_widths:
+                    tried = [(answer, size)] if isinstance(answer, ExpertsAdapter) else [(c, 1) for c in candidates]
+                    known_widths[key, reason] = reason or _width_of(module, tried, call, tensor_size)
+                width = known_widths[key, reason]
+                if isinstance(width, Width):
+                    widths[fqn] = width
+                else:
+                    not_cut[fqn] = width
+        return FoundExperts(found, whole, widths, not_cut)
 
     def _is_a_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
         """Whether the modules of a list all get everything, as layers do."""
@@ -125,6 +148,26 @@ def _chosen(module: nn.Module, candidates: list[ExpertsAdapter], call: Call, siz
             return adapter
         reason = reason or f"not the same in the proof: {verdict.reason}"
     return reason
+
+
+def _width_of(module: nn.Module, tried: list[tuple[ExpertsAdapter, int]], call: Call, tensor_size: int) -> Width | str:
+    """The first way to cut each expert that is right, or why none is."""
+    possible, reason = possible_widths(module, tensor_size)
+    for width, (adapter, size) in itertools.product(possible, tried[:1]):
+        verdict = prove(module, adapter, call, size, width)
+        if verdict.is_right:
+            return width
+        reason = reason or f"not the same in the proof: {verdict.reason}"
+    return reason
+
+
+def has_stacked_experts(root: nn.Module) -> bool:
+    """Whether some module may hold the weights of experts stacked.
+
+    Args:
+        root: The user's module.
+    """
+    return any(stacked_experts(module) is not None for module in root.modules())
 
 
 def _held_twice(root: nn.Module) -> set[int]:

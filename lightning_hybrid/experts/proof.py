@@ -2,7 +2,8 @@
 
 A copy of the module with random weights, in float64, is called with random values of the shapes that it was recorded
 with; then copies that hold the parts of each rank are, one rank after the other, each with its own tokens. Outputs, and
-gradients of every argument and parameter, must be the same.
+gradients of every argument and parameter, must be the same. Where experts are cut over tensor ranks, the results of
+these are added up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
+from lightning_hybrid.experts.widths import Width
 from lightning_hybrid.parts.placement import cut
 from lightning_hybrid.step.exact import Exact, random_copy
 from lightning_hybrid.step.tree import flatten, unflatten
@@ -35,14 +37,15 @@ class Verdict:
     reason: str = ""
 
 
-def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int) -> Verdict:
+def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, width: Width | None = None) -> Verdict:
     """Compare a module whose experts are shared out with the whole one.
 
     Args:
         module: Of the user, whole; left as it is.
         adapter: That may be right.
         call: Arguments of a call of it, as they were recorded.
-        size: Number of ranks.
+        size: Number of ranks that share experts; of one its own code runs.
+        width: How each expert is cut over tensor ranks, if it is.
     """
     verdict = Verdict(False, "it was not tried")
     is_large = sum(parameter.numel() for parameter in module.parameters()) > _MOST_IN_FLOAT64
@@ -50,7 +53,7 @@ def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int) -> 
         if is_large and dtype is torch.float64:
             continue
         try:
-            return _Proof(module, adapter, size, dtype).verdict(call, tolerance)
+            return _Proof(module, adapter, size, dtype, width).verdict(call, tolerance)
         except Exception as error:
             lines = str(error).splitlines() or [""]
             verdict = Verdict(False, f"{type(error).__name__}: {lines[0][:200]}")
@@ -60,55 +63,85 @@ def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int) -> 
 class _Proof:
     """The whole copy, and those of the ranks."""
 
-    def __init__(self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: Width | None
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.whole = random_copy(module, self.generator, dtype).requires_grad_()
         self.adapter, self.size, self.dtype = adapter, size, dtype
-        self.placements = adapter.placements(self.whole, size)
-        self.ranks = [copy.deepcopy(self.whole) for _ in range(size)]
-        for rank, part in enumerate(self.ranks):
-            for name, parameter in part.named_parameters():
-                if name in self.placements:
-                    parameter.data = cut(parameter.data, self.placements[name], rank, size).contiguous()
+        self.width = Width(1, 0, {}) if width is None else width
+        self.placements = adapter.placements(self.whole, size) if size > 1 else {}
+        self.ranks = [
+            [copy.deepcopy(self.whole) for _ in range(size)] for _ in range(self.width.size)
+        ]  # by tensor rank
+        for tensor_rank, parts in enumerate(self.ranks):
+            for rank, part in enumerate(parts):
+                for name, parameter in part.named_parameters():
+                    parameter.data = self._part_of(name, parameter.data, tensor_rank, rank).contiguous()
+
+    def _part_of(self, name: str, whole: Tensor, tensor_rank: int, rank: int) -> Tensor:
+        if name in self.width.placements:
+            whole = cut(whole, self.width.placements[name], tensor_rank, self.width.size)
+        return cut(whole, self.placements[name], rank, self.size) if name in self.placements else whole
 
     def verdict(self, call: Call, tolerance: float) -> Verdict:
-        worst, where = max([(0.0, ""), *self._differences(call)], key=lambda found: found[0])
-        if worst > tolerance:
-            return Verdict(False, f"{where} differs by {worst:.1e} of the largest, allowed are {tolerance:.0e}")
+        for difference, where in self._differences(call):
+            if difference > tolerance:
+                text = f"{where} differs by {difference:.1e} of the largest, allowed are {tolerance:.0e}"
+                return Verdict(False, text)
         return Verdict(True)
 
     def _differences(self, call: Call) -> Iterator[tuple[float, str]]:
-        for rank in range(self.size):
-            example = self.adapter.example(call, rank, self.size, self.generator)
-            module = self.ranks[rank]
+        for rank in range(max(2, self.size)):
+            example = self.adapter.example(call, rank, max(2, self.size), self.generator)
             (out, gradients), (other, others) = (
-                self._run(forward, example) for forward in (self.whole.forward, partial(self._shared, module))
+                self._run(forward, example) for forward in (self.whole.forward, partial(self._shared, rank % self.size))
             )
             yield from ((_difference(*pair), "the output") for pair in zip(out, other, strict=True))
             yield from ((_difference(*pair), "an argument's gradient") for pair in zip(gradients, others, strict=True))
         for name, parameter in self.whole.named_parameters():
-            parts = [part.get_parameter(name).grad for part in self.ranks]
-            if name in self.placements:
-                for rank, gradient in enumerate(parts):
-                    own = None
-                    if parameter.grad is not None:
-                        own = cut(parameter.grad, self.placements[name], rank, self.size)
-                    yield _difference(own, gradient), f"the gradient of {name}"
-            else:
-                there = [gradient for gradient in parts if gradient is not None]
-                total = torch.stack(there).sum(0) if there else None
-                yield _difference(parameter.grad, total), f"the gradient of {name}"
+            for found, places in self._gradients(name):
+                own = None if parameter.grad is None else self._part_of(name, parameter.grad, *places)
+                yield _difference(own, found), f"the gradient of {name}"
 
-    def _shared(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.adapter.run(module, module.forward, args, kwargs, self._exchange)
+    def _gradients(self, name: str) -> Iterator[tuple[Tensor | None, tuple[int, int]]]:
+        """What the ranks have of a parameter's gradient, summed over those that hold the same, and where these are."""
+        grads = {
+            (tensor_rank, rank): part.get_parameter(name).grad
+            for tensor_rank, parts in enumerate(self.ranks)
+            for rank, part in enumerate(parts)
+        }
+        alike: dict[tuple[int, int], list[Tensor]] = {}
+        for (tensor_rank, rank), gradient in grads.items():
+            places = tensor_rank * (name in self.width.placements), rank * (name in self.placements)
+            alike.setdefault(places, []).extend([] if gradient is None else [gradient])
+        for places, there in alike.items():
+            yield torch.stack(there).sum(0) if there else None, places
 
-    def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _shared(self, rank: int, *args: Any, **kwargs: Any) -> Any:
+        outs = [self._addend(tensor_rank, rank, args, kwargs) for tensor_rank in range(self.width.size)]
+        return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
+
+    def _addend(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
+        """What one tensor rank makes of a call on one of the ranks that share experts."""
+        module = self.ranks[tensor_rank][rank]
+        forward = partial(self._held, tensor_rank, rank)
+        if self.size == 1:
+            return forward(*args, **kwargs)
+        return self.adapter.run(module, forward, args, kwargs, partial(self._exchange, tensor_rank))
+
+    def _held(self, tensor_rank: int, rank: int, *args: Any, **kwargs: Any) -> Any:
+        module = self.ranks[tensor_rank][rank]
+        with self.width.held(module, tensor_rank, list):
+            return module.forward(*args, **kwargs)
+
+    def _exchange(self, tensor_rank: int, rows: Tensor, counts: Tensor) -> Tensor:
         """Without messages: every rank's part computes its rows here."""
         numbers = counts.view(self.size, -1).tolist()
         parts = rows[: int(counts.sum())].split([sum(of) for of in numbers])
         outs = [
-            self.adapter.compute(module, module.forward, part, of, 0)
-            for module, part, of in zip(self.ranks, parts, numbers, strict=True)
+            self.adapter.compute(module, partial(self._held, tensor_rank, rank), part, of, 0)
+            for rank, (module, part, of) in enumerate(zip(self.ranks[tensor_rank], parts, numbers, strict=True))
         ]
         return torch.cat(outs)
 

@@ -196,7 +196,7 @@ class SharedExperts:
         """
         with torch.no_grad():
             self._wholes = {
-                fqn: {parameter: parts.joined(name, parameter.detach()) for name, parameter in mine.items()}
+                fqn: {p: parts.joined(name, p.detach(), over_tensor_ranks=False) for name, p in mine.items()}
                 for fqn, mine in self._parameters.items()
             }
 
@@ -216,38 +216,3 @@ def _holding(wholes: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     finally:
         for parameter, part in parts.items():
             parameter.data = part
-
-
-def describe_experts(adapters: Mapping[str, ExpertsAdapter], whole: Mapping[str, str], size: int) -> str:
-    """What is shared and what is not, in words.
-
-    Args:
-        adapters: By FQN of the module.
-        whole: Why others stay whole, by FQN.
-        size: Number of ranks.
-    """
-    alike: dict[tuple[str, int], list[str]] = {}
-    for fqn, adapter in adapters.items():
-        alike.setdefault((adapter.what, adapter.num_experts), []).append(fqn)
-    lines = [
-        f"{_listed(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
-        for (what, number), fqns in alike.items()
-    ]
-    lines += [f"{fqns}: experts stay whole on every rank, {reason}" for fqns, reason in by_reason(whole)]
-    return "\n".join(lines)
-
-
-def by_reason(whole: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Modules, in words, and the reason that they share.
-
-    Args:
-        whole: Why modules stay whole, by FQN.
-    """
-    reasons: dict[str, list[str]] = {}
-    for fqn, reason in whole.items():
-        reasons.setdefault(reason, []).append(fqn)
-    return [(_listed(fqns), reason) for reason, fqns in reasons.items()]
-
-
-def _listed(fqns: list[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"

@@ -99,11 +99,11 @@ class HeldParts:
                 whole = axis.part(whole, axis.placements[name])
         return whole
 
-    def joined(self, name: str, local: Tensor) -> Tensor:
-        """The whole of what each rank holds of a parameter; collective."""
+    def joined(self, name: str, local: Tensor, *, over_tensor_ranks: bool = True) -> Tensor:
+        """The whole of what each rank holds of a parameter, or what a tensor rank has of it; collective."""
         for axis in reversed(self._cuts):
             placement = axis.placements.get(name)
-            if placement is None:
+            if placement is None or (axis.axis == "tp" and not over_tensor_ranks):
                 continue
             # The part of an owner is as large as the whole; and no rank gathers these otherwise than here.
             if placement.is_owned or local.shape[placement.dim] != placement.length:

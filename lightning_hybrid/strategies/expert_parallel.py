@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.found import ExpertCalls, FoundExperts
-from lightning_hybrid.experts.sharded import SharedExperts, by_reason, describe_experts, placements_of
-from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.experts.found import ExpertCalls, FoundExperts, has_stacked_experts
+from lightning_hybrid.experts.in_words import by_reason, describe_experts
+from lightning_hybrid.experts.sharded import SharedExperts, placements_of
+from lightning_hybrid.experts.widths import CutWidths, width_placements
+from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.tensor.positions import Dealt, collect, dealt_of
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.ranks import GroupRanks, enter, leave, sum_gradients
 from lightning_hybrid.tensor.shards import ModelShards
 
 
 class ExpertPlanner:
-    """Finds the experts of one module while its first step is recorded.
+    """Finds the experts of one module while its first step is recorded, and runs the step with what was found.
 
     Attributes:
         summary: What was found, in words.
+        shared: The experts that ranks share, if they do.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, chunks: int, randomness: KeyedRandomness) -> None:
@@ -40,39 +44,52 @@ class ExpertPlanner:
         """
         self._module, self._mesh = module, mesh
         self._chunks, self._randomness = chunks, randomness
+        self._size = mesh.layout.expert_parallel_size
         self._calls = ExpertCalls()
+        self._drawing: Collection[str] = ()
+        self._widths: CutWidths | None = None
+        self.shared: SharedExperts | None = None
         self.summary = ""
+
+    @staticmethod
+    def is_needed(module: nn.Module, layout: ParallelLayout) -> bool:
+        """Whether ranks may share the experts of a module."""
+        return layout.expert_parallel_size > 1 or (layout.tensor_parallel_size > 1 and has_stacked_experts(module))
 
     @contextmanager
     def watching(self, variant: Variant) -> Iterator[None]:
         """See the modules while the step is recorded inside."""
         with self._calls.watching(variant.recording.units):
             yield
+        self._drawing = variant.recording.graph.draws
 
-    def plan(self, cuts: Sequence[AxisCut], shards: ModelShards | None) -> SharedExperts:
+    def plan(self, cuts: Sequence[AxisCut], shards: ModelShards | None) -> list[AxisCut]:
         """Find the experts on the first rank, and share them; collective over the world.
 
         Args:
             cuts: What is cut before.
             shards: Layers that tensor and context ranks share, if they do.
 
+        Returns:
+            What is cut besides.
+
         Raises:
             LayoutError: There are no experts that the ranks can share; on every rank.
             RuntimeError: The search failed; on every rank.
         """
-        size = self._mesh.size("ep")
+        size, tensor_size = self._size, self._mesh.size("tp")
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
                 with torch.random.fork_rng(devices=[]):
-                    box[0] = self._calls.find(self._module, size)
+                    box[0] = self._calls.find(self._module, size, tensor_size, partial(self._why_uncut, shards))
             except Exception as error:
                 box[0] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=0)
         found = box[0]
         if not isinstance(found, FoundExperts):
             raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {found}")
-        if not found.adapters:
+        if size > 1 and not found.adapters:
             reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(found.whole))
             numbers = "a size that divides the number of experts, or " if found.whole else ""
             raise LayoutError(
@@ -82,16 +99,69 @@ class ExpertPlanner:
                 " lightning_hybrid.experts.register_experts"
             )
         self._calls = ExpertCalls()
-        self.summary = describe_experts(found.adapters, found.whole, size)
-        placements = placements_of(self._module, found.adapters, size, cuts)
+        further = []
+        if found.widths:
+            assert shards is not None
+            widths = width_placements(self._module, found.widths)
+            shards.cut_elsewhere(widths)
+            further.append(AxisCut(self._mesh.group("tp"), widths, axis="tp"))
+            self._widths = CutWidths(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
+        if size > 1:
+            further.append(self._share(found, [*cuts, *further], shards))
+        self.summary = describe_experts(found, size, tensor_size)
+        return further
+
+    def _share(self, found: FoundExperts, cuts: Sequence[AxisCut], shards: ModelShards | None) -> AxisCut:
+        placements = placements_of(self._module, found.adapters, self._size, cuts)
         cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
         context = None
         if shards is not None and self._mesh.size("cp") > 1:
             shards.share_experts(placements)
             context = OverContext(self._mesh.group("cp"), shards)
-        return SharedExperts(
+        self.shared = SharedExperts(
             self._module, found.adapters, cut, chunks=self._chunks, randomness=self._randomness, context=context
         )
+        return cut
+
+    def _why_uncut(self, shards: ModelShards | None, fqn: str) -> str:
+        """Why the experts of a module cannot be cut, for what goes on around it; nothing if they might."""
+        if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
+            return "they draw random numbers, which ranks would draw alike for different features"
+        names = [f"{fqn}.{name}" for name, _ in self._module.get_submodule(fqn).named_parameters()]
+        return "" if shards is None else next(filter(None, map(shards.why_not_cut_elsewhere, names)), "")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Modules run inside with experts that ranks share."""
+        with ExitStack() as stack:
+            if self._widths is not None:
+                stack.enter_context(self._widths.holding())
+            if self.shared is not None:
+                stack.enter_context(self.shared.running())
+            if self._widths is not None:
+                stack.enter_context(self._widths.running())
+            yield
+
+
+class OverTensorRanks:
+    """See ``TensorRanks``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Args: group: the tensor ranks."""
+        self._ranks = GroupRanks(group)
+        self.rank = self._ranks.rank
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """See ``TensorRanks``."""
+        return enter(tensor, self._ranks)
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """See ``TensorRanks``."""
+        return leave(tensor, self._ranks)
+
+    def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
+        """See ``TensorRanks``."""
+        return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
 
 class OverContext:

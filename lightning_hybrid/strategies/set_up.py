@@ -107,6 +107,7 @@ class SetUpStrategy(VerifyingStrategy):
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = None
+        self._expert_summary = ""
         self._experts, self._zero_cuts, self._recomputing, self._policies = None, [], None, {}
         if self._recompute is not None and not self._needs_runner():
             recomputation, self._policies = recompute_plain_layers(
@@ -209,7 +210,7 @@ class SetUpStrategy(VerifyingStrategy):
             )
             self._runner.watching_units.append(planner.watching)
         experts = None
-        if self.layout.expert_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+        if ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
             experts = ExpertPlanner(module, self.mesh, self.options.expert_chunks, randomness)
             self._runner.watching_units.append(experts.watching)
         recorded = record_first_step(
@@ -239,8 +240,8 @@ class SetUpStrategy(VerifyingStrategy):
                 compiled=self.options.compile is not None,
             )
             self._runner.wrap_layers(recomputation.running)
-        if self._experts is not None:  # outermost: what they run is gathered and recomputed where it is
-            self._runner.wrap_layers(self._experts.running)
+        if recorded and experts is not None:  # outermost: what they run is gathered and recomputed where it is
+            self._runner.wrap_layers(experts.running)
         if recorded and self._in_parts_by_layout:
             self._plan.drop_foreign()
             self._in_parts(module)
@@ -253,9 +254,8 @@ class SetUpStrategy(VerifyingStrategy):
         """Say what this rank will hold of each parameter."""
         cuts = [] if self._shards is None else list(self._shards.cuts)
         if experts is not None:
-            self._experts = experts.plan(cuts, self._shards)
-            self._expert_summary = experts.summary
-            cuts.append(self._experts.cut)
+            cuts += experts.plan(cuts, self._shards)
+            self._experts, self._expert_summary = experts.shared, experts.summary
         if self.options.zero_stage and trainer.state.fn == TrainerFn.FITTING:
             self._zero_cuts = zero_cuts(module, self.mesh, cuts)
             cuts += self._zero_cuts
@@ -320,7 +320,7 @@ class SetUpStrategy(VerifyingStrategy):
         texts = [describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)]
         if self._shards is not None:
             texts.append(describe_tensor_plans(self._shards.plans, self._plan_summary))
-        if self._experts is not None:
+        if self._expert_summary:
             texts.append(self._expert_summary)
         if self._zero is not None:
             size = self.layout.data_shard_size

@@ -108,6 +108,32 @@ class ModelShards:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed}
                     self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
 
+    def why_not_cut_elsewhere(self, name: str) -> str:
+        """Why others cannot cut a parameter over tensor ranks; nothing if they can.
+
+        Args:
+            name: FQN in the root.
+        """
+        for fqn, plan in self.plans.items():
+            inner = name.removeprefix(f"{fqn}.")
+            if inner == name or inner not in plan.placements:
+                continue
+            if isinstance(plan.placements[inner], Shard) or inner in plan.summed:
+                return "they lie in what the layer's plan cuts"
+            if plan.positions is not None and plan.positions.by == "tensor" and inner in plan.positions.summed:
+                return "tensor ranks have other positions there (sequence_parallel)"
+        return ""
+
+    def cut_elsewhere(self, names: Collection[str]) -> None:
+        """Others cut these parameters over tensor ranks: plans do not say that they are whole.
+
+        Args:
+            names: FQNs in the root.
+        """
+        for fqn, plan in self.plans.items():
+            kept = {name: reason for name, reason in plan.kept.items() if f"{fqn}.{name}" not in names}
+            self.plans[fqn] = replace(plan, kept=kept)
+
     def share_experts(self, names: Collection[str]) -> None:
         """Context ranks hold different experts, whose gradients others sum; before `be_ready`.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from trainer.fitting import Run, assert_parity, fit, fit_reference, refusal
-from trainer.test_checkpoint import PLAIN, PP2, Layout, assert_same_state, train
+from trainer.test_checkpoint import PLAIN, PP2, TP2, Layout, assert_same_state, train
 from trainer.test_checkpoint_folder import ZERO, folders, save_halfway
 from trainer.test_experts import Experts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -16,6 +16,8 @@ from wider_models import DeepseekV3, FewTokens, FewTokensForAll, GptOss, Looped,
 
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.experts import register_experts
+
+SLOW = pytest.mark.slow
 
 
 def check(worlds, run, *, tolerance=1e-10):
@@ -27,7 +29,17 @@ def check(worlds, run, *, tolerance=1e-10):
 
 def shared(case=Mixtral, *, slow=False, **options):
     run = Run(case, **{"dp": 2, "ep": 2, **options})
-    return pytest.param(run, marks=pytest.mark.slow) if slow else run
+    return pytest.param(run, marks=SLOW) if slow else run
+
+
+def slow(run):
+    return pytest.param(run, marks=SLOW)
+
+
+class Four(Mixtral):
+    """As many key heads as heads."""
+
+    key_heads = 4
 
 
 class Balanced(Experts):
@@ -49,7 +61,19 @@ RUNS = {
     "our layer": shared(Balanced),
     "two copies": shared(dp=4, trainer=CLIPPED),
     "over stages": shared(pp=2),
-    "over tensor ranks": shared(tp=2),
+    "over tensor ranks": shared(tp=2, trainer=CLIPPED),
+    "cut by tensor ranks alone": Run(GptOss, tp=2, trainer=CLIPPED),
+    "cut by tensor ranks alone, Mixtral": slow(Run(Mixtral, tp=2, validate=True, trainer=CLIPPED)),
+    "cut by tensor ranks alone, our layer": slow(Run(Balanced, tp=2)),
+    "cut by tensor ranks alone, DeepSeek": slow(Run(DeepseekV3, tp=2)),
+    "cut by tensor ranks, gpt-oss": shared(GptOss, tp=2, validate=True, slow=True),
+    "cut by tensor ranks, in chunks": shared(Qwen3Moe, tp=2, strategy={"expert_chunks": 2}, slow=True),
+    "cut by tensor ranks, zero3 by layer": slow(
+        Run(GptOss, dp=2, tp=2, strategy={"zero_stage": 3, "reshard_after_forward": True}, trainer=CLIPPED)
+    ),
+    "cut by tensor ranks, zero3": shared(GptOss, dp=4, tp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
+    "cut by tensor ranks, recomputed": shared(GptOss, tp=2, pp=2, strategy={"recompute": "full"}, slow=True),
+    "cut by tensor ranks, four": slow(Run(Four, tp=4)),
     "dp2tp2pp2": shared(tp=2, pp=2, slow=True),
     "zero3": shared(dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
     "in chunks": shared(strategy={"expert_chunks": 2}),
@@ -78,6 +102,7 @@ RUNS = {
     "over context ranks of two replicas": shared(cp=2, slow=True),
     "over context ranks of two replicas, Qwen3": shared(Qwen3Moe, cp=2, strategy={"recompute": "full"}, slow=True),
     "over context and tensor ranks": shared(Looped, dp=1, cp=2, tp=2, slow=True),
+    "over context ranks, cut by tensor ranks": shared(Four, dp=1, cp=2, tp=2, slow=True),
     "over context ranks, zero3": shared(cp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
     "over context ranks, few rows": shared(FewTokens, cp=2, dp=1, batch_size=1, microbatches=1, slow=True),
     "context, a list": shared(Looped, cp=2, slow=True),
@@ -94,9 +119,7 @@ def test_parity(worlds, run):
     check(worlds, run, tolerance=IN_FLOAT32.get(run.case, 1e-10))
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=pytest.mark.slow), ("bf16-mixed", 0.2)]
-)
+@pytest.mark.parametrize(("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=SLOW), ("bf16-mixed", 0.2)])
 def test_number_formats(worlds, precision, tolerance):
     """Where rounding changes which expert a token goes to, as in a tiny Mixtral, replicas alone differ as much."""
     options = {"trainer": {"precision": precision}, "dtype": torch.float32, "change": with_sgd}
@@ -129,16 +152,18 @@ class CountsExperts(Callback):
 
 
 @pytest.mark.parametrize(
-    "run", [shared(), shared(Looped), shared(dp=1, cp=2)], ids=["Mixtral", "a list", "over context ranks"]
+    "run",
+    [shared(), shared(Looped), shared(dp=1, cp=2), Run(Mixtral, tp=2), shared(tp=2, slow=True)],
+    ids=["Mixtral", "a list", "over context ranks", "tensor ranks", "and tensor ranks"],
 )
-def test_bytes_are_halved_and_exchanges_counted(worlds, run):
+def test_bytes_are_dealt_and_exchanges_counted(worlds, run):
     run = replace(run, microbatches=1, callback=CountsExperts)
     [(whole, _)] = worlds.run(1, held_by_one, run)
-    ranks = [rank.extra for rank in worlds.run(2, fit, run)]
+    ranks = [rank.extra for rank in worlds.run(run.world_size, fit, run)]
     for what, size in whole.items():
         assert sum(held[what] for held, _ in ranks) == size > 0, (what, whole, ranks)
-        assert ranks[0][0][what] == size // 2, what
-    layers, steps = 2, 2
+        assert ranks[0][0][what] == size // run.world_size, what
+    layers, steps = 2 * (run.ep > 1), 2
     assert all(number == (2 + 2) * layers * steps for _, number in ranks)  # two forward and two backward
 
 
@@ -151,6 +176,7 @@ def held_by_one(run):
 EP2 = Layout(1, dp=2, options=(("expert_parallel_size", 2),))
 EP2_PP2 = Layout(2, dp=2, options=(("expert_parallel_size", 2),))
 EP2_CP2 = Layout(1, cp=2, options=(("expert_parallel_size", 2),))
+EP2_TP2 = Layout(1, dp=2, tp=2, options=(("expert_parallel_size", 2), ("zero_stage", 2)))
 EP4_CP2 = Layout(1, dp=2, cp=2, options=(("expert_parallel_size", 4), ("zero_stage", 1)))
 EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 3)))
 
@@ -160,14 +186,16 @@ EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 
     [
         pytest.param("Looped", EP2, (ZERO, PLAIN), id="a list of experts, by others"),
         pytest.param("Mixtral", EP2_ZERO, (EP2_PP2,), id="zero x ep2, by ep2 over stages"),
-        pytest.param("Mixtral", EP2_ZERO, (PP2,), id="zero x ep2, by stages", marks=pytest.mark.slow),
-        pytest.param("Mixtral", PP2, (EP2, EP2_ZERO), id="by ep2", marks=pytest.mark.slow),
-        pytest.param("Mixtral", EP2_CP2, (EP2, EP4_CP2), id="over context, by others", marks=pytest.mark.slow),
-        pytest.param("Mixtral", EP4_CP2, (PLAIN, EP2_CP2), id="over both, by others", marks=pytest.mark.slow),
-        pytest.param("Looped", EP2_CP2, (PLAIN, EP4_CP2), id="a list over context", marks=pytest.mark.slow),
+        pytest.param("Mixtral", EP2_ZERO, (PP2,), id="zero x ep2, by stages", marks=SLOW),
+        pytest.param("Mixtral", PP2, (EP2, EP2_ZERO), id="by ep2", marks=SLOW),
+        pytest.param("Mixtral", EP2_CP2, (EP2, EP4_CP2), id="over context, by others", marks=SLOW),
+        pytest.param("Mixtral", EP4_CP2, (PLAIN, EP2_CP2), id="over both, by others", marks=SLOW),
+        pytest.param("GptOss", TP2, (PLAIN, EP2_TP2), id="tp2, by ep2 over tensor ranks", marks=SLOW),
+        pytest.param("GptOss", EP2_TP2, (PLAIN, TP2), id="ep2 over tensor ranks, by others", marks=SLOW),
+        pytest.param("Looped", EP2_CP2, (PLAIN, EP4_CP2), id="a list over context", marks=SLOW),
     ],
 )
-@pytest.mark.parametrize("kind", ["file", pytest.param("folder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["file", pytest.param("folder", marks=SLOW)])
 def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
