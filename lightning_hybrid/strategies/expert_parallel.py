@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.pipeline.executor import Variant
-from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
+from lightning_hybrid.strategies.options import Options, compile_options
 from lightning_hybrid.tensor.positions import Dealt, collect, dealt_of
 from lightning_hybrid.tensor.ranks import GroupRanks, enter, leave, sum_gradients
 from lightning_hybrid.tensor.shards import ModelShards
@@ -33,17 +34,18 @@ class ExpertPlanner:
         shared: The experts that ranks share, if they do.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, chunks: int, randomness: KeyedRandomness) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness) -> None:
         """Before the recording.
 
         Args:
             module: The user's, whole.
             mesh: The ranks.
-            chunks: Of the experts of each rank, whose messages overlap with computation.
+            options: What was asked for.
             randomness: Keys what modules draw.
         """
-        self._module, self._mesh = module, mesh
-        self._chunks, self._randomness = chunks, randomness
+        self._module, self._mesh, self._randomness = module, mesh, randomness
+        self._chunks, self._compile = options.expert_chunks, compile_options(options.compile)
+        self._uncompiled: dict[str, _Uncompiled] = {}
         self._size = mesh.layout.expert_parallel_size
         self._calls = ExpertCalls()
         self._drawing: Collection[str] = ()
@@ -109,6 +111,9 @@ class ExpertPlanner:
         if size > 1:
             further.append(self._share(found, [*cuts, *further], shards))
         self.summary = describe_experts(found, size, tensor_size)
+        if self._compile is not None and (found.adapters or found.widths):
+            _check_graphs(self._compile)
+            self._uncompiled = {fqn: _Uncompiled() for fqn in {**found.adapters, **found.widths}}
         return further
 
     def _share(self, found: FoundExperts, cuts: Sequence[AxisCut], shards: ModelShards | None) -> AxisCut:
@@ -140,7 +145,33 @@ class ExpertPlanner:
                 stack.enter_context(self.shared.running())
             if self._widths is not None:
                 stack.enter_context(self._widths.running())
+            modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
+            stack.enter_context(replaced_forwards(modules, lambda fqn, forward: self._uncompiled[fqn].around(forward)))
             yield
+
+
+def _check_graphs(options: Mapping[str, Any]) -> None:
+    if options.get("fullgraph"):
+        raise ValueError(
+            f"compile={dict(options)} wants one graph of each layer, but experts that ranks share run between two"
+            " graphs; leave fullgraph out"
+        )
+
+
+class _Uncompiled:
+    """A forward that a compiled layer calls as it is: it asks other ranks how many rows they send."""
+
+    def __init__(self) -> None:
+        self._forward: Callable[..., Any] | None = None
+        self._call = torch.compiler.disable(self._forward_of_now)  # one object, by which compiled layers know it again
+
+    def _forward_of_now(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._forward is not None
+        return self._forward(*args, **kwargs)
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        self._forward = forward
+        return self._call
 
 
 class OverTensorRanks:

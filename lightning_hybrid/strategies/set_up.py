@@ -211,7 +211,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._runner.watching_units.append(planner.watching)
         experts = None
         if ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
-            experts = ExpertPlanner(module, self.mesh, self.options.expert_chunks, randomness)
+            experts = ExpertPlanner(module, self.mesh, self.options, randomness)
             self._runner.watching_units.append(experts.watching)
         recorded = record_first_step(
             trainer,

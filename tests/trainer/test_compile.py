@@ -9,6 +9,8 @@ from lightning.pytorch import Callback
 from models import Dropouts, Layers
 from torch.nn import functional as F
 from trainer.fitting import Run, assert_parity, fit, fit_reference
+from trainer.test_expert_parallel import Balanced
+from wider_models import Looped, Mixtral
 
 QUICK = {"compile": {"backend": "aot_eager"}}  # all but the C++ compiler
 
@@ -80,6 +82,24 @@ GRID = [
 def test_parity(worlds, run, graphs):
     ranks = check(worlds, run)
     assert max(rank.extra["graphs"] for rank in ranks) == graphs
+    assert not any("not compiled" in line for line in ranks[0].extra["lines"])
+
+
+WITH_EXPERTS = {
+    "own": Run(Balanced, dp=2, ep=2, microbatches=1, num_batches=1, strategy=QUICK),
+    "Mixtral": slow(Run(Mixtral, dp=2, ep=2, strategy=QUICK)),
+    "width": slow(Run(Mixtral, tp=2, strategy=QUICK)),
+    "both": slow(Run(Mixtral, dp=2, tp=2, ep=2, strategy={**QUICK, "recompute": "full"}, validate=True)),
+    "a list": slow(Run(Looped, dp=2, ep=2, strategy=QUICK)),
+    "by the compiler": slow(Run(Balanced, dp=2, ep=2, strategy={"compile": "units"})),
+}
+
+
+@pytest.mark.parametrize("run", list(WITH_EXPERTS.values()), ids=list(WITH_EXPERTS))
+def test_experts_that_ranks_share_run_as_they_are_inside_of_compiled_layers(worlds, run):
+    """What lies before and behind them is compiled, once for all like layers."""
+    ranks = check(worlds, run, tolerance=1e-9 if run.strategy["compile"] == "units" else 1e-10)
+    assert 0 < ranks[0].extra["graphs"] <= 12
     assert not any("not compiled" in line for line in ranks[0].extra["lines"])
 
 

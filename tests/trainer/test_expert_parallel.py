@@ -248,9 +248,13 @@ def ragged(module):
             r"experts \(2\): not the same in the proof: an argument.s gradient differs by",
         ),
         (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
+        (
+            shared(strategy={"compile": {"backend": "aot_eager", "fullgraph": True}}),
+            "wants one graph of each layer, but experts that ranks share run between two graphs; leave fullgraph out",
+        ),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
     ],
-    ids=["no experts", "uneven", "fails its proof", "ragged", "too many"],
+    ids=["no experts", "uneven", "fails its proof", "ragged", "in one graph", "too many"],
 )
 def test_refused(worlds, run, message):
     for said in worlds.run(run.world_size, refusal, fit, run):
