@@ -85,10 +85,9 @@ class _Proof:
         return cut(whole, self.placements[name], rank, self.size) if name in self.placements else whole
 
     def verdict(self, call: Call, tolerance: float) -> Verdict:
-        for difference, where in self._differences(call):
-            if difference > tolerance:
-                text = f"{where} differs by {difference:.1e} of the largest, allowed are {tolerance:.0e}"
-                return Verdict(False, text)
+        worst, where = max([(0.0, ""), *self._differences(call)], key=lambda found: found[0])
+        if worst > tolerance:
+            return Verdict(False, f"{where} differs by {worst:.1e} of the largest, allowed are {tolerance:.0e}")
         return Verdict(True)
 
     def _differences(self, call: Call) -> Iterator[tuple[float, str]]:

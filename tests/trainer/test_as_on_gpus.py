@@ -3,7 +3,7 @@
 import pytest
 from strict_group import as_on_gpus
 from trainer.fitting import Run, assert_parity, fit, fit_reference
-from wider_models import Looped, Mixtral
+from wider_models import GptOss, Looped, Mixtral
 
 CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
 ZERO = {"zero_stage": 3}
@@ -22,6 +22,8 @@ MORE = {
     "interleaved": Run("UNet", pp=2, strategy={"stages_per_rank": 2}),
     "interleaved over three": Run("UNet", pp=3, microbatches=3, batch_size=3, strategy={"stages_per_rank": 2}),
     "experts in a list": Run(Looped, dp=2, ep=2, strategy={"expert_chunks": 2}),
+    "experts over context ranks": Run(Looped, cp=2, ep=2),
+    "experts cut over tensor ranks": Run(GptOss, dp=2, tp=2, ep=2),
     "dp2tp2pp2": Run("GPT2", pp=2, dp=2, tp=2),
     "shards over stages": Run("T5", pp=2, dp=2, strategy=ZERO, validate=True),
     "checked": Run("GPT2", pp=2, dp=2, strategy={"verify_first_step": True}),

@@ -73,6 +73,8 @@ RUNS = {
     ),
     "cut by tensor ranks, zero3": shared(GptOss, dp=4, tp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
     "cut by tensor ranks, recomputed": shared(GptOss, tp=2, pp=2, strategy={"recompute": "full"}, slow=True),
+    "cut by tensor ranks, a short batch": slow(Run(GptOss, tp=2, num_batches=3, last=3)),
+    "over context ranks, a short batch": shared(Qwen3Moe, dp=1, cp=2, num_batches=3, last=3, slow=True),
     "cut by tensor ranks, four": slow(Run(Four, tp=4)),
     "dp2tp2pp2": shared(tp=2, pp=2, slow=True),
     "zero3": shared(dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
