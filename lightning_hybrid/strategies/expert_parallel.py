@@ -21,6 +21,7 @@ from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
 from lightning_hybrid.strategies.options import Options, compile_options
+from lightning_hybrid.strategies.tensor_parallel import check_cut
 from lightning_hybrid.tensor.positions import Dealt, collect, dealt_of
 from lightning_hybrid.tensor.ranks import GroupRanks, enter, leave, sum_gradients
 from lightning_hybrid.tensor.shards import ModelShards
@@ -76,7 +77,8 @@ class ExpertPlanner:
             What is cut besides.
 
         Raises:
-            LayoutError: There are no experts that the ranks can share; on every rank.
+            LayoutError: There are no experts that the ranks can share, or nothing is cut over tensor ranks; on every
+                rank.
             RuntimeError: The search failed; on every rank.
         """
         size, tensor_size = self._size, self._mesh.size("tp")
@@ -108,6 +110,8 @@ class ExpertPlanner:
             shards.cut_elsewhere(widths)
             further.append(AxisCut(self._mesh.group("tp"), widths, axis="tp"))
             self._widths = CutWidths(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
+        elif tensor_size > 1 and shards is not None:
+            check_cut(shards.plans, tensor_size)
         if size > 1:
             further.append(self._share(found, [*cuts, *further], shards))
         self.summary = describe_experts(found, size, tensor_size)

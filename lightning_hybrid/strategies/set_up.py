@@ -223,7 +223,7 @@ class SetUpStrategy(VerifyingStrategy):
             context=self._context,
         )
         if recorded and planner is not None:
-            self._shards, self._plan_summary = planner.plan(), planner.summary
+            self._shards, self._plan_summary = planner.plan(experts is not None), planner.summary
         if recorded:
             reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
             self._runner.shard_units(self._units, reads)

@@ -92,8 +92,11 @@ class TensorPlanner:
         if self._size > 1:
             self._uses = uses.uses
 
-    def plan(self) -> ModelShards:
+    def plan(self, with_experts: bool = False) -> ModelShards:
         """Find the plans on the first rank, and have them on all; collective over the world.
+
+        Args:
+            with_experts: Whether experts may be cut besides: whoever finds that out checks that something is cut.
 
         Raises:
             LayoutError: Nothing of the module can be cut; on every rank.
@@ -117,7 +120,7 @@ class TensorPlanner:
             sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self._calls = Calls()
-        if self._size > 1:
+        if self._size > 1 and not with_experts:
             check_cut(box[0], self._size)
         if self._context > 1:
             _check_dealt(box[0], self._size, self._context)

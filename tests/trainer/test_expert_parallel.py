@@ -48,6 +48,16 @@ class Balanced(Experts):
     options: ClassVar = {"balance_loss": 0.0, "shared_experts": 1}
 
 
+class Alone(Experts):
+    """There is nothing but experts that tensor ranks could share."""
+
+    options: ClassVar = {"balance_loss": 0.0}
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Identity()
+
+
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 
 RUNS = {
@@ -75,6 +85,7 @@ RUNS = {
     "cut by tensor ranks, recomputed": shared(GptOss, tp=2, pp=2, strategy={"recompute": "full"}, slow=True),
     "cut by tensor ranks, a short batch": slow(Run(GptOss, tp=2, num_batches=3, last=3)),
     "over context ranks, a short batch": shared(Qwen3Moe, dp=1, cp=2, num_batches=3, last=3, slow=True),
+    "cut by tensor ranks, nothing else": slow(Run(Alone, tp=2)),
     "cut by tensor ranks, four": slow(Run(Four, tp=4)),
     "dp2tp2pp2": shared(tp=2, pp=2, slow=True),
     "zero3": shared(dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
