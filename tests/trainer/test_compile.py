@@ -86,7 +86,7 @@ def test_parity(worlds, run, graphs):
 
 
 WITH_EXPERTS = {
-    "own": Run(Balanced, dp=2, ep=2, microbatches=1, num_batches=1, strategy=QUICK),
+    "own": slow(Run(Balanced, dp=2, ep=2, microbatches=1, num_batches=1, strategy=QUICK)),
     "Mixtral": slow(Run(Mixtral, dp=2, ep=2, strategy=QUICK)),
     "width": slow(Run(Mixtral, tp=2, strategy=QUICK)),
     "both": slow(Run(Mixtral, dp=2, tp=2, ep=2, strategy={**QUICK, "recompute": "full"}, validate=True)),
