@@ -157,6 +157,7 @@ class StagedStrategy(MeshStrategy):
         if self._is_whole or self._plan is None or self._failed:
             return
         self._passes()
+        self._check_files()
         if self._parts is not None:
             self._parts.make_whole()
         if self._shards is not None:
@@ -172,6 +173,15 @@ class StagedStrategy(MeshStrategy):
             self._guard.remove()
             self._guard = None
 
+    def _check_files(self) -> None:
+        """See that what is offloaded to files can be read.
+
+        Raises:
+            OffloadError: A file was cut off.
+        """
+        for offloaded in self._offloaded:
+            offloaded.check()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole module on the first rank; collective."""
         assert self.lightning_module is not None
@@ -180,6 +190,7 @@ class StagedStrategy(MeshStrategy):
         if self._cut_off:
             return {}
         self._meet("trainer.save_checkpoint(...) or lightning_module_state_dict()")
+        self._check_files()
         with self._unguarded():
             if not self._in_first_copy:
                 return {}
@@ -211,6 +222,7 @@ class StagedStrategy(MeshStrategy):
         """The state of an optimizer over all pipeline ranks, on the first; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        self._check_files()
         if self._plan is None or (self._plan.num_ranks == 1 and self._parts is None):
             return optimizer.state_dict()
         if self._cut_off:

@@ -356,11 +356,10 @@ class SetUpStrategy(VerifyingStrategy):
                 if reads is not None:
                     self._watched.append(optimizer)
                     self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
-        if (where := self.options.offloaded.get("optimizer_states")) is not None:
-            folder = None if where == "cpu" else where.removeprefix("disk:")
+        if offload := self.options.offloaded:
             layers = layers_of_parameters(module, self._plan)
             self._offloaded += offload_states(
-                self.optimizers, layers, folder, self._watched, self._stop_reads, self._zero
+                self.optimizers, layers, offload, self.root_device, self._watched, self._stop_reads, self._zero
             )
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door

@@ -88,6 +88,15 @@ class ZeroSharding:
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._is_evaluating = False
 
+    def check(self) -> None:
+        """See that parameters that are in a file can be read.
+
+        Raises:
+            OffloadError: It was cut off.
+        """
+        for file in self._files:
+            file.check()
+
     @property
     def regions(self) -> dict[int, Region]:
         """Where parameters at rest are in a file, by the id of the parameter."""
@@ -106,11 +115,12 @@ class ZeroSharding:
     @contextlib.contextmanager
     def step(self, *, trains: bool) -> Iterator[None]:
         """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation."""
-        for file in self._files:
-            file.check()
+        self.check()
         if trains:
             self._agree()
         if not self._is_evaluating:
+            for group in self._all:
+                group.bring_home()
             # Under the second policy too, what is not one layer's is gathered for the whole step.
             for group in self._outside if self.per_layer else self._all:
                 group.launch_gather()
@@ -212,6 +222,7 @@ class ZeroSharding:
 
     def begin_evaluation(self) -> None:
         """Hold wholes from now on: replicas may have different numbers of batches, so no step may wait for another."""
+        self.check()
         for group in self._all:
             group.launch_gather()
         for group in self._all:
@@ -283,10 +294,12 @@ class ZeroSharding:
         return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; parameters whose file is gone hold nothing that anybody may take for their values."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+        for group in self._all:
+            group.leave()
 
 
 class _Place(NamedTuple):
