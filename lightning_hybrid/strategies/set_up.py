@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.experts.sharded import SharedExperts
-from lightning_hybrid.memory.recompute import Policy, Recompute
+from lightning_hybrid.memory.recompute import Recomputation, Recompute
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
 from lightning_hybrid.parts.held import AxisCut, HeldParts
@@ -34,9 +34,9 @@ from lightning_hybrid.strategies.options import Options, check_module, compile_o
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
     describe_policies,
+    lend_parameters,
     recompute_layers,
     recompute_plain_layers,
-    recompute_whole,
 )
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
@@ -77,7 +77,8 @@ class SetUpStrategy(VerifyingStrategy):
             **lightning,
         )
         self.options = options
-        self._recompute, self._policies = options.recompute, dict[str, Policy]()
+        self._recompute = options.recompute
+        self._recomputation: Recomputation | None = None
         self._plan_summary = self._expert_summary = ""
         self._whole_again: pl.Callback | None = None
         self._hook_reads: HookReads | None = None
@@ -107,12 +108,11 @@ class SetUpStrategy(VerifyingStrategy):
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = None
-        self._experts, self._zero_cuts, self._recomputing, self._policies = None, [], None, {}
+        self._experts, self._zero_cuts, self._recomputing, self._recomputation = None, [], None, None
         if self._recompute is not None and not self._needs_runner():
-            recomputation, self._policies = recompute_plain_layers(
-                module, self._recompute, compiled=self.options.compile is not None
-            )
-            self._recomputing = recomputation.running
+            is_compiled = self.options.compile is not None
+            self._recomputation = recompute_plain_layers(module, self._recompute, compiled=is_compiled)
+            self._recomputing = self._recomputation.running
         randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
             self._record(trainer, module, randomness)
@@ -231,14 +231,14 @@ class SetUpStrategy(VerifyingStrategy):
                 self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
-            recomputation, self._policies = recompute_layers(
+            self._recomputation = recompute_layers(
                 module,
                 self._recompute,
                 self._plan.first,
                 self._plan.stages,
                 compiled=self.options.compile is not None,
             )
-            self._runner.wrap_layers(recomputation.running)
+            self._runner.wrap_layers(self._recomputation.running)
         if self._experts is not None:  # outermost: what they run is gathered and recomputed where it is
             self._runner.wrap_layers(self._experts.running)
         if recorded and self._in_parts_by_layout:
@@ -283,8 +283,8 @@ class SetUpStrategy(VerifyingStrategy):
             offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
         )
-        recompute_whole(self._policies, self._zero.freed)
-        self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
+        if self._recomputation is not None:
+            lend_parameters(self._recomputation, self._zero)
         self._stop_reads.callback(hold_in_evaluation(trainer, self._zero.begin_evaluation, self._zero.end_evaluation))
 
     def _read_globally(self, trainer: pl.Trainer, module: pl.LightningModule, plan: StagePlan) -> None:
@@ -328,8 +328,8 @@ class SetUpStrategy(VerifyingStrategy):
         if self.options.offloaded:
             places = (f"{what.replace('_', ' ')} {where}" for what, where in self.options.offloaded.items())
             texts.append(f"at rest: {', '.join(places)}")
-        if self._policies:
-            texts.append(describe_policies(self._policies, self._recompute))
+        if self._recomputation is not None:
+            texts.append(describe_policies(self._recomputation.policies, self._recompute))
         if self._compiled is not None:
             texts += self._compiled.lines()
         rank_zero_info("\n".join(texts))
