@@ -233,7 +233,8 @@ def check_module(
             f"{layout.tensor_parallel_size}, context_parallel_size={layout.context_parallel_size},"
             f" shards of {layout.data_shard_size}, num_microbatches={num_microbatches or 'auto'});"
             " set pipeline_parallel_size=1,"
-            " tensor_parallel_size=1, context_parallel_size=1, zero_stage=0 and num_microbatches=1"
+            " tensor_parallel_size=1, context_parallel_size=1, num_microbatches=1 and zero_stage=0, or zero_stage=1 or"
+            " 2 without offload, microbatch_weight and save_distributed_checkpoint"
         )
 
 

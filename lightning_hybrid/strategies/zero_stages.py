@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -19,11 +20,15 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.gradients import stage_of_gradient
+from lightning_hybrid.strategies.options import Options
+from lightning_hybrid.strategies.tensor_parallel import steps_on_parts
+from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
 from lightning_hybrid.zero.homes import Homes
 from lightning_hybrid.zero.offload import OffloadedStates
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
+from lightning_hybrid.zero.shared_steps import SharedSteps
 from lightning_hybrid.zero.state_file import Region, StateFile
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
@@ -175,6 +180,46 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
     return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
+
+
+def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
+    """Whether replicas share out the steps of optimizers that the module calls itself.
+
+    Args:
+        module: The user's.
+        options: What was asked for.
+    """
+    away = options.offload is not None or options.save_distributed_checkpoint
+    return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
+
+
+def describe_by_hand(stage: int, size: int) -> str:
+    """One line: what is shared out where the module steps by hand."""
+    return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
+
+
+def share_steps(optimizers: Sequence[Optimizer], mesh: Mesh, until: contextlib.ExitStack) -> list[SharedSteps]:
+    """Share out the states of optimizers that the module calls itself.
+
+    Args:
+        optimizers: Of the run.
+        mesh: The ranks.
+        until: Closed when the run ends.
+
+    Raises:
+        ValueError: One may look at whole parameters, or at several.
+    """
+    found = []
+    for optimizer in optimizers:
+        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+            raise ValueError(
+                f"zero_stage with manual optimization has each replica step its part of every parameter, but"
+                f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
+                " optimizer of torch that looks at single numbers, such as AdamW"
+            )
+        found.append(SharedSteps(optimizer, mesh.group("dp_shard")))
+        until.callback(found[-1].close)
+    return found
 
 
 def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
