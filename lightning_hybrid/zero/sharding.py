@@ -261,15 +261,18 @@ class ZeroSharding:
 
     def come_to(self, fqn: str) -> None:
         """The backward needs a layer: the next one is on its way meanwhile, and what is done of the last is freed."""
+        self._leave_last(fqn)
+        if not all(group.is_whole for group in self._layers[fqn]):
+            for group in self._layers[fqn]:
+                group.gather()
+            self._send_ahead(fqn, self._previous)
+
+    def _leave_last(self, fqn: str) -> None:
         if self._backward_at is not None and self._backward_at != fqn:
             for group in self._layers[self._backward_at]:
                 if not group.trained or not group.num_missing:
                     group.free()
         self._backward_at = fqn
-        if not all(group.is_whole for group in self._layers[fqn]):
-            for group in self._layers[fqn]:
-                group.gather()
-            self._send_ahead(fqn, self._previous)
 
     def _send_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
         """The layer that follows is on its way while this one computes, and the one after that is read if in a file."""
@@ -297,6 +300,8 @@ class ZeroSharding:
     def inside(self, fqn: str) -> Iterator[None]:
         """The forward of a layer runs inside."""
         groups = self._layers[fqn]
+        if self._in_backward:
+            self._leave_last(fqn)
         for group in groups:
             group.gather()
         self._inside.add(fqn)
