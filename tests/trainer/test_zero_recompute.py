@@ -40,15 +40,21 @@ def recomputed(run, recompute, callback=None):
     return dataclasses.replace(run, strategy=strategy, callback=callback)
 
 
-USUAL = ("frozen in part", "stages")
+IN_PART = {"*": "full", "*0": "selective", "*1": 0.1}
+USUAL = {"frozen in part": "selective", "stages": IN_PART}
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, id=name, marks=[] if name in USUAL else [pytest.mark.slow]) for name, run in RUNS.items()]
-)
-def test_the_same_bits(worlds, run):
+def each_run():
+    for name, run in RUNS.items():
+        if name in USUAL:
+            yield pytest.param(run, [USUAL[name]], id=name)
+        yield pytest.param(run, ["selective", IN_PART], id=f"{name}, each", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("run", "policies"), list(each_run()))
+def test_the_same_bits(worlds, run, policies):
     plain = worlds.run(run.world_size, fit, recomputed(run, None))
-    for recompute in ("selective", {"*": "full", "*0": "selective", "*1": 0.1}):
+    for recompute in policies:
         for one, other in zip(plain, worlds.run(run.world_size, fit, recomputed(run, recompute)), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
             assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
