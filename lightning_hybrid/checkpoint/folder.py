@@ -106,7 +106,9 @@ def _whole_ones(path: Path) -> str:
     """What else there is to resume from."""
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     whole = sorted(p.name for p in beside if p.is_dir() and p != path and is_checkpoint(p) and not missing(p))
-    return f"; whole ones beside it: {', '.join(whole[:_LISTED])}" if whole else "; there is no whole one beside it"
+    if whole:
+        return f"; give ckpt_path one of the whole ones beside it: {', '.join(whole[:_LISTED])}"
+    return "; there is no whole one beside it: give another ckpt_path, or none to begin anew"
 
 
 def missing(path: Path) -> list[str]:

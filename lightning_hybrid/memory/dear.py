@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hybrid.memory.recipes import Operation, Value, tensors_of
+from lightning_hybrid.memory.recipes import Lender, Operation, Value, tensors_of
 from lightning_hybrid.memory.selection import Step, choose_kept, needed
-from lightning_hybrid.memory.tape import Tape, restore
+from lightning_hybrid.memory.tape import Kept, Saved, Tape, restore
 
 # What moving a byte costs, in floating-point operations of a product of matrices; and drawing one.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
@@ -39,16 +40,41 @@ class Dear:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            leaves = pytree.tree_leaves((args, kwargs))
-            tape = Tape((leaf for leaf in leaves if type(leaf) is Tensor), self._written)
-            with saved_tensors_hooks(tape.save, restore), tape:
-                out = forward(*args, **kwargs)
-            with torch._C.DisableTorchFunction():  # tensors that stand for others would become those
-                self._decide(tape, out)
-            tape.close()
-            return out
+            return self._run(forward, args, kwargs, None, restore)
 
         return run
+
+    def keeping_none_of(self, lender: Lender, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, where the layer's parameters are lent and nothing may hold them.
+
+        Args:
+            lender: Of the parameters.
+            fqn: Of the layer.
+            forward: The layer's own.
+        """
+
+        def restore_there(saved: Saved | Kept) -> Tensor:
+            # Whatever the backward asks for first: gathering by need would go by what each rank has chosen to keep.
+            lender.come_to(fqn)
+            return restore(saved)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with lender.inside(fqn):
+                return self._run(forward, args, kwargs, partial(lender.giver, fqn), restore_there)
+
+        return run
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, giver: Any, restore: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        tape = Tape((leaf for leaf in leaves if type(leaf) is Tensor), self._written, giver)
+        with saved_tensors_hooks(tape.save, restore), tape:
+            out = forward(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # tensors that stand for others would become those
+            self._decide(tape, out)
+        tape.close()
+        return out
 
     def _decide(self, tape: Tape, out: Any) -> None:
         for leaf in pytree.tree_leaves(out):

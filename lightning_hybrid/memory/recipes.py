@@ -7,7 +7,9 @@ runs a second time. Results live as long as somebody refers to them: autograd, o
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -100,6 +102,47 @@ class Value:
                 " `x = x + y` for `x += y`, or take this layer out of recompute"
             )
         return True
+
+
+class Lent(Value):
+    """A value that somebody else has, and gives whenever it is asked for: a parameter that is freed between times."""
+
+    __slots__ = ("_copied", "_give")
+
+    def __init__(self, held: Tensor, give: Callable[[], Tensor]) -> None:
+        self._give, self._copied = give, False
+        super().__init__(held, None, is_weight=True)
+
+    @property
+    def held(self) -> Tensor:
+        """What it is now."""
+        return self._give()
+
+    @held.setter
+    def held(self, tensor: Tensor) -> None:
+        if self._copied:
+            self._give = lambda: tensor
+
+    def copy(self) -> None:
+        """Hold a copy, because the storage is about to be written to."""
+        self._copied = True
+        super().copy()
+
+    def seal(self) -> None:
+        """Who lends it sees to it that it stays what it was."""
+
+
+class Lender(Protocol):
+    """Who has the parameters of layers whose wholes are freed between their forward and their backward."""
+
+    def inside(self, fqn: str) -> AbstractContextManager[None]:
+        """The layer's parameters are there inside."""
+
+    def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """What gives a tensor of the layer's parameters at any time, and none of it holds; None for other tensors."""
+
+    def come_to(self, fqn: str) -> None:
+        """The backward has come to the layer: its parameters are there until it comes to another one."""
 
 
 class Use(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.dear import Dear
+from lightning_hybrid.memory.recipes import Lender
 from lightning_hybrid.step.copies import copied, may_change
 from lightning_hybrid.step.randomness import replaced_forwards
 
@@ -100,7 +101,11 @@ def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict
 
 
 class Recomputation:
-    """The layers of one module on this rank, some of which are computed again."""
+    """The layers of one module on this rank, some of which are computed again.
+
+    Attributes:
+        policies: Of all layers of the module.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module], policies: Mapping[str, Policy], *, keyed: bool = False) -> None:
         """Say what is recomputed.
@@ -111,20 +116,34 @@ class Recomputation:
             keyed: Random numbers are keyed, so that no state of a generator need be kept.
         """
         self._keyed = keyed
-        self._policies = policies
+        self.policies = dict(policies)
+        self._lender: Lender | None = None
+        self._lent: Collection[str] = ()
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
         self._dear: dict[float, Dear] = {}  # by share; like layers are alike
+
+    def lend(self, lender: Lender, fqns: Collection[str]) -> None:
+        """Hold none of the parameters of selective layers between their forward and their backward.
+
+        Args:
+            lender: Of the parameters.
+            fqns: Of the layers.
+        """
+        self._lender, self._lent = lender, frozenset(fqns)
 
     def running(self) -> AbstractContextManager[None]:
         """Inside, the layers' forwards keep what their policies say."""
         return replaced_forwards(self._layers, self._recomputed)
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        policy = self._policies[fqn]
+        policy = self.policies[fqn]
         if policy == "full":
             return self._checkpointed(fqn, forward)
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
-        return self._dear.setdefault(share, Dear(share)).keeping(forward)
+        dear = self._dear.setdefault(share, Dear(share))
+        if self._lender is not None and fqn in self._lent:
+            return dear.keeping_none_of(self._lender, fqn, forward)
+        return dear.keeping(forward)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]

@@ -13,7 +13,7 @@ Values are known by their storage, so that views cost nothing and need no operat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.memory.recipes import Geometry, Operation, Use, Value, make
+from lightning_hybrid.memory.recipes import Geometry, Lent, Operation, Use, Value, make
 from lightning_hybrid.step.user_checkpointing import SAVES_EACH
 
 # They write running statistics or a state that their schema does not tell of.
@@ -78,15 +78,22 @@ def kind_of(function: Any) -> Kind:
 class Tape(TorchDispatchMode):
     """Notes the operations of one run of a layer."""
 
-    def __init__(self, given: Iterable[Tensor] = (), written: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        given: Iterable[Tensor] = (),
+        written: set[int] | None = None,
+        giver: Callable[[Tensor], Callable[[], Tensor] | None] | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             given: What the layer is called with, which is no weight even where it has no history.
             written: Addresses of storages from outside that a run of such a layer writes to; grows.
+            giver: What gives a tensor of the layer's parameters later, if these are not to be held; see ``Lender``.
         """
         super().__init__()
         self._written = set() if written is None else written
+        self._giver = giver
         self._alive: list[Tensor] = []
         self.operations: list[Operation] = []
         self.made: list[Value] = []  # by these, in order
@@ -158,10 +165,12 @@ class Tape(TorchDispatchMode):
     def _value_of(self, tensor: Tensor) -> Value:
         value = self._values.get(tensor.untyped_storage()._cdata)
         if value is None or value.dtype != tensor.dtype:
-            value = Value(_alias(tensor), None, is_weight=_is_weight(tensor))
+            give = None if self._giver is None else self._giver(tensor)
+            alias = _alias(tensor)
+            value = Value(alias, None, is_weight=_is_weight(tensor)) if give is None else Lent(alias, give)
             self.outside.append(value)
             self._put(tensor, value)
-            if not tensor.requires_grad and tensor.untyped_storage()._cdata in self._written:
+            if give is None and not tensor.requires_grad and tensor.untyped_storage()._cdata in self._written:
                 # A buffer that each run writes to: the next one may come before this one's backward.
                 assert value.held is not None
                 self._alive.append(value.held)
@@ -215,7 +224,7 @@ class Tape(TorchDispatchMode):
             return Kept(tensor, tensor._version)
         value = self._value_of(tensor)
         value.num_saved += 1
-        if value.recipe is None:
+        if value.recipe is None and type(value) is not Lent:
             return Kept(tensor, tensor._version)
         if tensor.dtype != value.dtype:
             value.is_pinned = True

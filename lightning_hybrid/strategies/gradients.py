@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.moving import move
+from lightning_hybrid.namespaces import namespace_of
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.shared import SharedParameters
@@ -82,6 +86,36 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) ->
             "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
             " set pipeline_parallel_size=1, tensor_parallel_size=1 and expert_parallel_size=1"
         )
+
+
+def connect_adascale(
+    trainer: Any,
+    mesh: Mesh,
+    zero_stage: int,
+    parts: HeldParts | None,
+    counted: set[int],
+    reducers: Reducers,
+) -> None:
+    """Let AdaScale see gradients before and after their average.
+
+    Args:
+        trainer: Whose callbacks to look at.
+        mesh: The ranks.
+        zero_stage: What replicas share out.
+        parts: What this rank holds of parameters; None if all.
+        counted: Ids of the parameters that this rank counts in a norm.
+        reducers: Of the gradients.
+
+    Raises:
+        ValueError: It cannot see them.
+    """
+    for callback in trainer.callbacks:
+        move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
+        if isinstance(callback, AdaScale):
+            check_adascale(mesh.layout, zero_stage, parts)
+            callback.connect_mesh(mesh, lambda: counted)
+            for reducer in reducers.values():
+                reducer.observer = callback
 
 
 def check_adascale(layout: ParallelLayout, zero_stage: int, parts: HeldParts | None) -> None:

@@ -48,7 +48,7 @@ class Hybrid3DStrategy(SetUpStrategy):
             its gradients reduced for each microbatch, or all of them once per step; "auto" by the memory that is free.
         offload: What is not on the device while no step needs it: "cpu" for all that replicas share out, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
-            "parameters", "gradients" and "optimizer_states" to these.
+            any of "parameters", "gradients" and "optimizer_states" to these.
         recompute: Layers that are computed again in the backward: "full" for all, which keep their inputs alone; n for
             every n-th; names with wildcards; "selective" for all, which keep what is dear to compute, or the share of
             bytes that these keep, such as 0.3 ("selective" is 0.4); or a mapping of names to such policies or "keep".

@@ -121,8 +121,8 @@ class Options:
         for what, needed in (("parameters", 3), ("gradients", 1)):
             if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
                 raise ValueError(
-                    f"offload={dict(self.offload)!r}: {what} are on the host while no step runs, which needs them to be"
-                    f" gathered for one; set zero_stage={needed} or more, or leave {what!r} out"
+                    f"offload={dict(self.offload)!r}: {what} are offloaded while no layer needs them, which needs"
+                    f" replicas that share them out; set zero_stage={needed} or more, or leave {what!r} out"
                 )
         _ = self.offloaded
 
@@ -146,11 +146,6 @@ class Options:
                     f"offload={self.offload!r}; use 'cpu', 'disk:PATH' for optimizer states in files, or a mapping with"
                     " 'optimizer_states' and 'parameters' ('cpu' or 'disk:PATH') and 'gradients' ('cpu')"
                 )
-        if "parameters" in given and not {"gradients", "optimizer_states"} <= given.keys():
-            raise ValueError(
-                f"offload={self.offload!r}: gradients and optimizer states must be where the parameters are; name all"
-                " three, or offload='cpu'"
-            )
         return dict(given)
 
     @property
@@ -238,7 +233,8 @@ def check_module(
             f"{layout.tensor_parallel_size}, context_parallel_size={layout.context_parallel_size},"
             f" shards of {layout.data_shard_size}, num_microbatches={num_microbatches or 'auto'});"
             " set pipeline_parallel_size=1,"
-            " tensor_parallel_size=1, context_parallel_size=1, zero_stage=0 and num_microbatches=1"
+            " tensor_parallel_size=1, context_parallel_size=1, num_microbatches=1 and zero_stage=0, or zero_stage=1 or"
+            " 2 without offload, microbatch_weight and save_distributed_checkpoint"
         )
 
 

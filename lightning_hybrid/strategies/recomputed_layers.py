@@ -18,11 +18,12 @@ from lightning_hybrid.memory.recompute import (
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.tensor.units import compiled_modules
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 def recompute_layers(
     root: nn.Module, recompute: Recompute, variant: Variant, here: Collection[int], *, compiled: bool
-) -> tuple[Recomputation, dict[str, Policy]]:
+) -> Recomputation:
     """The layers of a recorded step that are computed again.
 
     Args:
@@ -52,18 +53,16 @@ def recompute_layers(
         for fqn, layer in layers.items()
         if any(_is_in(fqn, unit) and at & set(here) for unit, at in stages.items())
     }
-    return Recomputation(mine, policies, keyed=True), policies
+    return Recomputation(mine, policies, keyed=True)
 
 
-def recompute_plain_layers(
-    root: nn.Module, recompute: Recompute, *, compiled: bool
-) -> tuple[Recomputation, dict[str, Policy]]:
+def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: bool) -> Recomputation:
     """The layers that are computed again where steps run as they are; see ``recompute_layers``."""
     layers = find_layers(dict(root.named_children()))
     if not layers:
         raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
     policies = _policies(root, recompute, layers, compiled=compiled)
-    return Recomputation(layers, policies), policies
+    return Recomputation(layers, policies)
 
 
 def _policies(
@@ -78,16 +77,17 @@ def _policies(
     return policies
 
 
-def recompute_whole(policies: dict[str, Policy], freed: Collection[str]) -> None:
-    """Where a layer's parameters are gone until its backward gathers them, recipes would find none.
+def lend_parameters(recomputation: Recomputation, zero: ZeroSharding) -> None:
+    """Where layers' parameters are freed until their backward gathers them, recipes hold none of them.
 
     Args:
-        policies: Of the layers of a ``Recomputation`` that has not run yet; changed.
-        freed: FQNs of modules whose parameters are freed.
+        recomputation: That has not run yet.
+        zero: Shares out the parameters.
     """
-    for fqn, policy in policies.items():
-        if is_selective(policy) and any(_is_in(fqn, other) or _is_in(other, fqn) for other in freed):
-            policies[fqn] = "full"
+    policies = recomputation.policies
+    zero.recomputed = frozenset(fqn for fqn, policy in policies.items() if policy == "full")
+    zero.lent = frozenset(fqn for fqn in zero.freed if is_selective(policies.get(fqn)))
+    recomputation.lend(zero, zero.lent)
 
 
 def _is_in(fqn: str, unit: str) -> bool:
@@ -109,7 +109,7 @@ def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) 
     if whole or not part:
         asked = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
         is_other = any(map(is_selective, asked)) and "full" not in asked and whole
-        reason = " (as a whole: compiled, or gathered layer by layer)" if is_other else ""
+        reason = " (as a whole: compiled)" if is_other else ""
         lines.append(f"computed again in the backward{reason}: {whole or 'nothing'}")
     return "\n".join(lines)
 

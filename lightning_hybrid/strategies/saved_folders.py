@@ -93,6 +93,7 @@ class FolderStrategy(StagedStrategy):
             if self._cut_off:
                 return {}
             self._meet("trainer.save_checkpoint(...)")
+            self._check_files()
         with self._unguarded(), torch._C.DisableTorchFunction():
             held = self._holdings.module()
             if not self._is_whole:
@@ -115,6 +116,7 @@ class FolderStrategy(StagedStrategy):
             return super().optimizer_state(optimizer)
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        self._check_files()
         with torch._C.DisableTorchFunction():
             return self._holdings.optimizer(optimizer)
 

@@ -33,6 +33,7 @@ from lightning_hybrid.strategies.on_mesh import MeshStrategy
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.zero.offload import OffloadedStates
+from lightning_hybrid.zero.shared_steps import SharedSteps
 
 
 class StagedStrategy(MeshStrategy):
@@ -54,6 +55,7 @@ class StagedStrategy(MeshStrategy):
         self._averages: Averages | None = None
         self._reads: GlobalReads | None = None
         self._offloaded: list[OffloadedStates] = []
+        self._stepped: list[SharedSteps] = []  # of a module that calls its optimizers itself
         self._watched: list[Optimizer] = []  # whose steps follow the parameters of other ranks too
 
     @property
@@ -157,6 +159,7 @@ class StagedStrategy(MeshStrategy):
         if self._is_whole or self._plan is None or self._failed:
             return
         self._passes()
+        self._check_files()
         if self._parts is not None:
             self._parts.make_whole()
         if self._shards is not None:
@@ -172,6 +175,15 @@ class StagedStrategy(MeshStrategy):
             self._guard.remove()
             self._guard = None
 
+    def _check_files(self) -> None:
+        """See that what is offloaded to files can be read.
+
+        Raises:
+            OffloadError: A file was cut off.
+        """
+        for offloaded in self._offloaded:
+            offloaded.check()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole module on the first rank; collective."""
         assert self.lightning_module is not None
@@ -180,6 +192,7 @@ class StagedStrategy(MeshStrategy):
         if self._cut_off:
             return {}
         self._meet("trainer.save_checkpoint(...) or lightning_module_state_dict()")
+        self._check_files()
         with self._unguarded():
             if not self._in_first_copy:
                 return {}
@@ -211,6 +224,10 @@ class StagedStrategy(MeshStrategy):
         """The state of an optimizer over all pipeline ranks, on the first; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        self._check_files()
+        for stepped in self._stepped:
+            if stepped.optimizer is optimizer:
+                return {} if self._cut_off else stepped.whole_state()
         if self._plan is None or (self._plan.num_ranks == 1 and self._parts is None):
             return optimizer.state_dict()
         if self._cut_off:
@@ -232,6 +249,8 @@ class StagedStrategy(MeshStrategy):
                 _optimizer_to_device(optimizer, self.root_device)
         for offloaded in self._offloaded:
             offloaded.adopt()
+        for stepped in self._stepped:
+            stepped.cut_states()
 
     def _own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank keeps of the state of an optimizer."""

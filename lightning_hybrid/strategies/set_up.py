@@ -12,11 +12,8 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.experts.sharded import SharedExperts
-from lightning_hybrid.memory.recompute import Policy, Recompute
-from lightning_hybrid.moving import move
-from lightning_hybrid.namespaces import namespace_of
+from lightning_hybrid.memory.recompute import Recomputation, Recompute
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
@@ -29,14 +26,14 @@ from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_ca
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
-from lightning_hybrid.strategies.gradients import check_adascale, check_optimizers, connect_gradients
+from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.options import Options, check_module, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
     describe_policies,
+    lend_parameters,
     recompute_layers,
     recompute_plain_layers,
-    recompute_whole,
 )
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
@@ -55,11 +52,14 @@ from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.zero_stages import (
     check_shard,
+    describe_by_hand,
     describe_zero,
     hold_in_evaluation,
     layers_of_parameters,
     offload_states,
     share_out,
+    share_steps,
+    steps_by_hand,
     zero_cuts,
 )
 
@@ -77,10 +77,12 @@ class SetUpStrategy(VerifyingStrategy):
             **lightning,
         )
         self.options = options
-        self._recompute, self._policies = options.recompute, dict[str, Policy]()
+        self._recompute = options.recompute
+        self._recomputation: Recomputation | None = None
         self._plan_summary = self._expert_summary = ""
         self._whole_again: pl.Callback | None = None
         self._hook_reads: HookReads | None = None
+        self._by_hand = False
         self._zero_cuts: list[AxisCut] = []
         self._stop_reads = contextlib.ExitStack()
 
@@ -92,6 +94,7 @@ class SetUpStrategy(VerifyingStrategy):
         assert module is not None
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._by_hand = is_fitting and steps_by_hand(module, self.options)
         if is_fitting:
             check_shard(self.options.zero_stage, self.mesh)
             check_module(module, self.layout, self.options.microbatches, in_parts=self._needs_runner())
@@ -108,12 +111,11 @@ class SetUpStrategy(VerifyingStrategy):
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = None
         self._expert_summary = ""
-        self._experts, self._zero_cuts, self._recomputing, self._policies = None, [], None, {}
+        self._experts, self._zero_cuts, self._recomputing, self._recomputation = None, [], None, None
         if self._recompute is not None and not self._needs_runner():
-            recomputation, self._policies = recompute_plain_layers(
-                module, self._recompute, compiled=self.options.compile is not None
-            )
-            self._recomputing = recomputation.running
+            is_compiled = self.options.compile is not None
+            self._recomputation = recompute_plain_layers(module, self._recompute, compiled=is_compiled)
+            self._recomputing = self._recomputation.running
         randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
             self._record(trainer, module, randomness)
@@ -166,7 +168,7 @@ class SetUpStrategy(VerifyingStrategy):
     def _in_parts_by_layout(self) -> bool:
         """Whether a rank holds a part of the module only."""
         layout = self.layout
-        over_replicas = layout.data_shard_size > 1 or layout.expert_parallel_size > 1
+        over_replicas = (layout.data_shard_size > 1 and not self._by_hand) or layout.expert_parallel_size > 1
         return layout.pipeline_parallel_size > 1 or self._shares_layers or over_replicas
 
     @property
@@ -232,14 +234,14 @@ class SetUpStrategy(VerifyingStrategy):
                 self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
         if recorded and self._recompute is not None:
             assert self._plan.first is not None
-            recomputation, self._policies = recompute_layers(
+            self._recomputation = recompute_layers(
                 module,
                 self._recompute,
                 self._plan.first,
                 self._plan.stages,
                 compiled=self.options.compile is not None,
             )
-            self._runner.wrap_layers(recomputation.running)
+            self._runner.wrap_layers(self._recomputation.running)
         if recorded and experts is not None:  # outermost: what they run is gathered and recomputed where it is
             self._runner.wrap_layers(experts.running)
         if recorded and self._in_parts_by_layout:
@@ -283,8 +285,8 @@ class SetUpStrategy(VerifyingStrategy):
             offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
         )
-        recompute_whole(self._policies, self._zero.freed)
-        self._zero.recomputed = frozenset(fqn for fqn, policy in self._policies.items() if policy != "keep")
+        if self._recomputation is not None:
+            lend_parameters(self._recomputation, self._zero)
         self._stop_reads.callback(hold_in_evaluation(trainer, self._zero.begin_evaluation, self._zero.end_evaluation))
 
     def _read_globally(self, trainer: pl.Trainer, module: pl.LightningModule, plan: StagePlan) -> None:
@@ -325,11 +327,13 @@ class SetUpStrategy(VerifyingStrategy):
         if self._zero is not None:
             size = self.layout.data_shard_size
             texts.append(describe_zero(self.options.zero_stage, size, per_layer=self._zero.per_layer))
+        if self._by_hand:
+            texts.append(describe_by_hand(self.options.zero_stage, self.layout.data_shard_size))
         if self.options.offloaded:
             places = (f"{what.replace('_', ' ')} {where}" for what, where in self.options.offloaded.items())
             texts.append(f"at rest: {', '.join(places)}")
-        if self._policies:
-            texts.append(describe_policies(self._policies, self._recompute))
+        if self._recomputation is not None:
+            texts.append(describe_policies(self._recomputation.policies, self._recompute))
         if self._compiled is not None:
             texts += self._compiled.lines()
         rank_zero_info("\n".join(texts))
@@ -347,7 +351,8 @@ class SetUpStrategy(VerifyingStrategy):
         )
         parts = self._parts
         counted_parts = None if parts is None else parts.first_held
-        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, parts=counted_parts)
+        axes = ("pp", "cp") if self._by_hand else ("pp", "cp", "parts")  # there replicas have whole gradients
+        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, axes=axes, parts=counted_parts)
         if parts is not None:
             counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
         if self._hook_reads is not None:
@@ -356,19 +361,13 @@ class SetUpStrategy(VerifyingStrategy):
                 if reads is not None:
                     self._watched.append(optimizer)
                     self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
-        if (where := self.options.offloaded.get("optimizer_states")) is not None:
-            folder = None if where == "cpu" else where.removeprefix("disk:")
+        if offload := self.options.offloaded:
             layers = layers_of_parameters(module, self._plan)
             self._offloaded += offload_states(
-                self.optimizers, layers, folder, self._watched, self._stop_reads, self._zero
+                self.optimizers, layers, offload, self.root_device, self._watched, self._stop_reads, self._zero
             )
-        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-            move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
-            if isinstance(callback, AdaScale):
-                check_adascale(self.layout, self.options.zero_stage, parts)
-                callback.connect_mesh(self.mesh, lambda: counted)
-                for reducer in self._reducers.values():
-                    reducer.observer = callback
+        self._stepped = share_steps(self.optimizers if self._by_hand else [], self.mesh, self._stop_reads)
+        connect_adascale(module.trainer, self.mesh, self.options.zero_stage, parts, counted, self._reducers)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -19,10 +20,15 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.gradients import stage_of_gradient
+from lightning_hybrid.strategies.options import Options
+from lightning_hybrid.strategies.tensor_parallel import steps_on_parts
+from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
+from lightning_hybrid.zero.homes import Homes
 from lightning_hybrid.zero.offload import OffloadedStates
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
+from lightning_hybrid.zero.shared_steps import SharedSteps
 from lightning_hybrid.zero.state_file import Region, StateFile
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
@@ -88,7 +94,7 @@ def share_out(
         device: Of this rank.
         stage: Of ZeRO.
         reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
-        offload: What is on the host at rest.
+        offload: Where what is that is not on the device while no step needs it.
         agree: Whether any rank says so; collective.
     """
     assert plan.first is not None
@@ -110,7 +116,7 @@ def share_out(
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
         members.setdefault(key, {})[name] = parameter
     groups: dict[Stage, list[ParameterGroup]] = {}
-    host = torch.device("cpu")
+    homes = Homes.of(offload, device)
     regions = _regions_for(offload.get("parameters"), [bytes_of_parts(each, placements) for each in members.values()])
     for (of, fqn, _, is_expert), parameters in members.items():
         group = ParameterGroup(
@@ -119,8 +125,7 @@ def share_out(
             placements,
             expert_ranks if is_expert else ranks,
             keeps_whole=stage < 3,
-            parts_on=host if "parameters" in offload else None,
-            gradients_on=host if "gradients" in offload else None,
+            homes=homes,
             region=next(regions, None),
         )
         groups.setdefault(of, []).append(group)
@@ -177,6 +182,46 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
 
 
+def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
+    """Whether replicas share out the steps of optimizers that the module calls itself.
+
+    Args:
+        module: The user's.
+        options: What was asked for.
+    """
+    away = options.offload is not None or options.save_distributed_checkpoint
+    return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
+
+
+def describe_by_hand(stage: int, size: int) -> str:
+    """One line: what is shared out where the module steps by hand."""
+    return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
+
+
+def share_steps(optimizers: Sequence[Optimizer], mesh: Mesh, until: contextlib.ExitStack) -> list[SharedSteps]:
+    """Share out the states of optimizers that the module calls itself.
+
+    Args:
+        optimizers: Of the run.
+        mesh: The ranks.
+        until: Closed when the run ends.
+
+    Raises:
+        ValueError: One may look at whole parameters, or at several.
+    """
+    found = []
+    for optimizer in optimizers:
+        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+            raise ValueError(
+                f"zero_stage with manual optimization has each replica step its part of every parameter, but"
+                f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
+                " optimizer of torch that looks at single numbers, such as AdamW"
+            )
+        found.append(SharedSteps(optimizer, mesh.group("dp_shard")))
+        until.callback(found[-1].close)
+    return found
+
+
 def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
     """All parameters, layer by layer; first those that are of none.
 
@@ -199,17 +244,19 @@ def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list
 def offload_states(
     optimizers: Sequence[Optimizer],
     layers: Sequence[Sequence[nn.Parameter]],
-    folder: str | None,
+    offload: Mapping[str, str],
+    device: torch.device,
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
     zero: ZeroSharding | None,
 ) -> list[OffloadedStates]:
-    """Step layer by layer, with states on the host or in files.
+    """Step layer by layer, if there is anything to bring to where states are, or to leave in a file.
 
     Args:
         optimizers: Of the run.
         layers: All parameters, layer by layer.
-        folder: Where files are; None for the host.
+        offload: Where what is.
+        device: Of this rank.
         watched: Optimizers that may look at all parameters in their step.
         until: Closed when the run ends.
         zero: What shares out parameters, which may be in files too.
@@ -217,14 +264,19 @@ def offload_states(
     Raises:
         ValueError: An optimizer may look at all parameters.
     """
+    homes, where = Homes.of(offload, device), offload.get("optimizer_states")
+    regions = {} if zero is None else zero.regions
+    if where is None and not regions and homes.between_steps == homes.states:
+        return []
+    folder = None if where is None or where == "cpu" else where.removeprefix("disk:")
     found = []
     for optimizer in optimizers:
         if any(other is optimizer for other in watched):
             raise ValueError(
-                f"offload steps the parameters layer by layer, but {type(optimizer).__name__} may look at all of"
-                " them in its step; leave offload out, or use an optimizer of torch"
+                f"offload={dict(offload)!r} steps the parameters layer by layer, but {type(optimizer).__name__} may"
+                " look at all of them in its step; leave offload out, or use an optimizer of torch"
             )
-        found.append(OffloadedStates(optimizer, layers, folder, None if zero is None else zero.regions))
+        found.append(OffloadedStates(optimizer, layers, folder, regions, states_on=homes.states))
         until.callback(found[-1].close)
     return found
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.zero.homes import Homes, PartsAtHome
 from lightning_hybrid.zero.state_file import Region, aligned
 
 # torch 2.13 gave the collectives on single tensors new names.
@@ -63,8 +64,7 @@ class ParameterGroup:
         ranks: ShardRanks,
         *,
         keeps_whole: bool,
-        parts_on: torch.device | None = None,
-        gradients_on: torch.device | None = None,
+        homes: Homes | None = None,
         region: Region | None = None,
     ) -> None:
         """At rest.
@@ -75,25 +75,19 @@ class ParameterGroup:
             placements: Of those that are cut; the others are whole on every rank.
             ranks: That share them out.
             keeps_whole: Whether the memory of wholes is kept at rest.
-            parts_on: Where parts are at rest; on the device of the parameters if None.
-            gradients_on: The same of the parts of gradients; they must be where the parts are.
+            homes: Where parts are; all on the device of the parameters if None.
             region: Of a file, for the parts; see ``bytes_of_parts``.
         """
         self.fqn, self.parameters, self._ranks, self.keeps_whole = fqn, dict(parameters), ranks, keeps_whole
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._cut = {name: placements[name] for name in parameters if name in placements}
-        self._parts = {name: parameters[name].data for name in self._cut}
-        self._gradients_on, self.region = gradients_on, region
+        self.region = region
         first = next(iter(parameters.values()))
         self._like = first.data.new_empty(0)  # on the device that computes
-        if region is not None:
-            for name, place in _places_in(region, self._parts).items():
-                place.copy_(self._parts[name])
-                parameters[name].data = self._parts[name] = place
-            region.let_go()
-        elif parts_on is not None and parts_on != first.device:
-            for name, part in self._parts.items():
-                parameters[name].data = self._parts[name] = part.to(parts_on)
+        parts = {name: parameters[name].data for name in self._cut}
+        self._parts = PartsAtHome(parts, homes or Homes.of((), first.device), region)
+        for name in self._cut:
+            parameters[name].data = self._parts.shown(name)
         self._offsets, self._part_numel = _offsets_of({name: self._largest_part(name) for name in self._cut})
         self._wholes: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
@@ -112,11 +106,12 @@ class ParameterGroup:
         """Send this rank's parts, unless the wholes are here or on their way; does not wait."""
         if self.is_whole or self._gathering is not None or self._is_held or not self._cut:
             return
+        self.bring_home()
         message = self._like.new_zeros(self._part_numel)
         for name, offset in self._offsets.items():
             part = self._parts[name]
             message[offset : offset + part.numel()].view(part.shape).copy_(part)
-        self._let_go()
+        self._parts.let_go()
         received = self._like.new_empty(self._size * message.numel())
         work = _all_gather(received, message, group=self._ranks.shard, async_op=True)
         self._gathering = work, received
@@ -138,8 +133,7 @@ class ParameterGroup:
                 self._unpack(name, received)
         for name, parameter in self.parameters.items():
             if name not in self._gradients:
-                self._gradients[name] = parameter.grad
-                parameter.grad = None
+                self._take_gradient(name, parameter)
             if name in self._cut:
                 parameter.data = self._wholes[name]
         self.is_whole = True
@@ -159,7 +153,7 @@ class ParameterGroup:
             place = rank * stride + offset
             target.copy_(received[place : place + target.numel()].view(target.shape))
         if self.keeps_whole:
-            self._parts[name] = self._part_of(name, whole, self._rank)
+            self._parts.move(name, self._part_of(name, whole, self._rank))
 
     def free(self) -> None:
         """Free the memory of wholes between a layer's forward and its backward; parameters keep the wholes' shape."""
@@ -180,8 +174,10 @@ class ParameterGroup:
         for name in self._cut:
             parameter = self.parameters[name]
             parameter.grad = None
-            parameter.data = self._parts[name]
+            parameter.data = self._parts.shown(name)
         for name, gradient in self._gradients.items():
+            if gradient is not None and name in self._cut:
+                gradient = self._parts.shown_gradient(gradient)
             self.parameters[name].grad = gradient
         self._gradients = {}
         if not self.keeps_whole and not self._is_held:
@@ -191,21 +187,36 @@ class ParameterGroup:
     @torch.no_grad()
     def _write_back(self) -> None:
         """What a step may have written to wholes."""
-        for name, part in self._parts.items():
-            content = self._part_of(name, self._wholes[name], self._rank)
-            # Who writes to a file has it written to the disk, which takes longer than to see that nothing is new.
-            if self.region is None or not torch.equal(part, content.to(part.device)):
-                part.copy_(content)
-        self._let_go()
+        for name in self._cut:
+            self._parts.write(name, self._part_of(name, self._wholes[name], self._rank))
+        self._parts.let_go()
+
+    def bring_home(self) -> None:
+        """A step begins: what is shown elsewhere than at home goes there."""
+        if self._is_held:
+            return
+        for name in self._parts.bring_home():
+            self._take_gradient(name, self.parameters[name])
+            self.parameters[name].data = self._parts[name]
+
+    def _take_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """What earlier batches left is set aside while a step runs."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and name in self._cut:
+            gradient = self._parts.gradient_at_home(gradient)
+        self._gradients[name] = gradient
 
     def read_ahead(self) -> None:
         """Begin to read parts that are in a file."""
         if self.region is not None and not self.is_whole and self._gathering is None:
             self.region.read_ahead()
 
-    def _let_go(self) -> None:
-        if self.region is not None:
-            self.region.let_go()
+    def leave(self) -> None:
+        """Nobody may read what was in a file that is gone: that would end the process."""
+        if self.region is not None and not self.region.file.is_there:
+            for name, parameter in self.parameters.items():
+                if name in self._cut and parameter.data_ptr() == self._parts.address(name):
+                    parameter.data = torch.full_like(parameter.data, float("nan"))
 
     def hold(self) -> None:
         """Gather, and rest without freeing: gathers need no other rank until `let_go`."""
@@ -311,10 +322,10 @@ class ParameterGroup:
                 )
             if not has:
                 continue
-            shape = (self._parts[name] if name in self._cut else self.parameters[name]).shape
+            shape = self._parts.shape(name) if name in self._cut else self.parameters[name].shape
             new = total[offsets[name] : offsets[name] + _numel(shape)].view(shape)
-            if self._gradients_on is not None and name in self._cut:
-                new = new.to(self._gradients_on)
+            if name in self._cut:
+                new = self._parts.gradient_at_home(new)
             before = self._gradients.get(name)
             self._gradients[name] = new.clone() if before is None else before + new
 
@@ -331,7 +342,7 @@ class ParameterGroup:
         return _offsets_of({n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names})
 
     def _largest_part(self, name: str) -> int:
-        placement, shape = self._cut[name], list(self._parts[name].shape)
+        placement, shape = self._cut[name], list(self._parts.shape(name))
         shape[placement.dim] = placement.local_length
         return _numel(shape)
 
@@ -339,14 +350,6 @@ class ParameterGroup:
 def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
     """Room that the parts of a group take in a file, while its parameters hold them."""
     return sum(aligned(p.nbytes) for name, p in parameters.items() if name in placements)
-
-
-def _places_in(region: Region, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    offset, places = 0, {}
-    for name, part in parts.items():
-        places[name] = region.tensor(offset, part)
-        offset += aligned(part.nbytes)
-    return places
 
 
 def _offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -1,14 +1,16 @@
-"""The step of an optimizer, layer by layer, with its states in memory of the host or in a file.
+"""The step of an optimizer, layer by layer, where its states are: on the host, in a file, or on the device.
 
 A step that looks at one parameter at a time may take them in any order and in any number of calls; which optimizers do
 is tried, not known by name. So the parameters of one layer after the other are stepped, and only that layer's states,
-and its copies of parameters and gradients where those live on another device, are in memory meanwhile.
+and its copies of parameters and gradients where those live on another device, are in memory meanwhile; the new values
+go back to where the parameters live.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -19,11 +21,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.zero.homes import HOST
 from lightning_hybrid.zero.state_file import Region, StateFile, aligned, state_tensors
 
 
 class OffloadedStates:
-    """The states of one optimizer, which are on the host, or in a file.
+    """The states of one optimizer, of which something is on the host, or in a file: they, or what they are states of.
 
     Attributes:
         file: None where they are in the memory of the host, or where there are none.
@@ -35,14 +38,17 @@ class OffloadedStates:
         layers: Sequence[Sequence[Tensor]],
         folder: str | None,
         regions: Mapping[int, Region] | None = None,
+        *,
+        states_on: torch.device = HOST,
     ) -> None:
         """Take over the optimizer's steps.
 
         Args:
             optimizer: Built, and not stepped yet, on parameters of which some may be absent.
             layers: The parameters, in the order in which they are to be stepped.
-            folder: For the file; None for the memory of the host.
+            folder: For the file; None for memory.
             regions: Where parameters themselves are in a file, by their ids.
+            states_on: Where states are, and steps are taken.
 
         Raises:
             ValueError: Its step looks at several parameters at a time.
@@ -54,15 +60,17 @@ class OffloadedStates:
                 " than with all of them at once; leave offload out, or use an optimizer that looks at one parameter at"
                 " a time, such as AdamW"
             )
-        self._optimizer = optimizer
+        self._optimizer, self._states_on = optimizer, states_on
         own = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
         self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in own])]
         of_layers = [[(regions or {}).get(id(p)) for p in members] for members in self._layers]
         self._regions = [{region for region in found if region is not None} for found in of_layers]
+        self._files = {region.file for found in self._regions for region in found}
         self.file: StateFile | None = None
         if folder is not None and self._layers:
             sizes = states_of_a_step(optimizer)
             self.file = StateFile(folder, [_bytes_of(members, sizes) for members in self._layers])
+            self._files.add(self.file)
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
         own_step, self._original = optimizer.__dict__.get("step"), optimizer.step
         self._own_step = own_step
@@ -80,12 +88,28 @@ class OffloadedStates:
                 self._put_in_file(number, members)
                 self.file.let_go(number)
 
+    def check(self) -> None:
+        """See that files are what they were made.
+
+        Raises:
+            OffloadError: One was cut off.
+        """
+        for file in self._files:
+            file.check()
+
     def close(self) -> None:
-        """Give the optimizer its own steps again; states that are in the file are read."""
+        """Give the optimizer its own steps again; states that are in the file are read, or lost with it."""
+        is_lost = self.file is not None and not self.file.is_there
+        if is_lost:
+            warnings.warn(
+                f"the states of {type(self._optimizer).__name__} are lost: their file was cut off, and is no longer"
+                " needed for this run; save no checkpoint from now on",
+                stacklevel=2,
+            )
         for entry in self._optimizer.state.values():
             for name, value in state_tensors(entry).items():
                 if value.data_ptr() in self._in_file:
-                    entry[name] = value.clone()
+                    entry[name] = torch.full_like(value, float("nan")) if is_lost else value.clone()
         if self._own_step is None:
             self._optimizer.__dict__.pop("step", None)
         else:
@@ -99,8 +123,7 @@ class OffloadedStates:
             with torch.enable_grad():
                 loss = closure()
         optimizer, file = self._optimizer, self.file
-        if file is not None:
-            file.check()
+        self.check()
         whole = [group["params"] for group in optimizer.param_groups]
         hooks = {name: optimizer.__dict__.get(name) for name in _HOOKS}
         _call_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
@@ -127,16 +150,13 @@ class OffloadedStates:
         return loss
 
     def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        away = [p for p in members if p.device.type != "cpu"]
+        away = [p for p in members if p.device != self._states_on]
         there = [(p, p.data, p.grad) for p in away]
         for p, data, grad in there:
             p.grad = None
-            p.data = data.to("cpu")
-            p.grad = None if grad is None else grad.to("cpu")
-            entry = self._optimizer.state.get(p, {})
-            for name, value in entry.items():  # loaded, or made when the optimizer was built
-                if isinstance(value, Tensor) and value.device.type != "cpu":
-                    entry[name] = value.to("cpu")
+            p.data = data.to(self._states_on)
+            p.grad = None if grad is None else grad.to(self._states_on)
+            self._bring_states(self._optimizer.state.get(p, {}))
         try:
             self._original(**kwargs)
         finally:
@@ -150,6 +170,14 @@ class OffloadedStates:
             self.file.let_go(number)
         for region in self._regions[number]:
             region.let_go()
+
+    def _bring_states(self, entry: dict[str, Any]) -> None:
+        """States that were loaded, or made when the optimizer was built, are where the parameter was."""
+        for name, value in entry.items():
+            # Counts of steps are on the host wherever the rest is, but for optimizers that can be captured.
+            is_count = isinstance(value, Tensor) and not value.dim() and self._states_on != HOST
+            if isinstance(value, Tensor) and not is_count and value.device != self._states_on:
+                entry[name] = value.to(self._states_on)
 
     @torch.no_grad()
     def _put_in_file(self, number: int, members: Sequence[Tensor]) -> None:

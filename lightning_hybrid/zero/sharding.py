@@ -44,7 +44,8 @@ class ZeroSharding:
 
     Attributes:
         per_layer: Whether each layer is gathered for itself (the second policy).
-        recomputed: FQNs of layers whose forward runs again before their backward, and gathers for that.
+        recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
+        lent: FQNs of layers whose backward says that it begins, by `come_to`, and that stay whole until it is over.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ZeroSharding:
         """
         self.per_layer = per_layer
         self.recomputed: frozenset[str] = frozenset()
+        self.lent: frozenset[str] = frozenset()
         self._groups = {stage: list(members) for stage, members in groups.items()}
         self._all = [group for members in self._groups.values() for group in members]
         self._layers: dict[str, list[ParameterGroup]] = {}
@@ -87,6 +89,18 @@ class ZeroSharding:
         self._trained: tuple[bool, ...] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._is_evaluating = False
+        self._inside: set[str] = set()  # FQNs of layers whose forward runs
+        self._in_backward = False
+        self._backward_at: str | None = None  # FQN of the layer that it has come to
+
+    def check(self) -> None:
+        """See that parameters that are in a file can be read.
+
+        Raises:
+            OffloadError: It was cut off.
+        """
+        for file in self._files:
+            file.check()
 
     @property
     def regions(self) -> dict[int, Region]:
@@ -106,11 +120,12 @@ class ZeroSharding:
     @contextlib.contextmanager
     def step(self, *, trains: bool) -> Iterator[None]:
         """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation."""
-        for file in self._files:
-            file.check()
+        self.check()
         if trains:
             self._agree()
         if not self._is_evaluating:
+            for group in self._all:
+                group.bring_home()
             # Under the second policy too, what is not one layer's is gathered for the whole step.
             for group in self._outside if self.per_layer else self._all:
                 group.launch_gather()
@@ -165,6 +180,7 @@ class ZeroSharding:
             stage: Of this rank.
             is_last: Whether it completes the gradients of the step.
         """
+        self._in_backward, self._backward_at = True, None
         if is_last or self.per_layer:
             self._queue = [group for group in reversed(self._groups.get(stage, [])) if group.trained]
             self._seen = set()
@@ -183,11 +199,12 @@ class ZeroSharding:
 
     def _launch(self, group: ParameterGroup) -> None:
         group.launch_reduce()
-        if self.per_layer and group.fqn:
+        if self.per_layer and group.fqn and group.fqn not in self.lent:
             group.free()
 
     def after_backward(self, stage: int, is_last: bool) -> None:
         """It has ended: send what it has left, and wait for the averages."""
+        self._in_backward = False
         if not is_last and not self.per_layer:
             return
         for group in self._queue:
@@ -212,6 +229,7 @@ class ZeroSharding:
 
     def begin_evaluation(self) -> None:
         """Hold wholes from now on: replicas may have different numbers of batches, so no step may wait for another."""
+        self.check()
         for group in self._all:
             group.launch_gather()
         for group in self._all:
@@ -241,12 +259,20 @@ class ZeroSharding:
                 after[first], before[second] = self._layers[second], self._layers[first]
         return after, before
 
-    def _gather_again(self, group: ParameterGroup) -> None:
-        """For the backward of a layer; the next one that it comes to is on its way meanwhile."""
-        if not group.is_whole:
-            for other in self._layers[group.fqn]:
-                other.gather()
-            self._send_ahead(group.fqn, self._previous)
+    def come_to(self, fqn: str) -> None:
+        """The backward needs a layer: the next one is on its way meanwhile, and what is done of the last is freed."""
+        self._leave_last(fqn)
+        if not all(group.is_whole for group in self._layers[fqn]):
+            for group in self._layers[fqn]:
+                group.gather()
+            self._send_ahead(fqn, self._previous)
+
+    def _leave_last(self, fqn: str) -> None:
+        if self._backward_at is not None and self._backward_at != fqn:
+            for group in self._layers[self._backward_at]:
+                if not group.trained or not group.num_missing:
+                    group.free()
+        self._backward_at = fqn
 
     def _send_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
         """The layer that follows is on its way while this one computes, and the one after that is read if in a file."""
@@ -256,37 +282,58 @@ class ZeroSharding:
                 other.read_ahead()
 
     def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        groups = self._layers[fqn]
-        freed = [group for group in groups if not group.keeps_whole]
+        freed = [group for group in self._layers[fqn] if not group.keeps_whole]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            for group in groups:
-                group.gather()
-            if not self.per_layer or self._is_evaluating or not freed:
+            if fqn in self._inside:
                 return forward(*args, **kwargs)
-            self._send_ahead(fqn, self._next)
-            try:
-                if not torch.is_grad_enabled() or fqn in self.recomputed:
+            with self.inside(fqn):
+                frees = self.per_layer and not self._is_evaluating and freed
+                if not frees or not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)
                 with saved_tensors_hooks(partial(_pack, freed), self._unpack):
                     return forward(*args, **kwargs)
-            finally:
-                for group in freed:
-                    group.free()
 
         return run
+
+    @contextlib.contextmanager
+    def inside(self, fqn: str) -> Iterator[None]:
+        """The forward of a layer runs inside."""
+        groups = self._layers[fqn]
+        if self._in_backward:
+            self._leave_last(fqn)
+        for group in groups:
+            group.gather()
+        self._inside.add(fqn)
+        frees = self.per_layer and not self._is_evaluating
+        try:
+            if frees:
+                self._send_ahead(fqn, self._previous if self._in_backward else self._next)
+            yield
+        finally:
+            self._inside.discard(fqn)
+            for group in groups if frees else ():
+                group.free()
+
+    def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """What gives a tensor of a layer's parameters at any time; None for other tensors."""
+        place = _pack(self._layers[fqn], tensor)
+        return partial(self._unpack, place) if isinstance(place, _Place) else None
 
     def _unpack(self, kept: Tensor | _Place) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        self._gather_again(kept.group)
+        if not kept.group.is_whole:
+            self.come_to(kept.group.fqn)
         return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; parameters whose file is gone hold nothing that anybody may take for their values."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+        for group in self._all:
+            group.leave()
 
 
 class _Place(NamedTuple):

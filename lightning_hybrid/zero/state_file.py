@@ -91,12 +91,20 @@ class StateFile:
         Raises:
             OffloadError: It is not.
         """
-        now = os.fstat(self._file.fileno()).st_size
-        if now < self.nbytes:
+        if not self.is_there:
             raise OffloadError(
-                f"the file with {self._content} in {self.folder!r} has {now} bytes where {self.nbytes} were reserved:"
-                " something has cut it off; go on from the latest checkpoint"
+                f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
+                " reserved: something has cut it off; go on from the latest checkpoint"
             )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all of it can be read."""
+        return self._length >= self.nbytes
+
+    @property
+    def _length(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
 
     def read_ahead(self, region: int) -> None:
         """Begin to read a region."""

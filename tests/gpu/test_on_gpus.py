@@ -126,6 +126,17 @@ TWO = {
     "zero3": Run("GPT2", dp=2, strategy={"zero_stage": 3}, trainer=CLIPPED),
     "zero3 by layer": Run("Llama", dp=2, strategy=BY_LAYER, trainer=ON),
     "zero3 at rest on the host": Run("GPT2", dp=2, strategy={**BY_LAYER, "offload": "cpu"}, trainer=ON),
+    "zero2 at rest on the host": Run("GPT2", dp=2, strategy={"zero_stage": 2, "offload": "cpu"}, trainer=CLIPPED),
+    "zero3, parameters alone on the host": Run(
+        "GPT2", dp=2, strategy={**BY_LAYER, "offload": {"parameters": "cpu"}}, trainer=CLIPPED
+    ),
+    "zero3, gradients alone on the host": Run(
+        "GPT2", dp=2, strategy={**BY_LAYER, "offload": {"gradients": "cpu"}}, trainer=CLIPPED
+    ),
+    "zero3, all but states on the host": Run(
+        "GPT2", dp=2, strategy={"zero_stage": 3, "offload": {"parameters": "cpu", "gradients": "cpu"}}, trainer=ON
+    ),
+    "zero3, selective by layer": Run("GPT2", dp=2, strategy={**BY_LAYER, "recompute": "selective"}, trainer=ON),
     "ep2": Run(Mixtral, dp=2, ep=2, trainer=ON),
     "ep2, a list in chunks": Run(Looped, dp=2, ep=2, strategy={"expert_chunks": 2}, trainer=ON),
 }

@@ -30,6 +30,7 @@ from trainer.test_checkpoint import (
 )
 
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
+from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.cli import main as command_line
 
@@ -61,6 +62,27 @@ def save_halfway(case, layout, path):
     trainer = trainer_of(layout.world_size, layout.strategy(), [SaveHalfway(path)], max_epochs=2)
     trainer.fit(module, loader_of(module, layout, trainer))
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def refusals_of(path):
+    """What a fit says that is to go on from a path."""
+    module = make("Layers")
+    trainer = trainer_of(1, Hybrid3DStrategy(), [])
+    with pytest.raises(CheckpointError) as refused:
+        trainer.fit(module, loader_of(module, PP1, trainer), ckpt_path=path)
+    return str(refused.value)
+
+
+def test_what_a_killed_first_save_leaves_is_refused_with_what_to_give_instead(worlds, tmp_path):
+    """An empty folder that took the name, and beside it what was written; the latter alone says it too."""
+    (tmp_path / "step=2.ckpt.incomplete").mkdir()
+    (tmp_path / "step=2.ckpt.incomplete" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step=2.ckpt").mkdir()
+    [said] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
+    assert "step=2.ckpt" in said and "began and did not end" in said and "none to begin anew" in said
+    worlds.run(1, save_halfway, "Layers", folders(PP1), str(tmp_path / "step=1.ckpt"))
+    [said] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
+    assert "give ckpt_path one of the whole ones beside it: step=1.ckpt" in said
 
 
 def whole(path):

@@ -91,7 +91,7 @@ def test_every_second_layer(worlds):
 
 class Notes(Callback):
     def on_train_start(self, trainer, pl_module):
-        self.noted = dict(trainer.strategy._policies)
+        self.noted = dict(trainer.strategy._recomputation.policies)
 
 
 def policies_of(recompute):
@@ -136,7 +136,9 @@ def test_from_either_side(worlds):
 
 class Lines(Notes):
     def on_train_start(self, trainer, pl_module):
-        self.noted = describe_policies(trainer.strategy._policies, trainer.strategy.options.recompute).splitlines()
+        self.noted = describe_policies(
+            trainer.strategy._recomputation.policies, trainer.strategy.options.recompute
+        ).splitlines()
 
 
 def lines_of(run):
@@ -150,7 +152,7 @@ def compile_a_layer(module):
 def test_what_is_compiled_is_computed_again_as_a_whole(worlds):
     """No one can look into it; the start table says so."""
     layers = "computed again in the backward but for what is dear"
-    whole = "computed again in the backward (as a whole: compiled, or gathered layer by layer)"
+    whole = "computed again in the backward (as a whole: compiled)"
     run = Run("Layers", num_batches=1, microbatches=1, strategy={"recompute": "selective"}, callback=Lines)
     for changes, expected in [
         ({}, [f"{layers}: layers.0 .. head (5)"]),
