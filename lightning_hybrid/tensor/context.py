@@ -21,7 +21,7 @@ from lightning_hybrid.parts.placement import Placement, Shard, over_two
 from lightning_hybrid.tensor.parts import Part, plan_of
 from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.prove import Proof
-from lightning_hybrid.tensor.sequence import deal_positions
+from lightning_hybrid.tensor.sequence import deal_positions, sequence_of
 
 HELD_WHOLE = "context ranks hold all parameters"
 
@@ -57,12 +57,13 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
     narrowed = [_narrowed(part, regions.linears, plan.size, proof.ranks.context) for part in regions.exchanged]
     reasons = [regions.unexchanged, *(found for found in narrowed if isinstance(found, str))]
     exchanged = [found for found in narrowed if not isinstance(found, str)]
-    tried = [_dealt(unit, plan, regions, exchanged, proof)]
+    sequence = sequence_of(proof)
+    tried = [_dealt(unit, plan, regions, exchanged, proof, sequence)]
     for part in exchanged if isinstance(tried[0], UnitPlan) else ():
         if part[0].group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
-        without = _dealt(unit, plan, regions, fewer, proof)
+        without = _dealt(unit, plan, regions, fewer, proof, sequence)
         if isinstance(without, UnitPlan):
             exchanged = fewer
             tried.append(without)
@@ -81,7 +82,12 @@ _Exchanged = tuple[Part, dict[str, Shard], dict[str, Shard]]
 
 
 def _dealt(
-    unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[_Exchanged], proof: Proof
+    unit: nn.Module,
+    plan: UnitPlan,
+    regions: Regions,
+    exchanged: list[_Exchanged],
+    proof: Proof,
+    sequence: tuple[int, int] | None,
 ) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
@@ -103,7 +109,7 @@ def _dealt(
         notes=plan.notes,
         positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=held),
     )
-    dealt = deal_positions(unit, candidate, proof, "context", prove=False)
+    dealt = deal_positions(unit, candidate, proof, "context", sequence=sequence, prove=False)
     if dealt.undealt:
         return dealt.undealt
     return dealt if size == 1 else replace(dealt, otherwise=plan)

@@ -81,7 +81,11 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof) -> UnitPlan
     if plan.vocabulary:
         return replace(plan, context=context, undealt="ranks that look up or multiply by their rows need all positions")
     wide = search.over_more(proof.on(size * context), plan.placements, size, context)
-    exchanged, why = wide.exchanged(None if size == 1 else search.parts)
-    regions = Regions(wide.linears, search.parts, exchanged, search.reasons, why)
-    plan = deal_in_context(proof.unit, plan, regions, proof)
+    given = plan
+    for with_heads in (True, False):  # mostly what mixes positions has heads
+        exchanged, why = wide.exchanged(None if size == 1 else search.parts, with_heads=with_heads)
+        regions = Regions(wide.linears, search.parts, exchanged, search.reasons, why)
+        plan = deal_in_context(proof.unit, given, regions, proof)
+        if plan.positions is not None:
+            break
     return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)

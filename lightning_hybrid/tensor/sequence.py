@@ -16,16 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Replicated
+from lightning_hybrid.tensor.compare import are_alike, difference_of, difference_of_sum
 from lightning_hybrid.tensor.plan import Group, PositionsPlan, UnitPlan
-from lightning_hybrid.tensor.prove import LOOSE_TOLERANCE, TOLERANCE, Proof, difference_of
-from lightning_hybrid.tensor.trial import Outcome, TrialFailed, joined, run_whole
+from lightning_hybrid.tensor.prove import LOOSE_TOLERANCE, TOLERANCE, Proof
+from lightning_hybrid.tensor.trial import Outcome, beside, run_whole
 
 # More combinations of whose code is shown the whole length are not tried.
 _MOST_TRIALS = 16
 
 
 def deal_positions(
-    unit: nn.Module, plan: UnitPlan, proof: Proof, by: Literal["tensor", "context"], *, prove: bool = True
+    unit: nn.Module,
+    plan: UnitPlan,
+    proof: Proof,
+    by: Literal["tensor", "context"],
+    *,
+    sequence: tuple[int, int] | None,
+    prove: bool = True,
 ) -> UnitPlan:
     """The plan with positions dealt; or as it was, with the reason why they are not.
 
@@ -34,12 +41,12 @@ def deal_positions(
         plan: Its proved plan; for "context", one that says which regions get their features by exchange.
         proof: Of the unit, on all ranks.
         by: Whether positions are dealt to tensor ranks, or to context ranks.
+        sequence: As `sequence_of` says.
         prove: Whether to prove it in all modes; else outputs and gradients were right in one.
     """
-    found = _sequence(proof)
-    if found is None:
+    if sequence is None:
         return replace(plan, undealt="no argument of the unit has the shape of its result")
-    place, dim = found
+    place, dim = sequence
     reason = ""
     for shown in itertools.islice(_shown(unit, plan), _MOST_TRIALS):
         positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
@@ -50,7 +57,7 @@ def deal_positions(
     return replace(plan, undealt=reason)
 
 
-def _sequence(proof: Proof) -> tuple[int, int] | None:
+def sequence_of(proof: Proof) -> tuple[int, int] | None:
     """Which argument is the sequence, and which of its dims holds the positions; None if there is none."""
     results = {tuple(out.shape) for out in proof.whole(proof.first).outputs if isinstance(out, Tensor)}
     for place, leaf in enumerate(proof.example.leaves):
@@ -112,18 +119,15 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, prove: boo
     summed: tuple[str, ...] = ()
     # Code that runs in eval mode alone is shown positions too.
     for setting in (proof.first, proof.settings[-2]):
-        try:
-            outcomes = proof.ranks.run(candidate, proof.example, setting, learning=True)
-        except TrialFailed as failure:
-            return str(failure)
+        outcomes = proof.outcomes(candidate, setting, learning=True)
+        if isinstance(outcomes, str):
+            return outcomes
         dealing = proof.ranks.dealings[0]
         if dealing is None:
             return "nothing was dealt"
         for fqn, places in dealing.inputs.items():
             inputs[fqn] = tuple(sorted({*inputs.get(fqn, ()), *places}))
         outputs = dealing.outputs
-        if (wrong := proof.outputs_differ(outcomes, setting)) is not None:
-            return wrong
         if setting == proof.first:
             partial = _summed(candidate, outcomes, proof)
             if isinstance(partial, str):
@@ -143,22 +147,22 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, prove: boo
 def _summed(plan: UnitPlan, outcomes: list[Outcome], proof: Proof) -> tuple[str, ...] | str:
     """The parameters of which each rank has the gradient of its own positions; of a part of them, if they are cut."""
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
-    found = []
+    summed = []
     for name, wanted in proof.whole(proof.first).grads.items():
-        each = joined(outcomes, plan, name, "grads")
+        sides = beside(outcomes, plan, name, "grads", wanted)
         if name not in plan.placements:  # an input, of which each rank must have all of the gradient
-            errors = [difference_of(grad, wanted, tolerance) for grad in each]
+            errors = [difference_of(grad, wanted, tolerance) for grad in sides[0][0]]
             if wrong := next((error for error in errors if error is not None), None):
                 return f"gradient of {name}: {wrong}"
             continue
         if plan.context > 1:
-            each = each[: plan.context]  # tensor ranks have the same
+            sides = [(found[: plan.context], part) for found, part in sides]  # tensor ranks have the same
         elif not isinstance(plan.placements[name], Replicated) or name in plan.summed:
             continue
-        if all(difference_of(grad, wanted, tolerance) is None for grad in each):
+        if all(are_alike(grad, part, tolerance, whole=wanted) for found, part in sides for grad in found):
             continue
-        total = torch.stack(each).sum(0)
-        if (error := difference_of(total, wanted, tolerance)) is not None:
-            return f"gradient of {name}, summed over ranks: {error}"
-        found.append(name)
-    return tuple(found)
+        for found, part in sides:
+            if (error := difference_of_sum(found, part, tolerance, whole=wanted)) is not None:
+                return f"gradient of {name}, summed over ranks: {error}"
+        summed.append(name)
+    return tuple(summed)

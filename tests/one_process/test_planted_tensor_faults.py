@@ -9,11 +9,12 @@ from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, t
 from torch import nn
 
 from lightning_hybrid.parts.placement import Replicated, Shard
-from lightning_hybrid.tensor import apply, positions
+from lightning_hybrid.tensor import apply, positions, products
 from lightning_hybrid.tensor.apply import ShardedUnit
+from lightning_hybrid.tensor.compare import are_alike, difference_of
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.plan import PositionsPlan
-from lightning_hybrid.tensor.prove import proof_of
+from lightning_hybrid.tensor.prove import TOLERANCE, proof_of
 
 DEALT = ["tensor", "context", "both"]
 
@@ -52,6 +53,45 @@ def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(deal, name):
     kept = tuple(other for other in plan.positions.summed if other != name)
     assert len(kept) == len(plan.positions.summed) - 1
     assert f"grad of {name}" in proof.first_failure(replace(plan, positions=replace(plan.positions, summed=kept)))
+
+
+class OtherInEval(nn.Module):
+    """What a trained block does, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.up(x)
+        return x + self.down(torch.relu(h) if self.training else torch.tanh(h))
+
+
+def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
+    product_of = products.product_of
+
+    def wrong_in_eval(module, linear, x, with_bias):
+        weight = module.weight
+        if module.training or not weight.requires_grad:
+            return product_of(module, linear, x, with_bias)
+        doubled = weight * 1.0
+        doubled.register_hook(lambda grad: 2 * grad)
+        return nn.functional.linear(x, doubled, module.bias if with_bias else None)
+
+    plan, proof = planned(OtherInEval())
+    monkeypatch.setattr(apply, "product_of", wrong_in_eval)
+    assert "weight in eval mode, with gradients" in proof.first_failure(plan)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (517, 11)])
+@pytest.mark.parametrize("wrong", [1e-6, float("nan")])
+def test_one_wrong_element_of_a_large_gradient(place, wrong):
+    wanted = torch.randn(768, 300, dtype=torch.float64)
+    found = wanted.t().contiguous().t()
+    assert difference_of(found, wanted, TOLERANCE) is None
+    found[place] += wrong
+    assert "relative difference" in difference_of(found, wanted, TOLERANCE)
+    assert not are_alike(found, wanted, TOLERANCE, whole=wanted)
 
 
 @pytest.mark.parametrize("deal", [None, "tensor"])
