@@ -4,7 +4,8 @@
     python benchmarks/plan_search.py --profile both       cProfile of one of the searches
 
 A block of Hugging Face's GPT-2 (from a config, nothing is downloaded) of width 768, called with 4 x 128 positions, is
-planned by `plan_unit` over two tensor ranks, two context ranks, and both. CPU seconds of the process, which runs one
+planned by `plan_unit` over two tensor ranks (`sequence`: with `sequence_parallel`), two context ranks, and both (`all`:
+with `sequence_parallel`). CPU seconds of the process, which runs one
 thread for computing: other processes disturb them less than wall time. The searches take turns; what is printed is
 the median of `--times` after one that warms up, and the quartiles.
 
@@ -33,6 +34,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "sequence": {"size": 2, "deal": "tensor"},
     "context": {"size": 1, "context": 2},
     "both": {"size": 2, "context": 2},
+    "all": {"size": 2, "context": 2, "deal": "tensor"},
 }
 BOUND = 2.0
 

@@ -4,7 +4,8 @@ Three things are found by trying, each on ranks of its own:
 
     on T tensor ranks       how linears are cut; so they lie at rest, and so calls run whose positions are not dealt
     on T * C tensor ranks   how the features of a region lie where context ranks exchange positions for features
-    on T x C ranks          which regions must exchange; the others see a rank's own positions
+    on T x C ranks          which regions must exchange, the others see a rank's own positions; and how what a context
+                            rank has is dealt once more to its tensor ranks, if that is asked for
 
 A region that exchanges runs as on T * C tensor ranks, heads and all, and only its linears know that weights are cut
 over T of them. So nothing about heads, sizes and side values is found anew, and what was found is proved as a whole.
@@ -19,7 +20,7 @@ from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, over_two
 from lightning_hybrid.tensor.parts import Part, plan_of
-from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.plan import Deal, DealtBy, LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.prove import Proof
 from lightning_hybrid.tensor.sequence import deal_positions, sequence_of
 
@@ -45,7 +46,7 @@ class Regions:
     unexchanged: str = ""
 
 
-def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Proof) -> UnitPlan:
+def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Proof, deal: Deal) -> UnitPlan:
     """The plan with positions dealt to context ranks, and exchanged only where they are mixed; or why they are not.
 
     Args:
@@ -53,24 +54,30 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
         plan: Over tensor ranks, proved; where there is one, a plan that cuts nothing.
         regions: What it cuts.
         proof: Of the unit, on tensor ranks times context ranks.
+        deal: Whether what a context rank has is dealt once more to its tensor ranks.
     """
     narrowed = [_narrowed(part, regions.linears, plan.size, proof.ranks.context) for part in regions.exchanged]
     reasons = [regions.unexchanged, *(found for found in narrowed if isinstance(found, str))]
     exchanged = [found for found in narrowed if not isinstance(found, str)]
     sequence = sequence_of(proof)
-    tried = [_dealt(unit, plan, regions, exchanged, proof, sequence)]
+    tried = [_dealt(unit, plan, regions, exchanged, proof, sequence, "context")]
     for part in exchanged if isinstance(tried[0], UnitPlan) else ():
         if part[0].group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
-        without = _dealt(unit, plan, regions, fewer, proof, sequence)
+        without = _dealt(unit, plan, regions, fewer, proof, sequence, "context")
         if isinstance(without, UnitPlan):
             exchanged = fewer
             tried.append(without)
+    if deal == "tensor" and isinstance(tried[0], UnitPlan):
+        tried.append(_dealt(unit, plan, regions, exchanged, proof, sequence, "both"))
     failure = ""
     for candidate in reversed(tried):
         wrong = candidate if isinstance(candidate, str) else proof.first_failure(candidate)
         if isinstance(candidate, UnitPlan) and wrong is None:
+            if deal == "tensor" and candidate.positions is not None and candidate.positions.by == "context":
+                note = f"positions of a context rank on each of its tensor ranks ({failure})"
+                candidate = replace(candidate, notes=(*candidate.notes, note))
             return candidate
         failure = failure or str(wrong)
     reason = "; ".join(dict.fromkeys(word for word in (*reasons, failure) if word))
@@ -88,6 +95,7 @@ def _dealt(
     exchanged: list[_Exchanged],
     proof: Proof,
     sequence: tuple[int, int] | None,
+    by: DealtBy,
 ) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
@@ -107,9 +115,9 @@ def _dealt(
         kept=plan.kept,
         uneven=plan.uneven,
         notes=plan.notes,
-        positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=held),
+        positions=PositionsPlan(by=by, place=0, dim=1, num_dims=3, features=features, parts=held),
     )
-    dealt = deal_positions(unit, candidate, proof, "context", sequence=sequence, prove=False)
+    dealt = deal_positions(unit, candidate, proof, by, sequence=sequence, prove=False)
     if dealt.undealt:
         return dealt.undealt
     return dealt if size == 1 else replace(dealt, otherwise=plan)

@@ -285,7 +285,9 @@ def prove_again(
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        least = 1 if plan.positions is None else plan.size  # tensor ranks may be those that have positions
+        least = 1
+        if plan.positions is not None:
+            least = plan.size * plan.context if plan.positions.by == "both" else plan.size
         proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None:
             return None

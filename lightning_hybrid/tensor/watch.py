@@ -15,7 +15,7 @@ which call of the user's code. Afterwards it does exactly that, whatever the sha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
@@ -89,7 +89,7 @@ class RegionWatch(TorchFunctionMode):
         regions: Iterable[Ranks],
         batch: int,
         around_draw: Callable[[], AbstractContextManager[Any]],
-        positions: tuple[int, int] | None = None,
+        positions: tuple[Collection[int], int] | None = None,
     ) -> None:
         """Make a watch for one forward.
 
@@ -102,7 +102,7 @@ class RegionWatch(TorchFunctionMode):
             regions: Ranks that share features: the tensor ranks, and those times context ranks.
             batch: The first size of the unit's first input.
             around_draw: A context around each draw for a cut value.
-            positions: Of the whole sequence and of this rank, where positions are dealt.
+            positions: How many values in regions may have, and how many this rank has, where positions are dealt.
         """
         super().__init__()
         self._learning, self.rules = learning, rules
@@ -253,19 +253,20 @@ class RegionWatch(TorchFunctionMode):
         return self._with_local_offsets(name, args, kwargs)
 
     def _all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes with the length of the whole sequence where the code asked a rank's own positions for theirs."""
+        """Sizes with as many positions as the value has where the code asked a rank's own positions for theirs."""
         if self._positions is None:
             return sizes
-        length, local = self._positions
+        lengths, local = self._positions
         key = self._site(name, "positions", str(len(sizes)))
         if self._learning:
-            place = next((k for k, (a, b) in enumerate(zip(old, sizes, strict=False)) if (a, b) == (length, local)), -1)
+            both = enumerate(zip(old, sizes, strict=False))
+            place = next((k for k, (a, b) in both if a in lengths and a != b == local), -1)
             self._note(key, None if place < 0 else ("positions", place))
         rule = self.rules.get(key)
         if rule is None:
             return sizes
         place = int(str(rule[1]))
-        return (*sizes[:place], length, *sizes[place + 1 :])
+        return (*sizes[:place], old[place], *sizes[place + 1 :])
 
     def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         key = self._site(name, "view", str(len(sizes)))

@@ -9,10 +9,10 @@ from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, t
 from torch import nn
 
 from lightning_hybrid.parts.placement import Replicated, Shard
-from lightning_hybrid.tensor import apply, positions, products
-from lightning_hybrid.tensor.apply import ShardedUnit
+from lightning_hybrid.tensor import entrances, linears, positions, products
 from lightning_hybrid.tensor.compare import are_alike, difference_of
 from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.linears import Linears
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.prove import TOLERANCE, proof_of
 
@@ -36,7 +36,7 @@ def fused(deal=None):
 
 def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
     plan, proof = fused()
-    monkeypatch.setattr(apply, "enter", lambda tensor, ranks, **_: tensor)
+    monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, **_: tensor)
     assert "relative difference" in proof.first_failure(plan)
 
 
@@ -50,9 +50,12 @@ def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
 @pytest.mark.parametrize("name", ["ln_1.weight", "attn.c_proj.bias"])
 def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(deal, name):
     plan, proof = fused(deal)
-    kept = tuple(other for other in plan.positions.summed if other != name)
-    assert len(kept) == len(plan.positions.summed) - 1
-    assert f"grad of {name}" in proof.first_failure(replace(plan, positions=replace(plan.positions, summed=kept)))
+    for over in ("tensor", "context") if deal == "all" else (deal,):
+        field = "summed_over_tensor" if over == "tensor" else "summed_over_context"
+        before = getattr(plan.positions, field)
+        assert name in before
+        kept = replace(plan.positions, **{field: tuple(other for other in before if other != name)})
+        assert f"grad of {name}" in proof.first_failure(replace(plan, positions=kept))
 
 
 class OtherInEval(nn.Module):
@@ -79,7 +82,7 @@ def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
         return nn.functional.linear(x, doubled, module.bias if with_bias else None)
 
     plan, proof = planned(OtherInEval())
-    monkeypatch.setattr(apply, "product_of", wrong_in_eval)
+    monkeypatch.setattr(linears, "product_of", wrong_in_eval)
     assert "weight in eval mode, with gradients" in proof.first_failure(plan)
 
 
@@ -101,7 +104,7 @@ def test_a_bias_that_every_rank_adds(monkeypatch, deal):
     def row(self, linear, run, x, *args, **kwargs):
         return self._leave(run(x, True, *args, **kwargs))
 
-    monkeypatch.setattr(ShardedUnit, "_row", row)
+    monkeypatch.setattr(Linears, "_row", row)
     assert "output 0" in proof.first_failure(plan)
 
 
@@ -136,7 +139,7 @@ class Centred(nn.Module):
 
 def test_positions_dealt_that_are_mixed():
     plan, proof = planned(Centred())
-    along = PositionsPlan(by="tensor", place=0, dim=1, num_dims=3, outputs=(0,), summed=("down.bias",))
+    along = PositionsPlan(by="tensor", place=0, dim=1, num_dims=3, outputs=(0,), summed_over_tensor=("down.bias",))
     inputs = {"up": (0,)}
     assert "output 0" in proof.first_failure(replace(plan, positions=replace(along, inputs=inputs)))
     assert proof.first_failure(replace(plan, positions=replace(along, inputs=inputs, dim=0))) is None

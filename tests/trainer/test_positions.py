@@ -30,7 +30,8 @@ def check(worlds, run, *, tolerance=1e-10):
 
 def name_of(run):
     case = run.case if isinstance(run.case, str) else run.case.__name__
-    return f"{case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}-m{run.microbatches}"
+    sequence = "-sequence" * run.sequence
+    return f"{case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}-m{run.microbatches}{sequence}"
 
 
 def slow(*runs):
@@ -61,15 +62,24 @@ BOTH = [
     *slow(Run(GPT2Wide, pp=2, **FOUR), Run(LlamaWide, pp=2, **FOUR), Run(EncoderWide, pp=2, **FOUR)),
     *slow(Run(BertWide, dp=2, **FOUR), Run(LlamaWide, dp=2, **FOUR, strategy={"zero_stage": 1})),
 ]
+ALL = [
+    Run(GPT2Wide, **FOUR, sequence=True, validate=True, trainer={"gradient_clip_val": 0.05}),
+    Run(LlamaWide, **FOUR, sequence=True, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"}),
+    *slow(Run(EncoderWide, **FOUR, sequence=True, microbatches=1), Run(BertWide, **FOUR, sequence=True)),
+    *slow(Run(T5Wide, **FOUR, sequence=True), Run(ViTWide, **FOUR, sequence=True)),
+    *slow(Run(NanoGPTWide, **FOUR, sequence=True), Run(GPT2Wide, pp=2, **FOUR, sequence=True)),
+    *slow(Run(LlamaWide, dp=2, **FOUR, sequence=True, strategy={"zero_stage": 1})),
+]
 
 
-@pytest.mark.parametrize("run", [*SEQUENCE, *CONTEXT, *BOTH], ids=name_of)
+@pytest.mark.parametrize("run", [*SEQUENCE, *CONTEXT, *BOTH, *ALL], ids=name_of)
 def test_parity(worlds, run):
     ranks = check(worlds, run)
     layers = {fqn: plan for fqn, plan in ranks[0].plans.items() if fqn.rpartition(".")[2].isdecimal()}
     assert layers
+    by = "tensor" if run.cp == 1 else "both" if run.sequence else "context"
     for plan in layers.values():
-        assert plan.positions is not None, plan.lines()
+        assert plan.positions is not None and plan.positions.by == by, plan.lines()
 
 
 @pytest.mark.slow
