@@ -16,14 +16,17 @@ from lightning_hybrid.tensor.linears import Linears
 from lightning_hybrid.tensor.plan import PositionsPlan
 from lightning_hybrid.tensor.prove import TOLERANCE, proof_of
 
-DEALT = ["tensor", "context", "both"]
+DEALT = ["tensor", "context", "both", "all"]
 
 
 def planned(unit, size=2, deal=None):
-    """The plan of a unit, and a proof of it that passes; `deal` says to which ranks positions are dealt."""
+    """The plan of a unit, and a proof of it that passes; `deal` says to which ranks positions are dealt.
+
+    "both": to context ranks, beside tensor ranks. "all": once more to these.
+    """
     args = (tokens(),)
-    size, context = 1 if deal == "context" else size, 2 if deal in ("context", "both") else 1
-    plan = plan_unit(unit, args, {}, size, context=context, deal="tensor" if deal == "tensor" else None)
+    size, context = 1 if deal == "context" else size, 2 if deal in ("context", "both", "all") else 1
+    plan = plan_unit(unit, args, {}, size, context=context, deal="tensor" if deal in ("tensor", "all") else None)
     proof = proof_of(unit, args, {}, size, seed=1, context=context)
     assert proof.first_failure(plan) is None
     return plan, proof
@@ -97,12 +100,16 @@ def test_one_wrong_element_of_a_large_gradient(place, wrong):
     assert not are_alike(found, wanted, TOLERANCE, whole=wanted)
 
 
-@pytest.mark.parametrize("deal", [None, "tensor"])
+@pytest.mark.parametrize("deal", [None, "tensor", "all"])
 def test_a_bias_that_every_rank_adds(monkeypatch, deal):
     plan, proof = fused(deal)
 
     def row(self, linear, run, x, *args, **kwargs):
-        return self._leave(run(x, True, *args, **kwargs))
+        dealing = self.dealing
+        if dealing is not None and dealing.exchanges(linear.fqn):
+            x = dealing.to_positions(x, linear.fqn)
+        out = run(x, True, *args, **kwargs)
+        return self._leave(out) if dealing is None else dealing.leave_region(out)
 
     monkeypatch.setattr(Linears, "_row", row)
     assert "output 0" in proof.first_failure(plan)
@@ -147,14 +154,16 @@ def test_positions_dealt_that_are_mixed():
     assert found.positions is None or found.positions.dim == 0
 
 
-def test_positions_of_sums_that_are_not_summed(monkeypatch):
-    plan, proof = fused("tensor")
+@pytest.mark.parametrize("deal", ["tensor", "all"])
+def test_positions_of_sums_that_are_not_summed(monkeypatch, deal):
+    plan, proof = fused(deal)
     monkeypatch.setattr(positions, "leave", lambda addend, dealt: positions.dealt_of(addend, dealt))
     assert "output 0" in proof.first_failure(plan)
 
 
-def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch):
-    plan, proof = fused("tensor")
+@pytest.mark.parametrize("deal", ["tensor", "all"])
+def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, deal):
+    plan, proof = fused(deal)
 
     class OwnGradient(torch.autograd.Function):
         @staticmethod
@@ -170,7 +179,7 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch):
     assert "grad of" in proof.first_failure(plan)
 
 
-@pytest.mark.parametrize("deal", ["context", "both"])
+@pytest.mark.parametrize("deal", ["context", "both", "all"])
 def test_heads_exchanged_in_a_wrong_arrangement(deal):
     plan, proof = fused(deal)
     assert list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
