@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.tensor.lengths import place_of_positions
 from lightning_hybrid.tensor.marks import cut_over, mark, marked, tensors_in
 from lightning_hybrid.tensor.offsets import CannotShard, local_index, local_offset, local_sections
 from lightning_hybrid.tensor.plan import Rule, Site
@@ -243,6 +244,7 @@ class RegionWatch(TorchFunctionMode):
             return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
         if name == "expand" and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
             return (tensor, self._expand(tensor, list(sizes))), kwargs
         if name == "group_norm":
             self._must_divide(name, args[1])
@@ -259,14 +261,13 @@ class RegionWatch(TorchFunctionMode):
         lengths, local = self._positions
         key = self._site(name, "positions", str(len(sizes)))
         if self._learning:
-            both = enumerate(zip(old, sizes, strict=False))
-            place = next((k for k, (a, b) in both if a in lengths and a != b == local), -1)
-            self._note(key, None if place < 0 else ("positions", place))
+            found = place_of_positions(old, sizes, lengths, local, same_dims=name == "expand")
+            self._note(key, None if found is None else ("positions", *found))
         rule = self.rules.get(key)
         if rule is None:
             return sizes
-        place = int(str(rule[1]))
-        return (*sizes[:place], old[place], *sizes[place + 1 :])
+        place, dim = int(str(rule[1])), int(str(rule[2]))
+        return (*sizes[:place], old[dim], *sizes[place + 1 :])
 
     def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         key = self._site(name, "view", str(len(sizes)))
