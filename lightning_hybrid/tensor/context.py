@@ -13,8 +13,9 @@ over T of them. So nothing about heads, sizes and side values is found anew, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -46,6 +47,10 @@ class Regions:
     unexchanged: str = ""
 
 
+# A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut over all of them.
+_Exchanged = tuple[Part, dict[str, Shard], dict[str, Shard]]
+
+
 def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Proof, deal: Deal) -> UnitPlan:
     """The plan with positions dealt to context ranks, and exchanged only where they are mixed; or why they are not.
 
@@ -60,42 +65,56 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
     reasons = [regions.unexchanged, *(found for found in narrowed if isinstance(found, str))]
     exchanged = [found for found in narrowed if not isinstance(found, str)]
     sequence = sequence_of(proof)
-    tried = [_dealt(unit, plan, regions, exchanged, proof, sequence, "context")]
+    failures: dict[DealtBy, str] = {}
+    for by in _WAYS[deal]:
+        found = _least_exchanged(partial(_dealt, unit, plan, regions, proof, sequence, by), exchanged, proof)
+        if isinstance(found, UnitPlan):
+            note = f"positions of a context rank on each of its tensor ranks ({failures.get('both')})"
+            return replace(found, notes=(*found.notes, *([note] if failures else [])))
+        failures[by] = found
+    reason = "; ".join(dict.fromkeys(word for word in (*reasons, failures["context"]) if word))
+    return replace(plan, context=proof.ranks.context, undealt=reason)
+
+
+_WAYS: Mapping[Deal, tuple[DealtBy, ...]] = {"tensor": ("both", "context"), None: ("context",)}
+
+
+def _least_exchanged(
+    dealt: Callable[[list[_Exchanged]], UnitPlan | str], exchanged: list[_Exchanged], proof: Proof
+) -> UnitPlan | str:
+    """A proved plan that exchanges in as few regions as may be, or what is wrong.
+
+    Args:
+        dealt: Makes one, right in one mode.
+        exchanged: The regions that may exchange.
+        proof: Of the unit.
+    """
+    tried = [dealt(exchanged)]
     for part in exchanged if isinstance(tried[0], UnitPlan) else ():
         if part[0].group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
-        without = _dealt(unit, plan, regions, fewer, proof, sequence, "context")
+        without = dealt(fewer)
         if isinstance(without, UnitPlan):
             exchanged = fewer
             tried.append(without)
-    if deal == "tensor" and isinstance(tried[0], UnitPlan):
-        tried.append(_dealt(unit, plan, regions, exchanged, proof, sequence, "both"))
     failure = ""
     for candidate in reversed(tried):
         wrong = candidate if isinstance(candidate, str) else proof.first_failure(candidate)
         if isinstance(candidate, UnitPlan) and wrong is None:
-            if deal == "tensor" and candidate.positions is not None and candidate.positions.by == "context":
-                note = f"positions of a context rank on each of its tensor ranks ({failure})"
-                candidate = replace(candidate, notes=(*candidate.notes, note))
             return candidate
         failure = failure or str(wrong)
-    reason = "; ".join(dict.fromkeys(word for word in (*reasons, failure) if word))
-    return replace(plan, context=proof.ranks.context, undealt=reason)
-
-
-# A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut over all of them.
-_Exchanged = tuple[Part, dict[str, Shard], dict[str, Shard]]
+    return failure
 
 
 def _dealt(
     unit: nn.Module,
     plan: UnitPlan,
     regions: Regions,
-    exchanged: list[_Exchanged],
     proof: Proof,
     sequence: tuple[int, int] | None,
     by: DealtBy,
+    exchanged: list[_Exchanged],
 ) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context

@@ -71,6 +71,9 @@ def plan_unit(
             on_tensor, dealt = (proof, deal) if context == 1 else (proof.on(size), None)
             search = GroupSearch(unit, on_tensor, kept, wishes, dealt, vocabulary or {})
             plan = search.run()
+            if search.spoiled:  # outputs were right in trials where gradients are not
+                search = search.carefully()
+                plan = search.run()
             if context > 1:
                 plan = _with_context(plan, search, proof, deal)
     check_done(wishes, plan)

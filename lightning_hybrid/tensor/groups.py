@@ -33,6 +33,7 @@ class GroupSearch:
     Attributes:
         parts: The groups of the plan that was found.
         reasons: Why parameters stay whole.
+        spoiled: Whether something that had passed its trial was not proved.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GroupSearch:
         vocabulary: Mapping[str, int],
         found: Discovery | None = None,
         at_rest: AtRest | None = None,
+        careful: bool = False,
     ) -> None:
         """Say what is searched.
 
@@ -57,14 +59,16 @@ class GroupSearch:
             vocabulary: See there.
             found: What a run showed.
             at_rest: For an exchange of positions: how parameters lie on fewer ranks.
+            careful: Whether trials look at gradients too; the proof does so always.
         """
         self.parts: list[Part] = []
+        self.spoiled = False
         self._user_unit, self._asked, self._wishes, self._deal = unit, kept, wishes, deal
         self._vocabulary, self._with_heads = vocabulary, False
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
         self._found = discover(proof.unit, proof.run_unit) if found is None else found
         self.reasons: dict[str, str] = dict(kept)
-        self._trials = PartTrials(proof, self._found.linears, self.reasons, dict(kept), at_rest)
+        self._trials = PartTrials(proof, self._found.linears, self.reasons, dict(kept), at_rest, careful=careful)
         self._unpaired: dict[str, str] = {}  # why linears are in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
@@ -90,6 +94,11 @@ class GroupSearch:
         """
         at_rest = AtRest(placements, size, context)
         return GroupSearch(self._user_unit, proof, self._asked, Wishes(), None, {}, found=self._found, at_rest=at_rest)
+
+    def carefully(self) -> GroupSearch:
+        """The same search, whose trials look at gradients too."""
+        given = self._user_unit, self._proof, self._asked, self._wishes, self._deal, self._vocabulary
+        return GroupSearch(*given, found=self._found, careful=True)
 
     def run(self) -> UnitPlan:
         """Find a plan."""
@@ -327,6 +336,7 @@ class GroupSearch:
         """All parts together, in every mode; without those that spoil it, if there are such."""
         plan = self._trials.plan(parts)
         failure = self._proof.first_failure(plan)
+        self.spoiled = failure is not None
         while failure is not None and parts:
             spoiling = next(
                 (k for k in range(len(parts)) if self._proof.first_failure(self._trials.plan([parts[k]])) is not None),

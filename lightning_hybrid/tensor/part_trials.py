@@ -51,6 +51,8 @@ class PartTrials:
         reasons: Mapping[str, str],
         kept: dict[str, str],
         at_rest: AtRest | None,
+        *,
+        careful: bool,
     ) -> None:
         """Say what is tried.
 
@@ -60,8 +62,10 @@ class PartTrials:
             reasons: Why parameters are whole; what is found later is looked up too.
             kept: See above.
             at_rest: For an exchange of positions: how parameters lie on fewer ranks.
+            careful: Whether gradients are looked at, and not outputs alone.
         """
         self.kept = kept
+        self._careful = careful
         self._proof, self._linears, self._reasons, self._at_rest = proof, linears, reasons, at_rest
 
     def plan(self, parts: list[Part], rules: dict[Site, Rule] | None = None) -> UnitPlan:
@@ -86,8 +90,8 @@ class PartTrials:
             rules = {}
             failure = self._failure(part, rules)
         watch = proof.ranks.watches[0]
-        if failure is None:
-            # Code that runs in eval mode alone has rules too.
+        if failure is None and self._at_rest is None:
+            # Code that runs in eval mode alone has rules too; what exchanges positions is learnt in it once more.
             failure = proof.difference(self.plan([part], rules=rules), proof.settings[-2], learning=True)
         if failure is not None or watch is None:
             return None, failure or "nothing ran sharded"
@@ -108,13 +112,12 @@ class PartTrials:
 
     def _failure(self, part: Part, rules: dict[Site, Rule]) -> str | None:
         # Gradients of weights say nothing that outputs and gradients of inputs and biases do not; the proof has them.
-        # How features lie for an exchange of positions, outputs tell.
         weights = frozenset(linear.parameter("weight") for linear in self._linears.values())
         return self._proof.difference(
             self.plan([part], rules=rules),
             self._proof.first,
             learning=True,
-            forward_only=self._at_rest is not None,
+            forward_only=not self._careful,
             without=weights - part.vocabulary.keys(),
         )
 
