@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK = 2**14  # elements that are looked at together: they stay in the cache of one core
+_BLOCK = 2**15  # elements that are looked at together: they stay in the cache of one core
 
 
 class Difference(str):

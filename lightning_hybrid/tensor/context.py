@@ -79,30 +79,31 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
 _WAYS: Mapping[Deal, tuple[DealtBy, ...]] = {"tensor": ("both", "context"), None: ("context",)}
 
 
-def _least_exchanged(
-    dealt: Callable[[list[_Exchanged]], UnitPlan | str], exchanged: list[_Exchanged], proof: Proof
-) -> UnitPlan | str:
+def _least_exchanged(dealt: Callable[..., UnitPlan | str], exchanged: list[_Exchanged], proof: Proof) -> UnitPlan | str:
     """A proved plan that exchanges in as few regions as may be, or what is wrong.
 
     Args:
-        dealt: Makes one, right in one mode.
+        dealt: `_dealt` of regions that exchange.
         exchanged: The regions that may exchange.
         proof: Of the unit.
     """
-    tried = [dealt(exchanged)]
-    for part in exchanged if isinstance(tried[0], UnitPlan) else ():
+    tried = [(exchanged, dealt(exchanged))]
+    for part in exchanged if isinstance(tried[0][1], UnitPlan) else ():
         if part[0].group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
         without = dealt(fewer)
         if isinstance(without, UnitPlan):
             exchanged = fewer
-            tried.append(without)
+            tried.append((fewer, without))
     failure = ""
-    for candidate in reversed(tried):
-        wrong = candidate if isinstance(candidate, str) else proof.first_failure(candidate)
-        if isinstance(candidate, UnitPlan) and wrong is None:
-            return candidate
+    for regions, found in reversed(tried):
+        wrong = found if isinstance(found, str) else proof.first_failure(found)
+        if isinstance(found, UnitPlan) and wrong is not None:
+            found = dealt(regions, guess=False)
+            wrong = found if isinstance(found, str) else proof.first_failure(found)
+        if isinstance(found, UnitPlan) and wrong is None:
+            return found
         failure = failure or str(wrong)
     return failure
 
@@ -115,6 +116,7 @@ def _dealt(
     sequence: tuple[int, int] | None,
     by: DealtBy,
     exchanged: list[_Exchanged],
+    guess: bool = True,
 ) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
@@ -136,7 +138,7 @@ def _dealt(
         notes=plan.notes,
         positions=PositionsPlan(by=by, place=0, dim=1, num_dims=3, features=features, parts=held),
     )
-    dealt = deal_positions(unit, candidate, proof, by, sequence=sequence, prove=False)
+    dealt = deal_positions(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False)
     if dealt.undealt:
         return dealt.undealt
     return dealt if size == 1 else replace(dealt, otherwise=plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -109,7 +110,12 @@ class GroupSearch:
         plan = self._prove(parts)
         # Ranks that look up or multiply by their rows need all positions.
         if self._deal is not None and plan.num_sharded and not plan.vocabulary:
-            plan = deal_positions(self._unit, plan, self._proof, self._deal, sequence=sequence_of(self._proof))
+            dealt = partial(
+                deal_positions, self._unit, plan, self._proof, self._deal, sequence=sequence_of(self._proof)
+            )
+            guessed = dealt(guess=True, prove=False)
+            is_right = guessed.undealt or self._proof.first_failure(guessed) is None
+            plan = guessed if is_right else dealt(guess=False)
         return replace(plan, num_trials=self._ranks.num_trials)
 
     def exchanged(self, parts: list[Part] | None, *, with_heads: bool) -> tuple[list[Part], str]:

@@ -71,7 +71,7 @@ class Proof:
 
     def on(self, size: int, context: int = 1) -> Proof:
         """The same example on other numbers of tensor and context ranks."""
-        proof = replace(self, ranks=TrialRanks(self.unit, size, context))
+        proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
         proof._whole = self._whole
         return proof
 

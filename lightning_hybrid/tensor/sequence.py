@@ -8,7 +8,7 @@ values are dealt, and which parameters therefore have the gradients of some posi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -31,6 +31,7 @@ def deal_positions(
     by: DealtBy,
     *,
     sequence: tuple[int, int] | None,
+    guess: bool,
     prove: bool = True,
 ) -> UnitPlan:
     """The plan with positions dealt; or as it was, with the reason why they are not.
@@ -41,6 +42,7 @@ def deal_positions(
         proof: Of the unit, on all ranks.
         by: Whether positions are dealt to tensor ranks, to context ranks, or to both.
         sequence: As `sequence_of` says.
+        guess: Whether over which ranks the gradients of weights are summed is guessed, and not read off a trial.
         prove: Whether to prove it in all modes; else outputs and gradients were right in one.
     """
     if sequence is None:
@@ -49,7 +51,7 @@ def deal_positions(
     reason = ""
     for shown in itertools.islice(_shown(unit, plan, by), _MOST_TRIALS):
         positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
-        dealt = _dealt(plan, positions, proof, prove=prove)
+        dealt = _dealt(plan, positions, proof, guess=guess, prove=prove)
         if isinstance(dealt, UnitPlan):
             return dealt
         reason = reason or dealt
@@ -106,7 +108,7 @@ def _around(group: Group, unit: nn.Module) -> list[str | None]:
     return [*callable_ones, None]
 
 
-def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, prove: bool) -> UnitPlan | str:
+def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: bool, prove: bool) -> UnitPlan | str:
     """The plan with these positions, completed by what a trial shows; or what is wrong with it."""
     if plan.positions is not None:
         positions = replace(positions, features=plan.positions.features, parts=plan.positions.parts)
@@ -115,9 +117,10 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, prove: boo
     inputs: dict[str, tuple[int, ...]] = {}
     outputs: tuple[int, ...] = ()
     summed: dict[Axis, list[str]] = {"tensor": [], "context": []}
+    guessed = [fqn for fqn, parameter in proof.unit.named_parameters() if parameter.dim() > 1] if guess else []
     # Code that runs in eval mode alone is shown positions too.
     for setting in (proof.first, proof.settings[-2]):
-        outcomes = proof.outcomes(candidate, setting, learning=True)
+        outcomes = proof.outcomes(candidate, setting, learning=True, without=guessed)
         if isinstance(outcomes, str):
             return outcomes
         dealing = proof.ranks.dealings[0]
@@ -127,7 +130,7 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, prove: boo
             inputs[fqn] = tuple(sorted({*inputs.get(fqn, ()), *places}))
         outputs = dealing.outputs
         if setting == proof.first:
-            wrong = _summed(candidate, outcomes, proof, summed)
+            wrong = _summed(candidate, outcomes, proof, guessed, summed)
             if wrong:
                 return wrong
     if not outputs:
@@ -147,17 +150,24 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, prove: boo
     return (proof.first_failure(dealt) if prove else None) or dealt
 
 
-def _summed(plan: UnitPlan, outcomes: list[Outcome], proof: Proof, summed: dict[Axis, list[str]]) -> str:
+def _summed(
+    plan: UnitPlan, outcomes: list[Outcome], proof: Proof, guessed: Collection[str], summed: dict[Axis, list[str]]
+) -> str:
     """Note the parameters of which each rank has the gradient of its own positions; or say what is wrong with one.
 
     Args:
         plan: By which the ranks ran.
         outcomes: Of the ranks.
         proof: Of the unit.
+        guessed: Of these the ranks have no gradients; that each has those of its positions alone is likely.
         summed: Filled: over which ranks their gradients are summed.
     """
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
     for name, wanted in proof.whole(proof.first).grads.items():
+        if name in guessed:
+            for axis in max(_sums(plan, name), key=len, default=()):
+                summed[axis].append(name)
+            continue
         sides = beside(outcomes, plan, name, "grads", wanted)
         if name not in plan.placements:  # an input, of which each rank must have all of the gradient
             errors = [difference_of(grad, wanted, tolerance) for grad in sides[0][0]]

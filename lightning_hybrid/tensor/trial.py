@@ -221,18 +221,34 @@ class Meetings:
 
 
 class TrialRanks:
-    """Copies of a unit for each rank, used for many trials of plans."""
+    """Copies of a unit for each rank, used for many trials of plans.
 
-    def __init__(self, whole: nn.Module, size: int, context: int = 1) -> None:
-        """Args: whole: the unit with random weights, which the copies share. size, context: the numbers of ranks."""
+    Attributes:
+        copies: Of the unit, one for each rank at least; they hold the whole's own parameters.
+        num_trials: How often the unit was run.
+        watches: Of the last trial, by rank.
+        dealings: Likewise.
+        num_gathers: Of what is cut by its vocabulary, in the last trial.
+    """
+
+    def __init__(self, whole: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
+        """Make the copies.
+
+        Args:
+            whole: The unit with random weights, which the copies share.
+            size: Number of tensor ranks.
+            context: Number of context ranks.
+            copies: Those of other trials of the unit; what is missing is added.
+        """
         self._whole, self.size, self.context = whole, size, context
-        held = {id(p): p for p in whole.parameters()}
-        self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size * context)]
+        self.copies = [] if copies is None else copies
+        while len(self.copies) < size * context:
+            self.copies.append(copy.deepcopy(whole, {id(p): p for p in whole.parameters()}))
         self.num_trials = 0
         self._parts: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
         self.watches: list[RegionWatch | None] = []
         self.dealings: list[Dealing | None] = []
-        self.num_gathers = 0  # of what is cut by its vocabulary, in the last trial
+        self.num_gathers = 0
 
     def run(
         self,
@@ -296,7 +312,7 @@ class TrialRanks:
     ) -> tuple[Outcome, dict[str, Tensor]]:
         """What a rank's forward gave, and what is wanted a gradient of."""
         rank, place = ranks.rank, ranks.rank * context.size + context.rank
-        unit = self._copies[place].train(setting.training)
+        unit = self.copies[place].train(setting.training)
         local: dict[str, Tensor] = {}
         for fqn, tensor in self._whole.named_parameters():
             needs = tensor.requires_grad and (learning or fqn not in without)

@@ -211,6 +211,26 @@ def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_excha
     assert plan.undealt.startswith(wanted), plan.undealt
 
 
+class Penalised(nn.Module):
+    """What every rank has all of, beside a sequence: its gradient must not be summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), FusedAttention()
+        self.table = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, x):
+        return x + self.attn(self.norm(x)), self.table.square().sum()
+
+
+@pytest.mark.parametrize("options", [{"size": 2, "deal": "tensor"}, {"size": 1, "context": 2}])
+def test_a_guess_of_what_is_summed_that_is_wrong_is_corrected(options):
+    plan = plan_unit(Penalised(), (tokens(),), {}, **options)
+    assert plan.positions is not None, plan.undealt
+    summed = {*plan.positions.summed_over_tensor, *plan.positions.summed_over_context}
+    assert "norm.weight" in summed and "table" not in summed
+
+
 class WithConvolutions(nn.Module):
     """An MLP of convolutions: its features are not in the last dim and cannot be exchanged, nor need they be."""
 
