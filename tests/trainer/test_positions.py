@@ -56,7 +56,7 @@ CONTEXT = [
 FOUR = {"tp": 2, "cp": 2}
 BOTH = [
     Run(GPT2Wide, **FOUR, validate=True, trainer={"gradient_clip_val": 0.05}),
-    Run(LlamaWide, **FOUR, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"}),
+    *slow(Run(LlamaWide, **FOUR, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"})),
     *slow(Run(EncoderWide, **FOUR, microbatches=1)),
     *slow(Run(BertWide, **FOUR), Run(T5Wide, **FOUR), Run(ViTWide, **FOUR), Run(NanoGPTWide, **FOUR)),
     *slow(Run(GPT2Wide, pp=2, **FOUR), Run(LlamaWide, pp=2, **FOUR), Run(EncoderWide, pp=2, **FOUR)),
