@@ -152,6 +152,18 @@ class Shard:
             offset += piece.length
         return found
 
+    def places(self, size: int) -> list[tuple[int, int, int, int]]:
+        """The first rank that holds a part, where it begins there and in the whole, and its length; for each part."""
+        found, start, offset = [], 0, 0
+        for piece in self.pieces:
+            found += [
+                (part * size // piece.parts, start, offset + piece.start_of(part), piece.part_length(part))
+                for part in range(piece.parts)
+            ]
+            start += piece.local_length
+            offset += piece.length
+        return found
+
     def local_offset(self, offset: int) -> int | None:
         """Where an offset into the whole lies on a rank; None if that is no clean cut of a piece."""
         start = local_start = 0
@@ -225,14 +237,8 @@ def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """
     if isinstance(placement, Replicated):
         return parts[0]
-    size, start, found = len(parts), 0, []
-    for piece in placement.pieces:
-        found += [
-            parts[part * size // piece.parts].narrow(placement.dim, start, piece.part_length(part))
-            for part in range(piece.parts)
-        ]
-        start += piece.local_length
-    return torch.cat(found, placement.dim)
+    places = placement.places(len(parts))
+    return torch.cat([parts[rank].narrow(placement.dim, start, n) for rank, start, _, n in places], placement.dim)
 
 
 def padded(local: Tensor, placement: Shard) -> Tensor:

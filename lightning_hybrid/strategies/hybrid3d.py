@@ -34,7 +34,8 @@ class Hybrid3DStrategy(SetUpStrategy):
             their tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
         expert_chunks: Parts in which the experts of a rank are run, so that rows of one travel while another is
             computed.
-        sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence.
+        sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence,
+            or of what its context rank has of it.
         num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
             four times the number of stages with them.
         schedule: "gpipe", "1f1b" or "interleaved_1f1b".

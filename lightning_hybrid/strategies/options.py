@@ -89,17 +89,11 @@ class Options:
             if not is_auto and not _is_count(size):
                 also = "'auto' or " if name == "data_parallel_size" else ""
                 raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
-        tensor, context = self.sizes["tensor_parallel_size"], self.sizes["context_parallel_size"]
-        if self.sequence_parallel and tensor == 1:
+        if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
                 "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1;"
                 " set tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but"
                 " positions"
-            )
-        if self.sequence_parallel and context != 1:
-            raise ValueError(
-                f"sequence_parallel=True deals positions to {tensor} tensor ranks, and context_parallel_size={context}"
-                " deals them throughout to others; set sequence_parallel=False, or context_parallel_size=1"
             )
 
     def _check_zero(self) -> None:

@@ -4,7 +4,8 @@ Three things are found by trying, each on ranks of its own:
 
     on T tensor ranks       how linears are cut; so they lie at rest, and so calls run whose positions are not dealt
     on T * C tensor ranks   how the features of a region lie where context ranks exchange positions for features
-    on T x C ranks          which regions must exchange; the others see a rank's own positions
+    on T x C ranks          which regions must exchange, the others see a rank's own positions; and how what a context
+                            rank has is dealt once more to its tensor ranks, if that is asked for
 
 A region that exchanges runs as on T * C tensor ranks, heads and all, and only its linears know that weights are cut
 over T of them. So nothing about heads, sizes and side values is found anew, and what was found is proved as a whole.
@@ -12,16 +13,17 @@ over T of them. So nothing about heads, sizes and side values is found anew, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, over_two
 from lightning_hybrid.tensor.parts import Part, plan_of
-from lightning_hybrid.tensor.plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.plan import Deal, DealtBy, LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.prove import Proof
-from lightning_hybrid.tensor.sequence import deal_positions
+from lightning_hybrid.tensor.sequence import deal_positions, sequence_of
 
 HELD_WHOLE = "context ranks hold all parameters"
 
@@ -45,7 +47,11 @@ class Regions:
     unexchanged: str = ""
 
 
-def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Proof) -> UnitPlan:
+# A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut over all of them.
+_Exchanged = tuple[Part, dict[str, Shard], dict[str, Shard]]
+
+
+def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Proof, deal: Deal) -> UnitPlan:
     """The plan with positions dealt to context ranks, and exchanged only where they are mixed; or why they are not.
 
     Args:
@@ -53,35 +59,64 @@ def deal_in_context(unit: nn.Module, plan: UnitPlan, regions: Regions, proof: Pr
         plan: Over tensor ranks, proved; where there is one, a plan that cuts nothing.
         regions: What it cuts.
         proof: Of the unit, on tensor ranks times context ranks.
+        deal: Whether what a context rank has is dealt once more to its tensor ranks.
     """
     narrowed = [_narrowed(part, regions.linears, plan.size, proof.ranks.context) for part in regions.exchanged]
     reasons = [regions.unexchanged, *(found for found in narrowed if isinstance(found, str))]
     exchanged = [found for found in narrowed if not isinstance(found, str)]
-    tried = [_dealt(unit, plan, regions, exchanged, proof)]
-    for part in exchanged if isinstance(tried[0], UnitPlan) else ():
-        if part[0].group.role == "attention":
-            continue
-        fewer = [other for other in exchanged if other is not part]
-        without = _dealt(unit, plan, regions, fewer, proof)
-        if isinstance(without, UnitPlan):
-            exchanged = fewer
-            tried.append(without)
-    failure = ""
-    for candidate in reversed(tried):
-        wrong = candidate if isinstance(candidate, str) else proof.first_failure(candidate)
-        if isinstance(candidate, UnitPlan) and wrong is None:
-            return candidate
-        failure = failure or str(wrong)
-    reason = "; ".join(dict.fromkeys(word for word in (*reasons, failure) if word))
+    sequence = sequence_of(proof)
+    failures: dict[DealtBy, str] = {}
+    for by in _WAYS[deal]:
+        found = _least_exchanged(partial(_dealt, unit, plan, regions, proof, sequence, by), exchanged, proof)
+        if isinstance(found, UnitPlan):
+            note = f"positions of a context rank on each of its tensor ranks ({failures.get('both')})"
+            return replace(found, notes=(*found.notes, *([note] if failures else [])))
+        failures[by] = found
+    reason = "; ".join(dict.fromkeys(word for word in (*reasons, failures["context"]) if word))
     return replace(plan, context=proof.ranks.context, undealt=reason)
 
 
-# A part as it is cut at rest, how the features of its linears lie on all ranks, and what else is cut over all of them.
-_Exchanged = tuple[Part, dict[str, Shard], dict[str, Shard]]
+_WAYS: Mapping[Deal, tuple[DealtBy, ...]] = {"tensor": ("both", "context"), None: ("context",)}
+
+
+def _least_exchanged(dealt: Callable[..., UnitPlan | str], exchanged: list[_Exchanged], proof: Proof) -> UnitPlan | str:
+    """A proved plan that exchanges in as few regions as may be, or what is wrong.
+
+    Args:
+        dealt: `_dealt` of regions that exchange.
+        exchanged: The regions that may exchange.
+        proof: Of the unit.
+    """
+    tried = [(exchanged, dealt(exchanged))]
+    for part in exchanged if isinstance(tried[0][1], UnitPlan) else ():
+        if part[0].group.role == "attention":
+            continue
+        fewer = [other for other in exchanged if other is not part]
+        without = dealt(fewer)
+        if isinstance(without, UnitPlan):
+            exchanged = fewer
+            tried.append((fewer, without))
+    failure = ""
+    for regions, found in reversed(tried):
+        wrong = found if isinstance(found, str) else proof.first_failure(found)
+        if isinstance(found, UnitPlan) and wrong is not None:
+            found = dealt(regions, guess=False)
+            wrong = found if isinstance(found, str) else proof.first_failure(found)
+        if isinstance(found, UnitPlan) and wrong is None:
+            return found
+        failure = failure or str(wrong)
+    return failure
 
 
 def _dealt(
-    unit: nn.Module, plan: UnitPlan, regions: Regions, exchanged: list[_Exchanged], proof: Proof
+    unit: nn.Module,
+    plan: UnitPlan,
+    regions: Regions,
+    proof: Proof,
+    sequence: tuple[int, int] | None,
+    by: DealtBy,
+    exchanged: list[_Exchanged],
+    guess: bool = True,
 ) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
@@ -101,9 +136,9 @@ def _dealt(
         kept=plan.kept,
         uneven=plan.uneven,
         notes=plan.notes,
-        positions=PositionsPlan(by="context", place=0, dim=1, num_dims=3, features=features, parts=held),
+        positions=PositionsPlan(by=by, place=0, dim=1, num_dims=3, features=features, parts=held),
     )
-    dealt = deal_positions(unit, candidate, proof, "context", prove=False)
+    dealt = deal_positions(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False)
     if dealt.undealt:
         return dealt.undealt
     return dealt if size == 1 else replace(dealt, otherwise=plan)

@@ -1,4 +1,12 @@
-"""One forward of a unit whose positions are dealt to the ranks: what is dealt, shown, gathered and handed on."""
+"""One forward of a unit whose positions are dealt to the ranks: what is dealt, shown, gathered and handed on.
+
+Positions are dealt to tensor ranks, to context ranks, or to context ranks and what each has to its tensor ranks:
+
+    own positions ─► gathered over tensor ranks ─► column ─► exchanged over context ranks ─► all positions of own heads
+                     (if dealt to these)                     (if dealt to these, in a region that mixes positions)
+
+and all the way back behind the row.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,7 @@ from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unfl
 from lightning_hybrid.tensor import positions
 from lightning_hybrid.tensor.offsets import CannotShard
 from lightning_hybrid.tensor.plan import PositionsPlan
-from lightning_hybrid.tensor.positions import Dealt, OwnPositions, dealt_of
+from lightning_hybrid.tensor.positions import AnyDealt, Dealt, DealtTwice, OwnPositions, dealt_of
 from lightning_hybrid.tensor.ranks import ExchangingRanks
 
 
@@ -24,15 +32,27 @@ class Dealing:
 
     Attributes:
         dealt: Which positions this rank has.
+        outer: How the sequence is dealt to context ranks, if it is.
+        inner: How it, or what a context rank has of it, is dealt to tensor ranks, if it is.
         inputs: While learning, which arguments of which module were seen to come in dealt.
         outputs: While learning, which results of the unit were seen to come out dealt.
         is_own: Whether the code that runs now works on this rank's positions alone.
     """
 
-    def __init__(self, plan: PositionsPlan, dealt: Dealt, batch: tuple[int, ...], *, learning: bool) -> None:
+    def __init__(self, plan: PositionsPlan, dealt: AnyDealt, batch: tuple[int, ...], *, learning: bool) -> None:
         """Args: plan: of the unit. dealt: the sequence. batch: sizes before the positions. learning: in a trial."""
         self._plan, self.dealt, self._batch, self._learning = plan, dealt, batch, learning
-        self._shown: dict[int, tuple[Tensor, OwnPositions, int]] = {}
+        self.outer: Dealt | None = None
+        self.inner: Dealt | None = None
+        if isinstance(dealt, DealtTwice):
+            self.outer, self.inner = dealt.outer, dealt.inner
+        elif plan.by == "tensor":
+            self.inner = dealt
+        else:
+            self.outer = dealt
+        # Code around no linear that exchanges works on what a context rank has.
+        self._of_region = {fqn for fqn in plan.shown if not any(_is_in(linear, fqn) for linear in plan.features)}
+        self._shown: dict[tuple[int, bool], tuple[Tensor, OwnPositions, int]] = {}
         self.inputs: dict[str, tuple[int, ...]] = {}
         self.outputs: tuple[int, ...] = plan.outputs
         self.is_own = True
@@ -42,6 +62,7 @@ class Dealing:
         cls,
         plan: PositionsPlan,
         ranks: ExchangingRanks,
+        context: ExchangingRanks,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -52,16 +73,30 @@ class Dealing:
         sequence = leaves[plan.place] if plan.place < len(leaves) else None
         if not isinstance(sequence, Tensor) or sequence.dim() != plan.num_dims:
             return None
-        if sequence.shape[plan.dim] < ranks.size:
+        length = sequence.shape[plan.dim]
+        num_ranks = (1 if plan.by == "context" else ranks.size) * (1 if plan.by == "tensor" else context.size)
+        if length < num_ranks:
             return None
-        dealt = Dealt(plan.dim, sequence.shape[plan.dim], ranks)
+        dealt: AnyDealt
+        if plan.by == "both":
+            dealt = DealtTwice.of(plan.dim, length, context, ranks)
+        else:
+            dealt = Dealt(plan.dim, length, ranks if plan.by == "tensor" else context)
         return cls(plan, dealt, tuple(sequence.shape[: plan.dim]), learning=learning)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], int]:
+        """How many positions values in regions may have, and how many this rank has."""
+        wholes = (self.dealt.length, *([self.inner.length] if self.inner is not None else []))
+        return tuple(dict.fromkeys(wholes)), self.dealt.local_length
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The unit's arguments with this rank's positions of the sequence, and what other units hand on made whole."""
         leaves, plain = flatten_call(args, kwargs)
         place = self._plan.place
         leaves = [dealt_of(leaf, self.dealt) if k == place else whole_of(leaf) for k, leaf in enumerate(leaves)]
+        if "" in self._plan.shown:
+            leaves[place] = self._value(leaves[place], of_region="" in self._of_region)
         return rebuild_call(leaves, args, kwargs, plain)
 
     def end(self, output: Any, *, handed_on: bool) -> Any:
@@ -89,6 +124,8 @@ class Dealing:
             and value.shape[dim] == self.dealt.local_length
         )
 
+    # --- what modules inside are given --------------------------------------------------------------------------------
+
     def shown(self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a module inside, those that are dealt as they are shown to code that asks for sizes."""
         leaves, plain = flatten_call(args, kwargs)
@@ -97,47 +134,83 @@ class Dealing:
             self.inputs[fqn] = tuple(sorted({*self.inputs.get(fqn, ()), *found}))
         for place in self.inputs[fqn] if self._learning else self._plan.inputs.get(fqn, ()):
             if place < len(leaves) and isinstance(leaves[place], Tensor):
-                leaves[place] = self.value(leaves[place])
+                leaves[place] = self._value(self._local(leaves[place]), of_region=fqn in self._of_region)
         return rebuild_call(leaves, args, kwargs, plain)
+
+    def given(self, fqn: str, x: Tensor) -> tuple[Tensor, bool]:
+        """The input of a linear, and whether it is this rank's positions."""
+        if self.inner is not None or self.exchanges(fqn):  # others need not know: they do the same to whatever it is
+            (x,), _ = self.shown(fqn, (x,), {})
+        return (self._local(x), True) if isinstance(x, OwnPositions) else (x, False)
+
+    def exchanges(self, fqn: str) -> bool:
+        """Whether context ranks exchange positions for the features of a linear."""
+        return fqn in self._plan.features
+
+    def in_region(self, local: Tensor) -> OwnPositions:
+        """What stands for the positions that tensor ranks have together."""
+        return self._value(local, of_region=True)
 
     def _is_dealt(self, leaf: Any) -> bool:
         return isinstance(leaf, OwnPositions) or self._fits(leaf)
 
-    def value(self, local: Tensor) -> OwnPositions:
+    def _local(self, value: Tensor) -> Tensor:
+        """This rank's positions of a value that is dealt."""
+        if not isinstance(value, OwnPositions):
+            return value
+        is_of_region = self.inner is not None and value.dealt.is_alike(self.inner)
+        return dealt_of(value, self.inner if is_of_region and self.inner is not None else self.dealt)
+
+    def _value(self, local: Tensor, *, of_region: bool = False) -> OwnPositions:
         """What stands for a value that is dealt; the same object for the same value."""
-        if isinstance(local, OwnPositions):
-            return local
-        known = self._shown.get(id(local))
+        dealt = self.inner if of_region and self.inner is not None else self.dealt
+        key = id(local), dealt is self.dealt
+        known = self._shown.get(key)
         if known is None or known[0] is not local or known[0]._version != known[2]:
             if not self._fits(local):
                 raise CannotShard(
                     f"a value of shape {tuple(local.shape)} should have {self.dealt.local_length} positions of"
                     f" {self.dealt.length} in dim {self.dealt.dim}, as when the unit's plan was proved"
                 )
-            known = self._shown[id(local)] = local, OwnPositions.of(local, self.dealt), local._version
+            known = self._shown[key] = local, OwnPositions.of(local, dealt), local._version
         return known[1]
 
+    # --- on the way out of a region -----------------------------------------------------------------------------------
+
     def leave(self, addend: Tensor) -> Tensor:
-        """This rank's positions of a sum over ranks."""
-        self._check_whole(addend)
+        """This rank's positions of a sum over all ranks that positions are dealt to."""
+        return self._left(addend, self.dealt)
+
+    def leave_region(self, addend: Tensor) -> Tensor:
+        """This rank's positions of a sum over tensor ranks."""
+        assert self.inner is not None
+        return self._left(addend, self.inner)
+
+    def _left(self, addend: Tensor, dealt: AnyDealt) -> Tensor:
+        _check_length(addend, dealt)
         self.is_own = True
-        return positions.leave(addend, self.dealt)
+        return positions.leave(addend, dealt)
 
     def to_positions(self, inside: Tensor, fqn: str) -> Tensor:
-        """This rank's positions of a region's value."""
-        self._check_whole(inside)
-        self.is_own = True
-        return positions.to_positions(inside, self.dealt, self._plan.features[fqn])
+        """A context rank's positions of a region's value."""
+        assert self.outer is not None
+        _check_length(inside, self.outer)
+        self.is_own = self.inner is None
+        return positions.to_positions(inside, self.outer, self._plan.features[fqn])
 
     def to_heads(self, local: Tensor, fqn: str) -> Tensor:
         """A region's value."""
-        return positions.to_heads(local, self.dealt, self._plan.features[fqn])
+        assert self.outer is not None
+        return positions.to_heads(local, self.outer, self._plan.features[fqn])
 
-    def _check_whole(self, value: Tensor) -> None:
-        dim = self.dealt.dim
-        if value.dim() <= dim or value.shape[dim] != self.dealt.length:
-            shape = tuple(value.shape)
-            raise CannotShard(f"a value of shape {shape} has no {self.dealt.length} positions in dim {dim}")
+
+def _is_in(fqn: str, module: str) -> bool:
+    return not module or fqn == module or fqn.startswith(f"{module}.")
+
+
+def _check_length(value: Tensor, dealt: AnyDealt) -> None:
+    if value.dim() <= dealt.dim or value.shape[dealt.dim] != dealt.length:
+        raise CannotShard(f"a value of shape {tuple(value.shape)} has no {dealt.length} positions in dim {dealt.dim}")
 
 
 class OwnPositionsDraw(TorchFunctionMode):

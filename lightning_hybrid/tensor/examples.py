@@ -72,7 +72,8 @@ def make_example(
         runs: Whether the unit runs on an example.
         generator: For the numbers of floating inputs without content.
         dtype: Of floating inputs.
-        least: No size becomes smaller: ranks to which positions are dealt must have one each.
+        least: No size becomes smaller: ranks to which positions are dealt must have one each; and two each where
+            another dim comes first, since sizes of 1 are many.
 
     Returns:
         None if the unit does not run on its own inputs.
@@ -92,7 +93,8 @@ def make_example(
     lengths = _lengths(real, weights)
     enough = [prime for prime in _PRIMES if prime >= least] or [*_PRIMES[-1:]]
     primes = [prime for prime in enough if prime % size and size % prime and prime not in weights] or enough
-    numbered = {length: primes[k % len(primes)] for k, length in enumerate(lengths)}
+    further = [prime for prime in primes[1:] if prime >= 2 * least] or primes
+    numbered = {length: further[(k - 1) % len(further)] if k else primes[0] for k, length in enumerate(lengths)}
     free = {length: _Resize(numbered[length], _EVERY_DIM) for length in lengths if length not in weights}
     if runs(example(free)):
         return example(free)

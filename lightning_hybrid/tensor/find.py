@@ -43,7 +43,8 @@ def plan_unit(
         size: Number of tensor ranks.
         whole: Parameters that must stay whole, each with the reason, by FQN inside the unit.
         context: Number of context ranks, to which positions of the sequence are dealt.
-        deal: Deal positions to tensor ranks, between what they share ("tensor": sequence parallelism).
+        deal: Deal positions to tensor ranks, between what they share ("tensor": sequence parallelism); those that a
+            context rank has, if there are several.
         wishes: What plans ask for its modules.
         vocabulary: Weights and biases that are to be cut by their vocabulary, by FQN inside the unit, each with the
             dim along which it lies.
@@ -60,28 +61,36 @@ def plan_unit(
         raise ValueError(f"tensor_parallel_size={size} and context_parallel_size={context}; they must be at least 1")
     wishes = wishes or Wishes()
     with torch.random.fork_rng(devices=[]):
-        least = size if deal == "tensor" else 1
+        least = size * context if deal == "tensor" else 1
         given = unit, example_args, example_kwargs or {}, size, seed, vocabulary
         proof = proof_of(*given, context=context, least=least)
         if isinstance(proof, str):
             plan = UnitPlan.whole(unit, size, proof)
         else:
             kept = {**(whole or {}), **wishes.whole(unit)}
-            search = GroupSearch(unit, proof if context == 1 else proof.on(size), kept, wishes, deal, vocabulary or {})
+            on_tensor, dealt = (proof, deal) if context == 1 else (proof.on(size), None)
+            search = GroupSearch(unit, on_tensor, kept, wishes, dealt, vocabulary or {})
             plan = search.run()
+            if search.spoiled:  # outputs were right in trials where gradients are not
+                search = search.carefully()
+                plan = search.run()
             if context > 1:
-                plan = _with_context(plan, search, proof)
+                plan = _with_context(plan, search, proof, deal)
     check_done(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
-def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof) -> UnitPlan:
+def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, deal: Deal) -> UnitPlan:
     """The plan of a search over tensor ranks with positions dealt to context ranks as well."""
     size, context = proof.ranks.size, proof.ranks.context
     if plan.vocabulary:
         return replace(plan, context=context, undealt="ranks that look up or multiply by their rows need all positions")
     wide = search.over_more(proof.on(size * context), plan.placements, size, context)
-    exchanged, why = wide.exchanged(None if size == 1 else search.parts)
-    regions = Regions(wide.linears, search.parts, exchanged, search.reasons, why)
-    plan = deal_in_context(proof.unit, plan, regions, proof)
+    given = plan
+    for with_heads in (True, False):  # mostly what mixes positions has heads
+        exchanged, why = wide.exchanged(None if size == 1 else search.parts, with_heads=with_heads)
+        regions = Regions(wide.linears, search.parts, exchanged, search.reasons, why)
+        plan = deal_in_context(proof.unit, given, regions, proof, deal)
+        if plan.positions is not None:
+            break
     return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.attention import attention_placements
 from lightning_hybrid.tensor.authority import Origin, Wishes, wished_pairs
-from lightning_hybrid.tensor.context import HELD_WHOLE, at_rest
+from lightning_hybrid.tensor.context import HELD_WHOLE
 from lightning_hybrid.tensor.discover import Discovery, Pair, discover
-from lightning_hybrid.tensor.parts import Part, plan_of
+from lightning_hybrid.tensor.part_trials import AtRest, PartTrials
+from lightning_hybrid.tensor.parts import Part
 from lightning_hybrid.tensor.patterns import TensorPlanError
-from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, Group, LinearLike, Rule, Site, UnitPlan
+from lightning_hybrid.tensor.plan import NOT_A_MULTIPLE, Deal, Group, LinearLike, UnitPlan
 from lightning_hybrid.tensor.prove import Proof
-from lightning_hybrid.tensor.sequence import deal_positions
+from lightning_hybrid.tensor.sequence import deal_positions, sequence_of
 from lightning_hybrid.tensor.variants import uneven_sizes, variants
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
@@ -33,6 +34,7 @@ class GroupSearch:
     Attributes:
         parts: The groups of the plan that was found.
         reasons: Why parameters stay whole.
+        spoiled: Whether something that had passed its trial was not proved.
     """
 
     def __init__(
@@ -44,16 +46,30 @@ class GroupSearch:
         deal: Deal,
         vocabulary: Mapping[str, int],
         found: Discovery | None = None,
+        at_rest: AtRest | None = None,
+        careful: bool = False,
     ) -> None:
-        """Args: as for ``plan_unit``. proof: on the ranks. kept: what stays whole. found: what a run showed."""
-        self._asked = kept
-        self._rest: tuple[Mapping[str, Placement], int, int] | None = None  # how parameters lie on fewer ranks
+        """Say what is searched.
+
+        Args:
+            unit: As for ``plan_unit``; so are wishes, deal and vocabulary.
+            proof: On the ranks.
+            kept: What stays whole.
+            wishes: See there.
+            deal: See there.
+            vocabulary: See there.
+            found: What a run showed.
+            at_rest: For an exchange of positions: how parameters lie on fewer ranks.
+            careful: Whether trials look at gradients too; the proof does so always.
+        """
         self.parts: list[Part] = []
-        self._user_unit, self._kept, self._wishes, self._deal = unit, dict(kept), wishes, deal
-        self._vocabulary = vocabulary
+        self.spoiled = False
+        self._user_unit, self._asked, self._wishes, self._deal = unit, kept, wishes, deal
+        self._vocabulary, self._with_heads = vocabulary, False
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
         self._found = discover(proof.unit, proof.run_unit) if found is None else found
         self.reasons: dict[str, str] = dict(kept)
+        self._trials = PartTrials(proof, self._found.linears, self.reasons, dict(kept), at_rest, careful=careful)
         self._unpaired: dict[str, str] = {}  # why linears are in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
@@ -77,9 +93,13 @@ class GroupSearch:
             size: Number of tensor ranks.
             context: Number of context ranks.
         """
-        search = GroupSearch(self._user_unit, proof, self._asked, Wishes(), None, {}, found=self._found)
-        search._rest = None if size == 1 else (placements, size, context)
-        return search
+        at_rest = AtRest(placements, size, context)
+        return GroupSearch(self._user_unit, proof, self._asked, Wishes(), None, {}, found=self._found, at_rest=at_rest)
+
+    def carefully(self) -> GroupSearch:
+        """The same search, whose trials look at gradients too."""
+        given = self._user_unit, self._proof, self._asked, self._wishes, self._deal, self._vocabulary
+        return GroupSearch(*given, found=self._found, careful=True)
 
     def run(self) -> UnitPlan:
         """Find a plan."""
@@ -90,15 +110,22 @@ class GroupSearch:
         plan = self._prove(parts)
         # Ranks that look up or multiply by their rows need all positions.
         if self._deal is not None and plan.num_sharded and not plan.vocabulary:
-            plan = deal_positions(self._unit, plan, self._proof, self._deal)
+            dealt = partial(
+                deal_positions, self._unit, plan, self._proof, self._deal, sequence=sequence_of(self._proof)
+            )
+            guessed = dealt(guess=True, prove=False)
+            is_right = guessed.undealt or self._proof.first_failure(guessed) is None
+            plan = guessed if is_right else dealt(guess=False)
         return replace(plan, num_trials=self._ranks.num_trials)
 
-    def exchanged(self, parts: list[Part] | None) -> tuple[list[Part], str]:
+    def exchanged(self, parts: list[Part] | None, *, with_heads: bool) -> tuple[list[Part], str]:
         """What can be cut over the ranks of this search of what is cut over fewer, and why the rest cannot.
 
         Args:
             parts: Over fewer ranks; None for whatever there is.
+            with_heads: Only what is seen to have heads.
         """
+        self._with_heads = with_heads
         attentions = self._attentions()
         if parts is None:
             return [*attentions, *self._pairs()], ""
@@ -106,7 +133,7 @@ class GroupSearch:
         failures = []
         for part in parts:
             columns, rows = part.group.columns, part.group.rows
-            if part.group.role == "column":
+            if part.group.role == "column" and self._is_considered((columns, rows)):
                 reason = self._too_few_heads(columns)
                 other, reason = (None, reason) if reason else self._best((columns, rows), part.group.origin)
             elif part.group.role == "attention":
@@ -118,10 +145,17 @@ class GroupSearch:
             failures += [f"{reason} (tensor ranks times context ranks)"] if other is None else []
         return found, "; ".join(failures)
 
+    def _is_considered(self, pair: Pair) -> bool:
+        return not self._with_heads or self._most_heads(pair[0])[0] > 1
+
+    def _most_heads(self, columns: tuple[str, ...]) -> tuple[int, str]:
+        """The largest number of heads as which the output of one of these is seen, and of which; 1 if of none."""
+        seen = {fqn: self._found.arrangements[fqn].pieces(self._found.linears[fqn].num_out)[1] for fqn in columns}
+        return max((count or 1, fqn) for fqn, counts in seen.items() for count in counts)
+
     def _too_few_heads(self, columns: tuple[str, ...]) -> str:
         """Why positions cannot be exchanged for heads behind these; key heads fewer than ranks can be repeated."""
-        seen = {fqn: self._found.arrangements[fqn].pieces(self._found.linears[fqn].num_out)[1] for fqn in columns}
-        heads, fqn = max((count or 1, fqn) for fqn, counts in seen.items() for count in counts)
+        heads, fqn = self._most_heads(columns)
         return (
             f"{heads} heads of {fqn} are {NOT_A_MULTIPLE} {self._size} ranks"
             if heads > 1 and heads % self._size
@@ -139,12 +173,12 @@ class GroupSearch:
             cuts = {name: Shard.unevenly(dim, length, self._size) for name, dim in dims.items()}
             rows = next(iter(cuts.values())).local_length
             group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
-            part, reason = self._tried(Part(group, {**cuts}, vocabulary=dims))
+            part, reason = self._trials.tried(Part(group, {**cuts}, vocabulary=dims))
             if part is not None and self._ranks.num_gathers:
                 part, reason = None, "the unit does with it what cannot be done in parts"
             if part is not None:
                 parts.append(part)
-                self._kept |= dict.fromkeys(dims, "cut by its vocabulary")
+                self._trials.kept |= dict.fromkeys(dims, "cut by its vocabulary")
             else:
                 self._keep(list(dims), reason)
         return parts
@@ -162,7 +196,7 @@ class GroupSearch:
                 self._uneven[fqn] = module.num_heads, "heads"
                 continue
             group = Group("attention", (fqn,), how="by heads")
-            part, reason = self._tried(Part(group, attention_placements(fqn, module, self._size)))
+            part, reason = self._trials.tried(Part(group, attention_placements(fqn, module, self._size)))
             if part is not None:
                 parts.append(part)
             else:
@@ -204,7 +238,7 @@ class GroupSearch:
         no_rows: set[str] = set()
         uneven: dict[str, tuple[int, str]] | None = None
         while True:
-            pairs = self._found.candidates(taken, no_rows)
+            pairs = [pair for pair in self._found.candidates(taken, no_rows) if self._is_considered(pair)]
             for pair in pairs:
                 if pair not in tried:
                     tried[pair] = self._best(pair, "found")
@@ -228,7 +262,7 @@ class GroupSearch:
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
-            part, failure = self._tried(Part.of_pair(*pair, variant, origin))
+            part, failure = self._trials.tried(Part.of_pair(*pair, variant, origin))
             if part is not None and (best is None or not part.watched):
                 best = part
             if part is None:
@@ -286,7 +320,7 @@ class GroupSearch:
                 ]
                 how = "output gathered" if asked else f"output gathered: {self._why_alone(fqn)}"
                 group = Group("gathered", (fqn,), (), how, (*asked, "found")[0])
-                part, reason = self._tried(Part(group, cuts))
+                part, reason = self._trials.tried(Part(group, cuts))
                 if part is not None:
                     parts.append(part)
                 else:
@@ -304,71 +338,19 @@ class GroupSearch:
         for fqn in fqns:
             self.reasons.setdefault(fqn, reason)
 
-    # --- trials -------------------------------------------------------------------------------------------------------
-
-    def _tried(self, part: Part) -> tuple[Part | None, str]:
-        """The part with what a trial of it alone showed, or None and why it is wrong."""
-        self._proof.relative_error = math.inf
-        if not part.fits(self._unit):
-            return None, "its sizes cannot be divided"
-        if not self._lies_as_at_rest(part):
-            return None, "its parameters would have to be cut otherwise at rest"
-        if kept := self._kept.keys() & part.placements.keys():
-            return None, f"pairs with {min(kept)}, {self._kept[min(kept)]}"
-        rules: dict[Site, Rule] = {}
-        failure = self._proof.difference(self._plan([part], rules=rules), self._proof.first, learning=True)
-        if failure is not None and self._proof.cut_outputs:
-            part.outputs = self._proof.cut_outputs
-            rules = {}
-            failure = self._proof.difference(self._plan([part], rules=rules), self._proof.first, learning=True)
-        watch = self._ranks.watches[0]
-        if failure is None:
-            # Code that runs in eval mode alone has rules too.
-            failure = self._proof.difference(self._plan([part], rules=rules), self._proof.settings[-2], learning=True)
-        if failure is not None or watch is None:
-            return None, failure or "nothing ran sharded"
-        sliced = {
-            fqn: dim for fqn, dim in watch.sliced.items() if fqn not in watch.inside | watch.outside | self._kept.keys()
-        }
-        for fqn, dim in sliced.items():
-            shape = self._named(fqn).shape
-            part.placements[fqn] = Shard.evenly(dim % len(shape), shape[dim], self._size)
-        mixed = watch.inside & watch.outside | (set(watch.sliced) - set(sliced))
-        part.summed = tuple(sorted(watch.inside - mixed - set(part.placements)))
-        # A parameter that is cut from now on need not be sliced at its use.
-        part.rules = {site: rule for site, rule in rules.items() if site[1] != "side" or site[3] not in sliced}
-        must = bool(mixed or part.outputs) or watch.entered or watch.drew
-        made = [(site, rule) for site, rule in part.rules.items() if rule]
-        part.watched = must or bool(made)
-        part.avoidable = bool(made) and not must and all(_is_size(site, rule) for site, rule in made)
-        return part, ""
-
-    def _lies_as_at_rest(self, part: Part) -> bool:
-        """Whether a cut over tensor ranks times context ranks is that over tensor ranks, cut further."""
-        if self._rest is None:
-            return True
-        placements, size, context = self._rest
-        left = at_rest(part.placements, size, context)
-        return not isinstance(left, str) and all(placements[fqn] == placement for fqn, placement in left.items())
-
-    def _named(self, fqn: str) -> torch.Tensor:
-        owner, _, name = fqn.rpartition(".")
-        value = getattr(self._unit.get_submodule(owner), name)
-        assert isinstance(value, torch.Tensor)
-        return value
-
     def _prove(self, parts: list[Part]) -> UnitPlan:
         """All parts together, in every mode; without those that spoil it, if there are such."""
-        plan = self._plan(parts)
+        plan = self._trials.plan(parts)
         failure = self._proof.first_failure(plan)
+        self.spoiled = failure is not None
         while failure is not None and parts:
             spoiling = next(
-                (k for k in range(len(parts)) if self._proof.first_failure(self._plan([parts[k]])) is not None),
+                (k for k in range(len(parts)) if self._proof.first_failure(self._trials.plan([parts[k]])) is not None),
                 len(parts) - 1,
             )
             part = parts.pop(spoiling)
             self._keep(list(part.placements), failure)
-            plan = self._plan(parts)
+            plan = self._trials.plan(parts)
             failure = self._proof.first_failure(plan)
         if failure is not None:
             plan = self._whole(failure)
@@ -376,9 +358,6 @@ class GroupSearch:
 
     def _whole(self, reason: str) -> UnitPlan:
         return UnitPlan.whole(self._user_unit, self._size, reason)
-
-    def _plan(self, parts: list[Part], rules: dict[Site, Rule] | None = None) -> UnitPlan:
-        return plan_of(self._unit, self._size, parts, self._found.linears, self._proof.example, self.reasons, rules)
 
 
 def _words(pair: Pair) -> str:
@@ -392,8 +371,3 @@ def _listed(uneven: Mapping[str, tuple[int, str]]) -> str:
     for fqn, size in uneven.items():
         holders.setdefault(size, []).append(fqn or "it")
     return " and ".join(f"{count} {what} of {', '.join(fqns)}" for (count, what), fqns in holders.items())
-
-
-def _is_size(site: Site, rule: Rule) -> bool:
-    """Whether a rule rewrites a size or an offset; the others are about values or groups."""
-    return site[1] == "view" or rule in (("expand",), ("offsets",))

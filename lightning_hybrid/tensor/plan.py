@@ -13,6 +13,8 @@ from lightning_hybrid.parts.placement import Placement, Replicated, Shard, over_
 Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
 Rule = tuple[object, ...] | None
+Axis = Literal["tensor", "context"]
+DealtBy = Literal["tensor", "context", "both"]
 Deal = Literal["tensor"] | None  # whether positions are dealt to tensor ranks, between what they share
 NOT_A_MULTIPLE = "not a multiple of"  # in each reason that is a size which the number of ranks does not divide
 
@@ -78,27 +80,31 @@ class PositionsPlan:
     Attributes:
         by: "tensor": dealt to tensor ranks between regions, gathered on the way into one and dealt again behind it
             (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": dealt to context ranks throughout;
-            in regions that mix positions they exchange them for features.
+            in regions that mix positions they exchange them for features. "both": what context ranks have is dealt once
+            more to the tensor ranks of each, between regions.
         place: Which leaf of the arguments is the sequence.
         dim: Its dim that holds the positions.
         num_dims: How many it has; where a call has others, nothing is dealt.
         outputs: Places among the leaves of the unit's result that come out dealt.
         shown: Modules whose code is shown the length of the whole sequence.
         inputs: For each of them and each linear that is cut, the places among its arguments that come in dealt.
-        summed: Parameters that each rank uses on its own positions; their gradients are summed.
-        features: For "context", how the features of each linear of such a region lie on all ranks, tensor ranks times
-            context ranks, by FQN; of other linears context ranks have their own positions.
-        parts: For "context", parameters that are cut over all ranks in such a region, and at rest over tensor ranks.
+        summed_over_tensor: Parameters that each tensor rank uses on its own positions; their gradients are summed.
+        summed_over_context: The same for context ranks.
+        features: For context ranks, how the features of each linear of such a region lie on all ranks, tensor ranks
+            times context ranks, by FQN; of other linears context ranks have their own positions.
+        parts: For context ranks, parameters that are cut over all ranks in such a region, and at rest over tensor
+            ranks.
     """
 
-    by: Literal["tensor", "context"]
+    by: DealtBy
     place: int
     dim: int
     num_dims: int
     outputs: tuple[int, ...] = ()
     shown: tuple[str, ...] = ()
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    summed: tuple[str, ...] = ()
+    summed_over_tensor: tuple[str, ...] = ()
+    summed_over_context: tuple[str, ...] = ()
     features: Mapping[str, Shard] = field(default_factory=dict)
     parts: Mapping[str, Shard] = field(default_factory=dict)
 
@@ -192,7 +198,8 @@ class UnitPlan:
         elif self.positions is not None:
             exchanging = "; ".join(", ".join(group.columns) or "it" for group in self.groups if self.exchanges(group))
             where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
-            lines.append(f"positions dealt to {self.context} context ranks{where}")
+            further = ", and to the tensor ranks of each between these" if self.positions.by == "both" else ""
+            lines.append(f"positions dealt to {self.context} context ranks{further}{where}")
         elif self.undealt:
             lines.append(f"all positions on every rank ({self.undealt})")
         lines += self.notes

@@ -54,10 +54,13 @@ class Dealt:
         """How many positions this rank has."""
         return self.lengths[self.ranks.rank]
 
-    @property
-    def two_lengths(self) -> tuple[int, int]:
-        """Of the whole sequence, and of this rank's positions."""
-        return self.length, self.local_length
+    def is_alike(self, other: Dealt | DealtTwice) -> bool:
+        """Whether the same positions are this rank's."""
+        return (
+            isinstance(other, Dealt)
+            and (self.dim, self.length) == (other.dim, other.length)
+            and self.ranks is other.ranks
+        )
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's positions."""
@@ -86,9 +89,62 @@ class Dealt:
         return total
 
 
+@dataclass(frozen=True)
+class DealtTwice:
+    """How what context ranks have of a sequence is dealt once more, to the tensor ranks of each.
+
+    Attributes:
+        outer: To context ranks.
+        inner: What this context rank has, to its tensor ranks.
+    """
+
+    outer: Dealt
+    inner: Dealt
+
+    @classmethod
+    def of(cls, dim: int, length: int, context: ExchangingRanks, ranks: ExchangingRanks) -> DealtTwice:
+        """Args: dim, length: of the whole sequence. context, ranks: context ranks and tensor ranks."""
+        outer = Dealt(dim, length, context)
+        return cls(outer, Dealt(dim, outer.local_length, ranks))
+
+    @property
+    def dim(self) -> int:
+        """See `Dealt`."""
+        return self.outer.dim
+
+    @property
+    def length(self) -> int:
+        """See `Dealt`."""
+        return self.outer.length
+
+    @property
+    def local_length(self) -> int:
+        """See `Dealt`."""
+        return self.inner.local_length
+
+    def is_alike(self, other: Dealt | DealtTwice) -> bool:
+        """See `Dealt`."""
+        return isinstance(other, DealtTwice) and self.outer.is_alike(other.outer) and self.inner.is_alike(other.inner)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """See `Dealt`."""
+        return self.inner.own(self.outer.own(whole))
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """See `Dealt`."""
+        return self.outer.gathered(self.inner.gathered(local))
+
+    def summed(self, addend: Tensor) -> Tensor:
+        """See `Dealt`."""
+        return self.inner.summed(self.outer.summed(addend))
+
+
+AnyDealt = Dealt | DealtTwice
+
+
 class _Deal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dealt: Dealt) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, dealt: AnyDealt) -> Tensor:
         ctx.dealt = dealt
         return dealt.own(whole)
 
@@ -99,7 +155,7 @@ class _Deal(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dealt: Dealt) -> Tensor:
+    def forward(ctx: Any, local: Tensor, dealt: AnyDealt) -> Tensor:
         ctx.dealt = dealt
         return dealt.gathered(local)
 
@@ -116,7 +172,7 @@ class _Enter(_Collect):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, addend: Tensor, dealt: Dealt) -> Tensor:
+    def forward(ctx: Any, addend: Tensor, dealt: AnyDealt) -> Tensor:
         ctx.dealt = dealt
         return dealt.summed(addend)
 
@@ -166,7 +222,7 @@ class _ToPositions(torch.autograd.Function):
         return _ToHeads.apply(grad, ctx.dealt, ctx.features), None, None
 
 
-def leave(addend: Tensor, dealt: Dealt) -> Tensor:
+def leave(addend: Tensor, dealt: AnyDealt) -> Tensor:
     """This rank's positions of the sum of the ranks' addends."""
     return _Leave.apply(addend, dealt)
 
@@ -190,13 +246,13 @@ class OwnPositions(Later):
     """
 
     local: Tensor
-    dealt: Dealt
+    dealt: AnyDealt
     _entered: Tensor | None
     _again: Tensor | None
     _saved: int
 
     @classmethod
-    def of(cls, local: Tensor, dealt: Dealt) -> OwnPositions:
+    def of(cls, local: Tensor, dealt: AnyDealt) -> OwnPositions:
         """A value made of the ranks' own positions."""
         value: OwnPositions = _Stand.apply(local, dealt)
         value.local, value.dealt = local, dealt
@@ -250,7 +306,7 @@ class _Stand(torch.autograd.Function):
     """Makes what stands for the whole; code that torch does not show to it (an autograd function) gets gradients."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dealt: Dealt) -> OwnPositions:
+    def forward(ctx: Any, local: Tensor, dealt: AnyDealt) -> OwnPositions:
         ctx.dealt = dealt
         shape = list(local.shape)
         shape[dealt.dim] = dealt.length
@@ -263,17 +319,15 @@ class _Stand(torch.autograd.Function):
         return _Deal.apply(grad, ctx.dealt), None
 
 
-def collect(local: Tensor, dealt: Dealt) -> Tensor:
+def collect(local: Tensor, dealt: AnyDealt) -> Tensor:
     """All positions, for code that does the same with them on every rank."""
     return _Collect.apply(local, dealt)
 
 
-def dealt_of(value: Tensor, dealt: Dealt) -> Tensor:
+def dealt_of(value: Tensor, dealt: AnyDealt) -> Tensor:
     """This rank's positions of a value that is whole on every rank; nothing is exchanged for one that was dealt so."""
-    if isinstance(value, OwnPositions):
-        same = value.dealt.dim == dealt.dim and value.dealt.length == dealt.length
-        if same and value.dealt.ranks is dealt.ranks and value.is_current:
-            return value.local
+    if isinstance(value, OwnPositions) and value.dealt.is_alike(dealt) and value.is_current:
+        return value.local
     return _Deal.apply(whole_of(value), dealt)
 
 

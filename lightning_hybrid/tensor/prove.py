@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.exact import Exact, random_copy
+from lightning_hybrid.tensor.compare import difference_of
 from lightning_hybrid.tensor.examples import Example, make_example, spread_rows
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.trial import (
@@ -20,7 +21,7 @@ from lightning_hybrid.tensor.trial import (
     Setting,
     TrialFailed,
     TrialRanks,
-    joined,
+    beside,
     run_whole,
 )
 
@@ -64,57 +65,97 @@ class Proof:
         ]
 
     def __post_init__(self) -> None:
-        self._whole: dict[str, Outcome] = {}
+        self._whole: dict[str, tuple[Outcome, frozenset[str]]] = {}  # and whose gradients it lacks
         self.cut_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
         """The same example on other numbers of tensor and context ranks."""
-        proof = replace(self, ranks=TrialRanks(self.unit, size, context))
+        proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
         proof._whole = self._whole
         return proof
 
-    def whole(self, setting: Setting) -> Outcome:
-        """What the whole unit gives; run once for each setting."""
-        key = f"{setting} {setting.exact}"
-        if key not in self._whole:
-            self._whole[key] = run_whole(self.unit, self.example, setting)
-        return self._whole[key]
+    def whole(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
+        """What the whole unit gives, at least; run once for each setting.
 
-    def difference(self, plan: UnitPlan, setting: Setting, *, learning: bool = False) -> str | None:
+        Args:
+            setting: How it is run.
+            without: Parameters whose gradients are not wanted.
+        """
+        key = f"{setting} {setting.exact}"
+        known = self._whole.get(key)
+        if known is None or not known[1] <= set(without):
+            known = self._whole[key] = run_whole(self.unit, self.example, setting, without), frozenset(without)
+        return known[0]
+
+    def difference(
+        self,
+        plan: UnitPlan,
+        setting: Setting,
+        *,
+        learning: bool = False,
+        forward_only: bool = False,
+        without: Collection[str] = (),
+    ) -> str | None:
         """What differs first when the unit runs by a plan, or None if nothing does.
 
         Args:
             plan: How it is sharded.
             setting: How it is run.
             learning: Whether rules are made on the way.
+            forward_only: Whether outputs alone are looked at.
+            without: Parameters whose gradients are not looked at.
         """
-        expected = self.whole(setting)
-        tolerance = self._tolerance(setting)
-        self.cut_outputs, self.relative_error = {}, math.inf
-        try:
-            outcomes = self.ranks.run(plan, self.example, setting, learning=learning)
-            if (wrong := self.outputs_differ(outcomes, setting)) is not None:
-                return wrong
-            # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
-            for kind in ("grads",) if learning else ("grads", "buffers"):
-                for name, wanted in getattr(expected, kind).items():
-                    for found in joined(outcomes, plan, name, kind):
-                        if (error := difference_of(found, wanted, tolerance)) is not None:
+        outcomes = self.outcomes(plan, setting, learning=learning, forward_only=forward_only, without=without)
+        if isinstance(outcomes, str) or forward_only:
+            return outcomes if isinstance(outcomes, str) else None
+        expected, tolerance = self.whole(setting, () if learning else without), self._tolerance(setting)
+        # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
+        for kind in ("grads",) if learning else ("grads", "buffers"):
+            for name, wanted in getattr(expected, kind).items():
+                if kind == "grads" and name in without:
+                    continue
+                for found, part in beside(outcomes, plan, name, kind, wanted):
+                    for each in found:
+                        if (error := difference_of(each, part, tolerance, whole=wanted)) is not None:
                             self.relative_error = error.relative
                             return f"{kind[:-1]} of {name} in {setting}: {error}"
-        except TrialFailed as failure:
-            return str(failure)
         return None
 
-    def outputs_differ(self, outcomes: list[Outcome], setting: Setting) -> str | None:
-        """What differs first between the outputs of ranks and those of the whole unit, or None if nothing does.
+    def outcomes(
+        self,
+        plan: UnitPlan,
+        setting: Setting,
+        *,
+        learning: bool = False,
+        forward_only: bool = False,
+        without: Collection[str] = (),
+    ) -> list[Outcome] | str:
+        """What the ranks have when the unit runs by a plan; or what is wrong with its outputs, or else.
 
         Args:
-            outcomes: Of a run on all ranks.
-            setting: How it was run.
+            plan: How it is sharded.
+            setting: How it is run.
+            learning: Whether rules are made on the way.
+            forward_only: Whether outputs alone are wanted.
+            without: Parameters whose gradients are not wanted.
         """
-        expected = self.whole(setting)
+        self.cut_outputs, self.relative_error = {}, math.inf
+        expected = self.whole(setting, () if learning else without)
+        wrong: list[str] = []
+
+        def are_right(outcomes: list[Outcome]) -> bool:  # else nothing is run backward
+            wrong.extend(filter(None, [self._outputs_differ(outcomes, expected, setting)]))
+            return not wrong and not forward_only
+
+        try:
+            found = self.ranks.run(plan, self.example, setting, learning=learning, check=are_right, without=without)
+        except TrialFailed as failure:
+            return str(failure)
+        return wrong[0] if wrong else found
+
+    def _outputs_differ(self, outcomes: list[Outcome], expected: Outcome, setting: Setting) -> str | None:
+        """What differs first between the outputs of ranks and those of the whole unit, or None if nothing does."""
         for rank, outcome in enumerate(outcomes):
             if len(outcome.outputs) != len(expected.outputs):
                 return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
@@ -140,9 +181,22 @@ class Proof:
     def first_failure(self, plan: UnitPlan) -> str | None:
         """What differs in any setting, or None: then the plan is proved."""
         for setting in self.settings:
-            if (failure := self.difference(plan, setting)) is not None:
+            without = self._known_by_others if setting.grad and not setting.training else ()
+            if (failure := self.difference(plan, setting, without=without)) is not None:
                 return failure
         return None
+
+    @property
+    def _known_by_others(self) -> frozenset[str]:
+        """Weights whose gradients need not be looked at in eval mode, where the unit does what it does in train mode.
+
+        They are products of values whose gradients are looked at, and in train mode they are too.
+        """
+        weights = frozenset(fqn for fqn, parameter in self.unit.named_parameters() if parameter.dim() > 1)
+        in_eval = self.whole(Setting(training=False, dtype=self.dtype), weights)
+        pairs = zip(in_eval.outputs, self.whole(self.first).outputs, strict=False)
+        are_alike = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+        return weights if are_alike else frozenset()
 
     def run_unit(self) -> None:
         """One run of the whole unit on its example."""
@@ -231,7 +285,9 @@ def prove_again(
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        least = 1 if plan.positions is None else plan.size  # tensor ranks may be those that have positions
+        least = 1
+        if plan.positions is not None:
+            least = plan.size * plan.context if plan.positions.by == "both" else plan.size
         proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None:
             return None
@@ -242,54 +298,3 @@ def prove_again(
                 return None
             num_trials += proof.ranks.num_trials
     return replace(plan, num_trials=num_trials, seconds=time.perf_counter() - began)
-
-
-class Difference(str):
-    """What differs, in words.
-
-    Attributes:
-        relative: By how much, if by numbers alone; infinite otherwise.
-    """
-
-    relative: float = math.inf
-
-
-def difference_of(found: Any, wanted: Any, tolerance: float) -> Difference | None:
-    """What differs between two values, or None.
-
-    Args:
-        found: A value of a sharded run.
-        wanted: The same of the whole unit.
-        tolerance: Relative to the largest element.
-    """
-    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
-        types = type(found).__name__, type(wanted).__name__
-        return None if type(found) is type(wanted) else Difference("{} instead of {}".format(*types))
-    if found.shape != wanted.shape:
-        return Difference(f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
-    if not wanted.is_floating_point() or not wanted.numel():
-        return None if torch.equal(found, wanted) else Difference("other values")
-    scale = _scale_of(wanted)
-    if not math.isfinite(scale):
-        return Difference("the unit itself gives values that are not finite")
-    distance = _largest(found - wanted) / max(scale, 1e-3)
-    if distance <= tolerance:
-        return None
-    difference = Difference(f"relative difference {distance:.1e}, more than {tolerance:.0e}")
-    difference.relative = distance
-    return difference
-
-
-def _scale_of(wanted: Tensor) -> float:
-    """The size of its largest element; many trials are held against one run of the whole unit."""
-    known = wanted.__dict__.get("_scale")
-    if known is None:
-        known = wanted.__dict__["_scale"] = _largest(wanted)
-    return float(known)
-
-
-def _largest(values: Tensor) -> float:
-    values = values.detach()
-    low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
-    # A number that is none is passed on by these.
-    return float(torch.maximum(-low, high))

@@ -104,8 +104,8 @@ class ModelShards:
                     around_own=around_own,
                 )
                 self._runners[fqn].hands_on = hands_on
-                if proved.positions is not None and plan.positions is not None and proved.positions.by == "context":
-                    summed = {f"{fqn}.{name}" for name in proved.positions.summed}
+                if proved.positions is not None and plan.positions is not None:
+                    summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
                     self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
 
     def why_not_cut_elsewhere(self, name: str) -> str:
@@ -120,7 +120,7 @@ class ModelShards:
                 continue
             if isinstance(plan.placements[inner], Shard) or inner in plan.summed:
                 return "they lie in what the layer's plan cuts"
-            if plan.positions is not None and plan.positions.by == "tensor" and inner in plan.positions.summed:
+            if plan.positions is not None and inner in plan.positions.summed_over_tensor:
                 return "tensor ranks have other positions there (sequence_parallel)"
         return ""
 
@@ -143,13 +143,13 @@ class ModelShards:
         self._of_experts = frozenset(names)
 
     def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-        if plan.positions is None or plan.positions.by != "context" or not self._of_experts:
+        if plan.positions is None or plan.positions.by == "tensor" or not self._of_experts:
             return plan
         if all(f"{fqn}.{name}" in self._of_experts for name, _ in unit.named_parameters()):
             # A unit that is an expert: its rows are those of all context ranks, which it cannot ask.
             return plan.otherwise or replace(plan, positions=None)
-        summed = tuple(name for name in plan.positions.summed if f"{fqn}.{name}" not in self._of_experts)
-        return replace(plan, positions=replace(plan.positions, summed=summed))
+        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._of_experts)
+        return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_own_positions(self, name: str) -> bool:
         """Whether what uses a parameter in the forward under way has the positions of this context rank alone.
@@ -158,7 +158,7 @@ class ModelShards:
             name: FQN in the root.
         """
         runner = self._users_of_experts.get(name)
-        return runner is not None and runner._dealing is not None
+        return runner is not None and runner.is_dealing
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
         """Let a unit that this rank holds run compiled, where `why_not_traced` finds no reason against it.

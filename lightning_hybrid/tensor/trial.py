@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.placement import Placement, Shard, cut, join
+from lightning_hybrid.parts.placement import Placement, Shard, cut
 from lightning_hybrid.step.asides import taking_asides
 from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.exact import Exact
@@ -72,38 +72,41 @@ class Setting:
         return f"{'train' if self.training else 'eval'} mode, {'with' if self.grad else 'without'} gradients"
 
 
-def run_whole(unit: nn.Module, example: Example, setting: Setting) -> Outcome:
-    """Run a unit as it is."""
-    parameters = {fqn: p for fqn, p in unit.named_parameters() if p.requires_grad}
+def run_whole(unit: nn.Module, example: Example, setting: Setting, without: Collection[str] = ()) -> Outcome:
+    """Run a unit as it is; see `TrialRanks.run` for the arguments."""
+    parameters = {fqn: p for fqn, p in unit.named_parameters() if p.requires_grad and fqn not in without}
     before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
     unit.train(setting.training)
     try:
-        outcome = _run(unit, example, setting, parameters)
-        outcome.buffers = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
+        outputs, inputs = _forward(unit, example, setting)
+        outcome = Outcome(outputs, buffers={fqn: buffer.clone() for fqn, buffer in unit.named_buffers()})
+        if setting.grad:
+            outcome.grads = _gradients(outputs, {**inputs, **parameters})
         return outcome
     finally:
         for fqn, buffer in unit.named_buffers():
             buffer.copy_(before[fqn])
 
 
-def _run(unit: nn.Module, example: Example, setting: Setting, parameters: Mapping[str, Tensor]) -> Outcome:
+def _forward(unit: nn.Module, example: Example, setting: Setting) -> tuple[list[Any], dict[str, Tensor]]:
+    """The leaves of a unit's result, and the inputs that need a gradient, by name."""
     with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
         args, kwargs, inputs = example.call()
         with taking_asides() as asides:
             result = unit(*args, **kwargs)
         outputs = [whole_of(output) for output in flatten((result, asides))[0]]
-    if not setting.grad:
-        return Outcome(outputs)
-    wanted = {**{f"input {place}": tensor for place, tensor in inputs.items()}, **parameters}
+    return outputs, {f"input {place}": tensor for place, tensor in inputs.items()}
+
+
+def _gradients(outputs: list[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ends = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
-    if not ends:
-        return Outcome(outputs)
-    grads = torch.autograd.grad(ends, list(wanted.values()), [_cotangent(end) for end in ends], allow_unused=True)
-    filled = {
+    grads: Sequence[Tensor | None] = [None] * len(wanted)
+    if ends and wanted:
+        grads = torch.autograd.grad(ends, list(wanted.values()), [_cotangent(end) for end in ends], allow_unused=True)
+    return {
         name: torch.zeros_like(tensor) if grad is None else grad
         for (name, tensor), grad in zip(wanted.items(), grads, strict=True)
     }
-    return Outcome(outputs, filled)
 
 
 def _cotangent(tensor: Tensor) -> Tensor:
@@ -129,8 +132,14 @@ class ThreadRanks:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `ranks.Ranks`."""
-        addends = self.all_gather(tensor.detach().clone())
-        tensor.copy_(torch.stack(addends).sum(0))
+        # Each rank sums its share of all addends where they lie: they may be gradients of whole layers.
+        addends = [addend.view(-1) for addend in self.all_gather(tensor)]
+        shares = [addend.tensor_split(self.size)[self.rank] for addend in addends]
+        for addend in shares[1:]:
+            shares[0].add_(addend)
+        for addend in shares[1:]:
+            addend.copy_(shares[0])
+        self._meeting.barrier.wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `ranks.Ranks`."""
@@ -165,63 +174,92 @@ def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
     Raises:
         TrialFailed: A rank raised, or the ranks did not exchange the same things.
     """
-    return on_both(size, 1, lambda ranks, _: run(ranks))
+    return Meetings(size, 1).on_each(lambda ranks, _: run(ranks))
 
 
-def on_both(size: int, context: int, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
-    """What a function gives on tensor ranks times context ranks, in the order of `ranks.PairedRanks`.
+class Meetings:
+    """Where tensor ranks times context ranks meet; they are in the order of `ranks.PairedRanks`."""
 
-    Args:
-        size: Number of tensor ranks.
-        context: Number of context ranks.
-        run: Called with a rank as tensor ranks and as context ranks see it.
+    def __init__(self, size: int, context: int) -> None:
+        """Args: size, context: the numbers of tensor ranks and of context ranks."""
+        self._tensor = [_Meeting(size) for _ in range(context)]
+        self._context = [_Meeting(context) for _ in range(size)]
 
-    Raises:
-        TrialFailed: A rank raised, or the ranks did not exchange the same things.
-    """
-    tensor_meetings = [_Meeting(size) for _ in range(context)]
-    context_meetings = [_Meeting(context) for _ in range(size)]
-    num_ranks = size * context
-    found: dict[int, _T] = {}
-    errors: list[BaseException] = []
+    def on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
+        """What a function gives on each rank, all of them run at once in threads.
 
-    def one(rank: int) -> None:
-        outer, inner = divmod(rank, context)
-        try:
-            found[rank] = run(ThreadRanks(outer, tensor_meetings[inner]), ThreadRanks(inner, context_meetings[outer]))
-        except BaseException as error:
-            errors.append(error)
-            for meeting in (*tensor_meetings, *context_meetings):
-                meeting.barrier.abort()
+        Args:
+            run: Called with a rank as tensor ranks and as context ranks see it.
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
-        if first is None:
-            raise TrialFailed("the ranks did not exchange the same things")
-        raise TrialFailed(f"{type(first).__name__}: {first}") from first
-    return [found[rank] for rank in range(num_ranks)]
+        Raises:
+            TrialFailed: A rank raised, or the ranks did not exchange the same things.
+        """
+        found: dict[int, _T] = {}
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            outer, inner = divmod(rank, len(self._tensor))
+            try:
+                found[rank] = run(ThreadRanks(outer, self._tensor[inner]), ThreadRanks(inner, self._context[outer]))
+            except BaseException as error:
+                errors.append(error)
+                for meeting in (*self._tensor, *self._context):
+                    meeting.barrier.abort()
+
+        ranks = range(len(self._tensor) * len(self._context))
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
+            if first is None:
+                raise TrialFailed("the ranks did not exchange the same things")
+            raise TrialFailed(f"{type(first).__name__}: {first}") from first
+        return [found[rank] for rank in ranks]
 
 
 class TrialRanks:
-    """Copies of a unit for each rank, used for many trials of plans."""
+    """Copies of a unit for each rank, used for many trials of plans.
 
-    def __init__(self, whole: nn.Module, size: int, context: int = 1) -> None:
-        """Args: whole: the unit with random weights, which the copies share. size, context: the numbers of ranks."""
+    Attributes:
+        copies: Of the unit, one for each rank at least; they hold the whole's own parameters.
+        num_trials: How often the unit was run.
+        watches: Of the last trial, by rank.
+        dealings: Likewise.
+        num_gathers: Of what is cut by its vocabulary, in the last trial.
+    """
+
+    def __init__(self, whole: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
+        """Make the copies.
+
+        Args:
+            whole: The unit with random weights, which the copies share.
+            size: Number of tensor ranks.
+            context: Number of context ranks.
+            copies: Those of other trials of the unit; what is missing is added.
+        """
         self._whole, self.size, self.context = whole, size, context
-        held = {id(p): p for p in whole.parameters()}
-        self._copies = [copy.deepcopy(whole, dict(held)) for _ in range(size * context)]
+        self.copies = [] if copies is None else copies
+        while len(self.copies) < size * context:
+            self.copies.append(copy.deepcopy(whole, {id(p): p for p in whole.parameters()}))
         self.num_trials = 0
         self._parts: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
         self.watches: list[RegionWatch | None] = []
         self.dealings: list[Dealing | None] = []
-        self.num_gathers = 0  # of what is cut by its vocabulary, in the last trial
+        self.num_gathers = 0
 
-    def run(self, plan: UnitPlan, example: Example, setting: Setting, *, learning: bool = False) -> list[Outcome]:
+    def run(
+        self,
+        plan: UnitPlan,
+        example: Example,
+        setting: Setting,
+        *,
+        learning: bool = False,
+        check: Callable[[list[Outcome]], bool] = lambda _: True,
+        without: Collection[str] = (),
+    ) -> list[Outcome]:
         """Run the unit on all ranks.
 
         Args:
@@ -229,6 +267,8 @@ class TrialRanks:
             example: Its arguments.
             setting: How it is run.
             learning: Whether the rules of the plan are made on the way.
+            check: Called with the outputs; gradients are made if it says so, and there are to be any.
+            without: Parameters whose gradients are not wanted, by FQN; while learning, they need one all the same.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
@@ -236,11 +276,20 @@ class TrialRanks:
         self.num_trials += 1
         self.watches = [None] * (self.size * self.context)
         self.dealings = [None] * (self.size * self.context)
-        return on_both(
-            self.size,
-            self.context,
-            lambda ranks, context: self._one(ranks, context, plan, example, setting, learning),
+        meetings = Meetings(self.size, self.context)
+        runs = meetings.on_each(
+            lambda ranks, context: self._one(ranks, context, plan, example, setting, learning, without),
         )
+        outcomes = [outcome for outcome, _ in runs]
+        if check(outcomes) and setting.grad:
+
+            def backward(ranks: ThreadRanks, context: ThreadRanks) -> dict[str, Tensor]:
+                outcome, wanted = runs[ranks.rank * context.size + context.rank]
+                return _gradients(outcome.outputs, wanted)
+
+            for outcome, grads in zip(outcomes, meetings.on_each(backward), strict=True):
+                outcome.grads = grads
+        return outcomes
 
     def _part(self, fqn: str, whole: Tensor, placement: Placement, rank: int) -> Tensor:
         """A rank's part of a parameter; weights, which units do not write, are cut once for all trials of a plan."""
@@ -259,17 +308,18 @@ class TrialRanks:
         example: Example,
         setting: Setting,
         learning: bool,
-    ) -> Outcome:
+        without: Collection[str],
+    ) -> tuple[Outcome, dict[str, Tensor]]:
+        """What a rank's forward gave, and what is wanted a gradient of."""
         rank, place = ranks.rank, ranks.rank * context.size + context.rank
-        unit = self._copies[place].train(setting.training)
+        unit = self.copies[place].train(setting.training)
         local: dict[str, Tensor] = {}
         for fqn, tensor in self._whole.named_parameters():
-            local[fqn] = self._part(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(
-                tensor.requires_grad
-            )
+            needs = tensor.requires_grad and (learning or fqn not in without)
+            local[fqn] = self._part(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(needs)
         for fqn, buffer in self._whole.named_buffers():
             local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
-        parameters = {fqn: local[fqn] for fqn, p in self._whole.named_parameters() if p.requires_grad}
+        parameters = {fqn: tensor for fqn, tensor in local.items() if tensor.requires_grad and fqn not in without}
         # Nothing is drawn; and threads that ask for torch's generator can wait for each other for ever: who has its
         # lock waits for the interpreter's if garbage is collected just then.
         around: AroundDraw = contextlib.nullcontext
@@ -279,16 +329,37 @@ class TrialRanks:
         with running as runner:
             runner.learning = learning
             try:
-                outcome = _run(unit, example, setting, parameters)
+                outputs, inputs = _forward(unit, example, setting)
             finally:
                 self.watches[place], self.dealings[place] = runner.last_watch, runner.last_dealing
                 self.num_gathers = runner.num_gathers
-        outcome.buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
-        return outcome
+        buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
+        return Outcome(outputs, buffers=buffers), {**inputs, **parameters}
 
 
-def joined(outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str) -> list[Tensor]:
-    """A gradient or buffer as each rank has it; for one that is cut, the whole, once for each context rank."""
+def beside(
+    outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str, wanted: Tensor
+) -> list[tuple[list[Tensor], Tensor]]:
+    """What ranks have of a gradient or buffer, beside what it should be; nothing is joined, layers are large.
+
+    Args:
+        outcomes: Of all ranks.
+        plan: That they ran by.
+        name: Of the parameter, buffer or input.
+        kind: "grads" or "buffers".
+        wanted: The whole.
+
+    Returns:
+        For each part of one that is cut, what each context rank has of it; for others, what all ranks have.
+    """
     found = [getattr(outcome, kind)[name] for outcome in outcomes]
     placement, context = plan.placements.get(name), len(found) // plan.size
-    return [join(found[k::context], placement) for k in range(context)] if isinstance(placement, Shard) else found
+    if not isinstance(placement, Shard):
+        return [(found, wanted)]
+    return [
+        (
+            [local.narrow(placement.dim, local_start, length) for local in found[rank * context :][:context]],
+            wanted.narrow(placement.dim, start, length),
+        )
+        for rank, local_start, start, length in placement.places(plan.size)
+    ]

@@ -15,7 +15,7 @@ which call of the user's code. Afterwards it does exactly that, whatever the sha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.tensor.lengths import place_of_positions
 from lightning_hybrid.tensor.marks import cut_over, mark, marked, tensors_in
 from lightning_hybrid.tensor.offsets import CannotShard, local_index, local_offset, local_sections
 from lightning_hybrid.tensor.plan import Rule, Site
@@ -89,7 +90,7 @@ class RegionWatch(TorchFunctionMode):
         regions: Iterable[Ranks],
         batch: int,
         around_draw: Callable[[], AbstractContextManager[Any]],
-        positions: tuple[int, int] | None = None,
+        positions: tuple[Collection[int], int] | None = None,
     ) -> None:
         """Make a watch for one forward.
 
@@ -102,7 +103,7 @@ class RegionWatch(TorchFunctionMode):
             regions: Ranks that share features: the tensor ranks, and those times context ranks.
             batch: The first size of the unit's first input.
             around_draw: A context around each draw for a cut value.
-            positions: Of the whole sequence and of this rank, where positions are dealt.
+            positions: How many values in regions may have, and how many this rank has, where positions are dealt.
         """
         super().__init__()
         self._learning, self.rules = learning, rules
@@ -243,6 +244,7 @@ class RegionWatch(TorchFunctionMode):
             return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
         if name == "expand" and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
             return (tensor, self._expand(tensor, list(sizes))), kwargs
         if name == "group_norm":
             self._must_divide(name, args[1])
@@ -253,19 +255,19 @@ class RegionWatch(TorchFunctionMode):
         return self._with_local_offsets(name, args, kwargs)
 
     def _all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes with the length of the whole sequence where the code asked a rank's own positions for theirs."""
+        """Sizes with as many positions as the value has where the code asked a rank's own positions for theirs."""
         if self._positions is None:
             return sizes
-        length, local = self._positions
+        lengths, local = self._positions
         key = self._site(name, "positions", str(len(sizes)))
         if self._learning:
-            place = next((k for k, (a, b) in enumerate(zip(old, sizes, strict=False)) if (a, b) == (length, local)), -1)
-            self._note(key, None if place < 0 else ("positions", place))
+            found = place_of_positions(old, sizes, lengths, local, same_dims=name == "expand")
+            self._note(key, None if found is None else ("positions", *found))
         rule = self.rules.get(key)
         if rule is None:
             return sizes
-        place = int(str(rule[1]))
-        return (*sizes[:place], length, *sizes[place + 1 :])
+        place, dim = int(str(rule[1])), int(str(rule[2]))
+        return (*sizes[:place], old[dim], *sizes[place + 1 :])
 
     def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         key = self._site(name, "view", str(len(sizes)))

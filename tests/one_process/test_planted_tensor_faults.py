@@ -9,20 +9,24 @@ from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, t
 from torch import nn
 
 from lightning_hybrid.parts.placement import Replicated, Shard
-from lightning_hybrid.tensor import apply, positions
-from lightning_hybrid.tensor.apply import ShardedUnit
+from lightning_hybrid.tensor import entrances, linears, positions, products
+from lightning_hybrid.tensor.compare import are_alike, difference_of
 from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.linears import Linears
 from lightning_hybrid.tensor.plan import PositionsPlan
-from lightning_hybrid.tensor.prove import proof_of
+from lightning_hybrid.tensor.prove import TOLERANCE, proof_of
 
-DEALT = ["tensor", "context", "both"]
+DEALT = ["tensor", "context", "both", "all"]
 
 
 def planned(unit, size=2, deal=None):
-    """The plan of a unit, and a proof of it that passes; `deal` says to which ranks positions are dealt."""
+    """The plan of a unit, and a proof of it that passes; `deal` says to which ranks positions are dealt.
+
+    "both": to context ranks, beside tensor ranks. "all": once more to these.
+    """
     args = (tokens(),)
-    size, context = 1 if deal == "context" else size, 2 if deal in ("context", "both") else 1
-    plan = plan_unit(unit, args, {}, size, context=context, deal="tensor" if deal == "tensor" else None)
+    size, context = 1 if deal == "context" else size, 2 if deal in ("context", "both", "all") else 1
+    plan = plan_unit(unit, args, {}, size, context=context, deal="tensor" if deal in ("tensor", "all") else None)
     proof = proof_of(unit, args, {}, size, seed=1, context=context)
     assert proof.first_failure(plan) is None
     return plan, proof
@@ -35,7 +39,7 @@ def fused(deal=None):
 
 def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
     plan, proof = fused()
-    monkeypatch.setattr(apply, "enter", lambda tensor, ranks, **_: tensor)
+    monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, **_: tensor)
     assert "relative difference" in proof.first_failure(plan)
 
 
@@ -49,19 +53,65 @@ def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
 @pytest.mark.parametrize("name", ["ln_1.weight", "attn.c_proj.bias"])
 def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(deal, name):
     plan, proof = fused(deal)
-    kept = tuple(other for other in plan.positions.summed if other != name)
-    assert len(kept) == len(plan.positions.summed) - 1
-    assert f"grad of {name}" in proof.first_failure(replace(plan, positions=replace(plan.positions, summed=kept)))
+    for over in ("tensor", "context") if deal == "all" else (deal,):
+        field = "summed_over_tensor" if over == "tensor" else "summed_over_context"
+        before = getattr(plan.positions, field)
+        assert name in before
+        kept = replace(plan.positions, **{field: tuple(other for other in before if other != name)})
+        assert f"grad of {name}" in proof.first_failure(replace(plan, positions=kept))
 
 
-@pytest.mark.parametrize("deal", [None, "tensor"])
+class OtherInEval(nn.Module):
+    """What a trained block does, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.up(x)
+        return x + self.down(torch.relu(h) if self.training else torch.tanh(h))
+
+
+def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
+    product_of = products.product_of
+
+    def wrong_in_eval(module, linear, x, with_bias):
+        weight = module.weight
+        if module.training or not weight.requires_grad:
+            return product_of(module, linear, x, with_bias)
+        doubled = weight * 1.0
+        doubled.register_hook(lambda grad: 2 * grad)
+        return nn.functional.linear(x, doubled, module.bias if with_bias else None)
+
+    plan, proof = planned(OtherInEval())
+    monkeypatch.setattr(linears, "product_of", wrong_in_eval)
+    assert "weight in eval mode, with gradients" in proof.first_failure(plan)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (517, 11)])
+@pytest.mark.parametrize("wrong", [1e-6, float("nan")])
+def test_one_wrong_element_of_a_large_gradient(place, wrong):
+    wanted = torch.randn(768, 300, dtype=torch.float64)
+    found = wanted.t().contiguous().t()
+    assert difference_of(found, wanted, TOLERANCE) is None
+    found[place] += wrong
+    assert "relative difference" in difference_of(found, wanted, TOLERANCE)
+    assert not are_alike(found, wanted, TOLERANCE, whole=wanted)
+
+
+@pytest.mark.parametrize("deal", [None, "tensor", "all"])
 def test_a_bias_that_every_rank_adds(monkeypatch, deal):
     plan, proof = fused(deal)
 
     def row(self, linear, run, x, *args, **kwargs):
-        return self._leave(run(x, True, *args, **kwargs))
+        dealing = self.dealing
+        if dealing is not None and dealing.exchanges(linear.fqn):
+            x = dealing.to_positions(x, linear.fqn)
+        out = run(x, True, *args, **kwargs)
+        return self._leave(out) if dealing is None else dealing.leave_region(out)
 
-    monkeypatch.setattr(ShardedUnit, "_row", row)
+    monkeypatch.setattr(Linears, "_row", row)
     assert "output 0" in proof.first_failure(plan)
 
 
@@ -96,7 +146,7 @@ class Centred(nn.Module):
 
 def test_positions_dealt_that_are_mixed():
     plan, proof = planned(Centred())
-    along = PositionsPlan(by="tensor", place=0, dim=1, num_dims=3, outputs=(0,), summed=("down.bias",))
+    along = PositionsPlan(by="tensor", place=0, dim=1, num_dims=3, outputs=(0,), summed_over_tensor=("down.bias",))
     inputs = {"up": (0,)}
     assert "output 0" in proof.first_failure(replace(plan, positions=replace(along, inputs=inputs)))
     assert proof.first_failure(replace(plan, positions=replace(along, inputs=inputs, dim=0))) is None
@@ -104,14 +154,16 @@ def test_positions_dealt_that_are_mixed():
     assert found.positions is None or found.positions.dim == 0
 
 
-def test_positions_of_sums_that_are_not_summed(monkeypatch):
-    plan, proof = fused("tensor")
+@pytest.mark.parametrize("deal", ["tensor", "all"])
+def test_positions_of_sums_that_are_not_summed(monkeypatch, deal):
+    plan, proof = fused(deal)
     monkeypatch.setattr(positions, "leave", lambda addend, dealt: positions.dealt_of(addend, dealt))
     assert "output 0" in proof.first_failure(plan)
 
 
-def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch):
-    plan, proof = fused("tensor")
+@pytest.mark.parametrize("deal", ["tensor", "all"])
+def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, deal):
+    plan, proof = fused(deal)
 
     class OwnGradient(torch.autograd.Function):
         @staticmethod
@@ -127,7 +179,7 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch):
     assert "grad of" in proof.first_failure(plan)
 
 
-@pytest.mark.parametrize("deal", ["context", "both"])
+@pytest.mark.parametrize("deal", ["context", "both", "all"])
 def test_heads_exchanged_in_a_wrong_arrangement(deal):
     plan, proof = fused(deal)
     assert list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]

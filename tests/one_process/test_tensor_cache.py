@@ -45,11 +45,16 @@ def test_what_was_found_is_only_proved_in_the_next_run(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("options", "proofs"),
-    [({"deal": "tensor"}, 1), ({"size": 1, "context": 2}, 1), ({"context": 2}, 2)],  # two: also of calls not dealt
+    [
+        ({"deal": "tensor"}, 1),
+        ({"size": 1, "context": 2}, 1),
+        ({"context": 2, "deal": "tensor"}, 2),  # also of calls that are not dealt
+    ],
 )
 def test_plans_with_positions_are_kept_too(tmp_path, options, proofs):
+    by = "both" if len(options) == 2 and "deal" in options else options.get("deal", "context")
     first, counts = found(tmp_path, Block(FusedAttention()), **options)
-    assert counts == (1, 0) and first.positions is not None and first.positions.by == options.get("deal", "context")
+    assert counts == (1, 0) and first.positions is not None and first.positions.by == by
     again, counts = found(tmp_path, Block(FusedAttention()), **options)
     assert counts == (0, 1) and again.num_trials == proofs * NUM_PROOFS
     assert without_costs(again) == without_costs(first)

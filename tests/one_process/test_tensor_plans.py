@@ -15,6 +15,7 @@ from lightning_hybrid.step.exact import random_copy
 from lightning_hybrid.tensor.draws import OwnDraws
 from lightning_hybrid.tensor.examples import make_example
 from lightning_hybrid.tensor.find import plan_unit
+from lightning_hybrid.tensor.lengths import place_of_positions
 from lightning_hybrid.tensor.prove import Proof
 from lightning_hybrid.tensor.trial import Setting, TrialRanks, run_whole
 from lightning_hybrid.tensor.written import from_json, to_json
@@ -210,6 +211,26 @@ def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_excha
     assert plan.undealt.startswith(wanted), plan.undealt
 
 
+class Penalised(nn.Module):
+    """What every rank has all of, beside a sequence: its gradient must not be summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), FusedAttention()
+        self.table = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, x):
+        return x + self.attn(self.norm(x)), self.table.square().sum()
+
+
+@pytest.mark.parametrize("options", [{"size": 2, "deal": "tensor"}, {"size": 1, "context": 2}])
+def test_a_guess_of_what_is_summed_that_is_wrong_is_corrected(options):
+    plan = plan_unit(Penalised(), (tokens(),), {}, **options)
+    assert plan.positions is not None, plan.undealt
+    summed = {*plan.positions.summed_over_tensor, *plan.positions.summed_over_context}
+    assert "norm.weight" in summed and "table" not in summed
+
+
 class WithConvolutions(nn.Module):
     """An MLP of convolutions: its features are not in the last dim and cannot be exchanged, nor need they be."""
 
@@ -227,6 +248,33 @@ def test_only_regions_that_mix_positions_must_be_able_to_exchange_them():
     plan = plan_unit(WithConvolutions(), (tokens(),), {}, 2, context=2)
     assert plan.positions is not None and list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
     assert shown(plan) == ["attn.c_attn -> attn.c_proj", "c1 -> c2"]
+
+
+@pytest.mark.parametrize("options", [{"size": 1, "context": 2}, {"size": 2, "context": 2, "deal": "tensor"}])
+@pytest.mark.parametrize("name", ["own bias", "norm on heads"])
+def test_a_unit_that_is_the_attention_itself_is_dealt(name, options):
+    """One is shown the length of the whole sequence; the other asks for its own where values in a region have more."""
+    torch.manual_seed(0)
+    plan = plan_unit(*BLOCKS[name](), {}, **options)
+    assert plan.positions is not None, plan.undealt
+    assert plan.positions.by == ("both" if "deal" in options else "context"), plan.lines()
+    assert plan.positions.shown == (("",) if name == "own bias" else ())
+
+
+@pytest.mark.parametrize(
+    ("old", "sizes", "same_dims", "wanted"),
+    [
+        ((2, 11, 32), (2, 6, 4, 8), False, (1, 1)),  # a projection as heads
+        ((2, 1, 2, 11, 8), (2, 4, 6, 8), False, (2, 3)),  # repeated key heads, whose number is that of the whole
+        ((2, 1, 1, 11, 8), (2, 1, 2, 6, 8), True, (3, 3)),
+        ((6, 11, 32), (6, 6, 32), False, (1, 1)),  # a batch of as many samples
+        ((2, 11, 32), (2, 11, 4, 8), False, None),
+        ((2, 6, 32), (2, 6, 4, 8), False, None),  # its own positions alone
+    ],
+)
+def test_which_size_means_positions(old, sizes, same_dims, wanted):
+    """Six of eleven positions are a rank's own."""
+    assert place_of_positions(old, sizes, (11,), 6, same_dims=same_dims) == wanted
 
 
 def test_threads_of_a_trial_leave_the_generator_alone(monkeypatch):

@@ -30,7 +30,8 @@ def check(worlds, run, *, tolerance=1e-10):
 
 def name_of(run):
     case = run.case if isinstance(run.case, str) else run.case.__name__
-    return f"{case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}-m{run.microbatches}"
+    sequence = "-sequence" * run.sequence
+    return f"{case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}-m{run.microbatches}{sequence}"
 
 
 def slow(*runs):
@@ -55,21 +56,30 @@ CONTEXT = [
 FOUR = {"tp": 2, "cp": 2}
 BOTH = [
     Run(GPT2Wide, **FOUR, validate=True, trainer={"gradient_clip_val": 0.05}),
-    Run(LlamaWide, **FOUR, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"}),
+    *slow(Run(LlamaWide, **FOUR, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"})),
     *slow(Run(EncoderWide, **FOUR, microbatches=1)),
     *slow(Run(BertWide, **FOUR), Run(T5Wide, **FOUR), Run(ViTWide, **FOUR), Run(NanoGPTWide, **FOUR)),
     *slow(Run(GPT2Wide, pp=2, **FOUR), Run(LlamaWide, pp=2, **FOUR), Run(EncoderWide, pp=2, **FOUR)),
     *slow(Run(BertWide, dp=2, **FOUR), Run(LlamaWide, dp=2, **FOUR, strategy={"zero_stage": 1})),
 ]
+ALL = [
+    Run(GPT2Wide, **FOUR, sequence=True, validate=True, trainer={"gradient_clip_val": 0.05}),
+    Run(LlamaWide, **FOUR, sequence=True, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"}),
+    *slow(Run(EncoderWide, **FOUR, sequence=True, microbatches=1), Run(BertWide, **FOUR, sequence=True)),
+    *slow(Run(T5Wide, **FOUR, sequence=True), Run(ViTWide, **FOUR, sequence=True)),
+    *slow(Run(NanoGPTWide, **FOUR, sequence=True), Run(GPT2Wide, pp=2, **FOUR, sequence=True)),
+    *slow(Run(LlamaWide, dp=2, **FOUR, sequence=True, strategy={"zero_stage": 1})),
+]
 
 
-@pytest.mark.parametrize("run", [*SEQUENCE, *CONTEXT, *BOTH], ids=name_of)
+@pytest.mark.parametrize("run", [*SEQUENCE, *CONTEXT, *BOTH, *ALL], ids=name_of)
 def test_parity(worlds, run):
     ranks = check(worlds, run)
     layers = {fqn: plan for fqn, plan in ranks[0].plans.items() if fqn.rpartition(".")[2].isdecimal()}
     assert layers
+    by = "tensor" if run.cp == 1 else "both" if run.sequence else "context"
     for plan in layers.values():
-        assert plan.positions is not None, plan.lines()
+        assert plan.positions is not None and plan.positions.by == by, plan.lines()
 
 
 @pytest.mark.slow
@@ -139,6 +149,26 @@ def test_context_ranks_exchange_positions_for_heads(worlds, run, sums):
         assert steps == [{"exchange": 4 * 2 * 2, "gathered": 2, "all_reduce": sums}] * 2
 
 
+@pytest.mark.slow
+def test_positions_of_a_context_rank_are_dealt_once_more(worlds):
+    """What both of these do, on top of each other; no sums over tensor ranks are left but of whole parameters."""
+    run = Run(GPT2Wide, **FOUR, microbatches=1, sequence=True)
+    for steps in worlds.run(4, count_exchanges, run):
+        regions, attentions = 4 * 2, 4
+        # The unit's result and the gradient of its input are gathered over both; the rest over tensor ranks.
+        assert (
+            steps
+            == [
+                {
+                    "gathered": 3 * regions + 2 * 2,
+                    "exchange": 2 * regions + 2 * 2 * attentions,
+                    "all_reduce": 2 * 4 + 4,
+                }
+            ]
+            * 2
+        )
+
+
 class Block(torch.nn.Module):
     def __init__(self, width=16, heads=2):
         super().__init__()
@@ -156,6 +186,8 @@ class Block(torch.nn.Module):
 
 
 DEALT = [{"size": 2, "deal": "tensor"}, {"size": 1, "context": 2}]
+BESIDE = {"size": 2, "context": 2}
+TWICE = {**BESIDE, "deal": "tensor"}
 
 
 def runner_of(unit, args, size, **options):
@@ -168,24 +200,27 @@ def runner_of(unit, args, size, **options):
     return ShardedUnit(unit, plan, mesh.group("tp"), context=mesh.group("cp"), tensors=lambda: local)
 
 
-def saved_values(_):
-    """How many values of all positions a forward leaves: with tensor ranks alone, with positions dealt, in context."""
+def saved_values(dealt):
+    """How many values of all positions a forward leaves, and of those of a context rank."""
     torch.manual_seed(0)
-    unit, x = Block(), torch.randn(2, 31, 16, requires_grad=True)
+    unit, x = Block(heads=4), torch.randn(2, 32, 16, requires_grad=True)
     found = []
-    for options in ({"size": 2}, *DEALT):
+    for options in dealt:
         runner = runner_of(unit, (x,), **options)
         with Living() as living:
             out = runner.run_sharded(x)
-        found.append(living.count(x.untyped_storage().nbytes()))
+        size = x.untyped_storage().nbytes()
+        found.append((living.count(size), living.count(size // 2)))
         out.sum().backward()
     return found
 
 
 def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
     """But the unit's own input and result; otherwise norms, dropouts and residuals leave more."""
-    for tensor, sequence, context in worlds.run(2, saved_values, None):
+    for (tensor, _), (sequence, _), (context, _) in worlds.run(2, saved_values, [{"size": 2}, *DEALT]):
         assert sequence == context == 2 and tensor >= 6
+    for (beside, halves), (twice, own) in worlds.run(4, saved_values, [BESIDE, TWICE]):
+        assert beside == twice == 2 and own <= 1 < 6 <= halves
 
 
 def odd_lengths(dealt):
@@ -206,36 +241,70 @@ def odd_lengths(dealt):
 
 def test_sequences_of_any_length(worlds):
     worlds.run(2, odd_lengths, DEALT)
-    worlds.run(4, odd_lengths, [{"size": 2, "context": 2}])
+    worlds.run(4, odd_lengths, [BESIDE, TWICE])
 
 
-def dropped(_):
-    """Which features of which positions a rank drops inside of a region, and behind it."""
+def dropped(options):
+    """What a rank drops inside of a region and behind it, its result, and the gradient of the input."""
     torch.manual_seed(0)
-    unit = Block(heads=4)
-    unit.mlp.insert(2, torch.nn.Dropout(0.5))
-    x = torch.ones(2, 8, 16, requires_grad=True)
-    runner, seen = runner_of(unit, (x,), size=2, context=2), []
+    unit = dropping_block()
+    x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+    runner, seen = runner_of(unit, (x,), **options), []
     for module in (unit.mlp[2], unit.dropout):
-        module.p = 0.5
-        module.register_forward_hook(lambda _, args, out: seen.append((out == 0) & (args[0] != 0)))
+        module.register_forward_hook(lambda _, args, out: seen.append(torch.where(args[0] == 0, 1, out / args[0])))
     torch.manual_seed(1)
-    runner.run_sharded(x)
-    attention, region, behind = seen
-    assert attention.shape == behind.shape == (2, 4, 16) and region.shape == (2, 4, 24)
-    return region.tolist(), behind.tolist()
+    out = runner.run_sharded(x)
+    [grad] = torch.autograd.grad(out.square().sum(), x)
+    return [mask.detach() for mask in seen], out.detach(), grad
 
 
-def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own_behind(worlds):
-    """Ranks are, in order: two tensor ranks of one context rank, and those of the other."""
-    regions, behind = zip(*worlds.run(4, dropped, None), strict=True)
-    assert all(regions[a] != regions[b] for a in range(4) for b in range(a))
-    assert behind[0] == behind[1] != behind[2] == behind[3]
+def dropping_block():
+    unit = Block(heads=4).double()
+    unit.attn.dropout = 0.0
+    unit.mlp.insert(2, torch.nn.Dropout(0.5))
+    unit.mlp[1] = torch.nn.Tanh()
+    unit.dropout.p = 0.5
+    return unit
+
+
+@pytest.mark.parametrize(("options", "local"), [(BESIDE, 4), (TWICE, 2)], ids=["context", "all"])
+def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own_behind(worlds, options, local):
+    """Ranks are, in order: two tensor ranks of one context rank, and those of the other; put together, what they drop
+    is what one process drops, and so are results and gradients."""
+    ranks = worlds.run(4, dropped, options)
+    for (attention, region, behind), _, _ in ranks:
+        assert attention.shape == behind.shape == (2, local, 16) and region.shape == (2, 4, 24)
+    wholes = []
+    for place, (first, second, third, fourth) in enumerate(zip(*(masks for masks, _, _ in ranks), strict=True)):
+        assert not torch.equal(first, third)
+        if place == 1:
+            assert not torch.equal(first, second)
+            wholes.append(torch.cat([torch.cat([first, second], -1), torch.cat([third, fourth], -1)], 1))
+        elif local == 4:
+            assert torch.equal(first, second) and torch.equal(third, fourth)
+            wholes.append(torch.cat([first, third], 1))
+        else:
+            assert not torch.equal(first, second)
+            wholes.append(torch.cat([first, second, third, fourth], 1))
+    torch.manual_seed(0)
+    unit = dropping_block()
+    x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+    order = iter(wholes)
+    for module in (unit.mlp[2], unit.dropout):
+        module.forward = lambda value: value * next(order)
+    expected = unit(x)
+    [wanted] = torch.autograd.grad(expected.square().sum(), x)
+    for _, out, grad in ranks:
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "run",
-    [Run(GPT2WideDropout, tp=2, sequence=True, num_batches=1), *slow(Run(GPT2WideDropout, **FOUR, num_batches=1))],
+    [
+        Run(GPT2WideDropout, tp=2, sequence=True, num_batches=1),
+        *slow(Run(GPT2WideDropout, **FOUR, num_batches=1), Run(GPT2WideDropout, **FOUR, sequence=True, num_batches=1)),
+    ],
     ids=name_of,
 )
 def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
@@ -252,8 +321,6 @@ def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
 def test_what_cannot_be_asked_for():
     with pytest.raises(ValueError, match=r"sequence_parallel=True deals positions .* tensor_parallel_size=1"):
         Hybrid3DStrategy(sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"sequence_parallel=True deals positions .* context_parallel_size=2"):
-        Hybrid3DStrategy(tensor_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
 
 
 def test_a_module_without_a_sequence_is_refused(worlds):
