@@ -227,11 +227,16 @@ class ShardedUnit:
             if tensor is not None:
                 local[fqn] = tensor
         if torch.is_grad_enabled():
-            over_features = [(fqn, plan.placements[fqn]) for fqn in (*plan.summed, *plan.shared_pieces)]
-            over_tensor = () if dealt is None else dealt.summed_over_tensor
-            over_context = () if dealt is None else dealt.summed_over_context
-            self._sum_gradients(local, [*over_features, *((fqn, None) for fqn in over_tensor)], self._ranks)
-            self._sum_gradients(local, [(fqn, None) for fqn in over_context], self._context)
+            inside: list[tuple[str, Placement | None]] = [(fqn, None) for fqn in plan.summed]
+            pieces = [(fqn, plan.placements[fqn]) for fqn in plan.shared_pieces]
+            over_tensor = [] if dealt is None else [(fqn, None) for fqn in dealt.summed_over_tensor]
+            over_context = [] if dealt is None else [(fqn, None) for fqn in dealt.summed_over_context]
+            if dealt is None or self._all is self._ranks:
+                self._sum_gradients(local, [*inside, *pieces, *over_tensor], self._ranks)
+            else:  # context ranks have other features in a region, or other positions
+                self._sum_gradients(local, inside, self._all)
+                self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
+            self._sum_gradients(local, over_context, self._context)
         parts = {} if dealt is None else dealt.parts
         for fqn, part in parts.items():
             local[fqn] = cut(local[fqn], part, self._context.rank, self._context.size)
