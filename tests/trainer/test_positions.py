@@ -63,7 +63,7 @@ BOTH = [
     *slow(Run(BertWide, dp=2, **FOUR), Run(LlamaWide, dp=2, **FOUR, strategy={"zero_stage": 1})),
 ]
 ALL = [
-    Run(GPT2Wide, **FOUR, sequence=True, validate=True, trainer={"gradient_clip_val": 0.05}),
+    *slow(Run(GPT2Wide, **FOUR, sequence=True, validate=True, trainer={"gradient_clip_val": 0.05})),
     Run(LlamaWide, **FOUR, sequence=True, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"}),
     *slow(Run(EncoderWide, **FOUR, sequence=True, microbatches=1), Run(BertWide, **FOUR, sequence=True)),
     *slow(Run(T5Wide, **FOUR, sequence=True), Run(ViTWide, **FOUR, sequence=True)),

@@ -54,7 +54,7 @@ RUNS = [
     Run(TwoLayers, pp=2, dtype=torch.float32, precision="bf16-mixed"),
     Run(Forces, pp=2),
     pytest.param(Run("GPT2Dropout", pp=2, dp=2), marks=pytest.mark.slow),
-    Run(TwoLayers, tp=2, sequence=True),
+    pytest.param(Run(TwoLayers, tp=2, sequence=True), marks=pytest.mark.slow),
     Run("BatchNorms", pp=2),
     pytest.param(Run("Llama", pp=2, strategy={"stages_per_rank": 2}), marks=pytest.mark.slow),
     pytest.param(Run("GPT2", cp=2), marks=pytest.mark.slow),

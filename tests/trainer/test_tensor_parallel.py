@@ -30,7 +30,7 @@ def slow(*runs):
 
 
 GRID = [
-    Run("GPT2", tp=2, microbatches=1),
+    *slow(Run("GPT2", tp=2, microbatches=1)),  # as with positions
     *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", pp=2, dp=2, tp=2), Run("T5", pp=2, dp=2, tp=2)),  # as Tied below
     *slow(Run("Llama", tp=2, pp=2)),  # as below, with clipping
     Run("T5", tp=2),
@@ -45,7 +45,7 @@ GRID = [
     Run("InPlace", tp=2),
     Run("GlueParameters", tp=2),
     Run("EncoderDecoder", tp=2),
-    Run("Containers", tp=2),
+    *slow(Run("Containers", tp=2)),
     Run("SeveralForwards", tp=2),
 ]
 

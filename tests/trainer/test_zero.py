@@ -38,7 +38,7 @@ RUNS = {
     "stage 1": zero(1, microbatches=1, trainer=CLIPPED),
     "stage 2 over stages": zero(2, pp=2, trainer=CLIPPED),
     "stage 3": zero(3, trainer=CLIPPED),
-    "by layer over tensor ranks": zero(3, "Llama", tp=2, trainer=CLIPPED, **EACH),
+    "by layer over tensor ranks": zero(3, "Llama", tp=2, trainer=CLIPPED, slow=True, **EACH),
     "two copies by layer": zero(3, **SHARDS_OF_2, trainer=CLIPPED),
     "dp2tp2pp2": zero(3, tp=2, pp=2, trainer=CLIPPED, slow=True),
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
