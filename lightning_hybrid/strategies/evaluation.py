@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +25,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.exchange import RanksDisagree
 from lightning_hybrid.replicate.silence import refused_communication
+from lightning_hybrid.strategies.rendezvous import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
-_LONGEST_PAUSE_SECONDS = 0.05
 _JOINT = "_joint_results"  # on a loop; its hooks are wrapped by others too
 
 
@@ -92,16 +91,12 @@ def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractCont
     counts = [each[loader] for each in joint.counts]
     if batch < min(counts) and math.inf not in counts:
         return nullcontext()
-    met = False
 
     def refusal(called: str) -> RanksDisagree | None:
-        nonlocal counts, met
-        if math.inf in counts and not met:
-            counts = joint.meet(loader, batch)
-            met = True  # once per batch
-        if batch < min(counts):
+        known = joint.meet(loader, batch) if math.inf in counts else counts
+        if batch < min(known):
             return None
-        batches = [has if has < math.inf else "more" for has in counts]
+        batches = [has if has < math.inf else "more" for has in known]
         return RanksDisagree(
             f"{step} communicates with other replicas ({called}) while batch {batch} of loader {loader} is evaluated,"
             f" but the replicas have {batches} batches, as each sample is evaluated once: those without this batch"
@@ -162,6 +157,7 @@ class _JointResults:
     def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _Arrivals) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
         self._arrivals, self._read_before = arrivals, 0
+        self._met: tuple[int, int] | None = None  # loader and batch at which all replicas were last
         self.counts: list[list[float]] = []  # batches that each replica has, by loader; inf where that is not known
 
     def begin(self) -> None:
@@ -171,6 +167,7 @@ class _JointResults:
         self.counts = [[] for _ in range(self._mesh.size("data"))]
         dist.all_gather_object(self.counts, mine, group=self._mesh.group("data"))
         self._arrivals.begin()
+        self._met = None
         self._read_before = self._loop.batch_progress.current.ready
         type(self._loop).on_run_start(self._loop)
 
@@ -183,7 +180,12 @@ class _JointResults:
     def meet(self, loader: int, batch: int) -> list[float]:
         """Wait until each replica has come to a batch, or to the end of its loader; how many batches each has."""
         counts = [each[loader] for each in self.counts]
-        return self._arrivals.meet(loader, batch, counts)
+        if self._met != (loader, batch):  # a batch may ask several times, and in several microbatches
+            counts = self._arrivals.meet(loader, batch, counts)
+            for each, count in zip(self.counts, counts, strict=True):
+                each[loader] = count
+            self._met = loader, batch
+        return counts
 
     def store(self) -> None:
         """In place of Lightning's own, which computes what a loader's steps logged once it has been read."""
@@ -262,7 +264,7 @@ class _Arrivals:
         found = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
         waited_for = [place for place, count in enumerate(counts) if count == math.inf]
-        pause = 0.001
+        pause = pauses()
         while waited_for and not self._is_over():
             for place in list(waited_for):
                 end = self._told(f"end-{loader}", ranks[place])
@@ -272,8 +274,7 @@ class _Arrivals:
                 if end is not None or (at is not None and at >= batch):
                     waited_for.remove(place)
             if waited_for:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                next(pause)
         return found
 
     def _tell(self, what: str, number: int) -> None:

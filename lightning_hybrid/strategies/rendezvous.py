@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,15 @@ from lightning_hybrid.mesh import Mesh
 # So long the others usually take to come; then it is asked where they are.
 _SECONDS_TO_ASK = 0.1
 _LONGEST_PAUSE_SECONDS = 0.05
+
+
+def pauses() -> Iterator[None]:
+    """Asked for the next one, it waits, longer each time: for whoever asks the store again and again."""
+    seconds = 0.001
+    while True:
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
+        yield
 
 
 class NotOnAllRanks(RuntimeError):
@@ -61,7 +70,7 @@ class Rendezvous:
             return
         self._met += 1
         ranks = range(self._mesh.layout.world_size)
-        start, pause = time.monotonic(), 0.001
+        start, pause = time.monotonic(), pauses()
         with contextlib.suppress(dist.DistNetworkError):
             self._store.set(self._key("met", self._mesh.rank), str(self._met))
             arrived = self._store.add(self._key("arrived", self._met), 1)
@@ -76,8 +85,7 @@ class Rendezvous:
                         + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
                         + "; call it on all ranks: only the first writes the file"
                     )
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                next(pause)
                 arrived = self._store.add(self._key("arrived", self._met), 0)
 
     def _is_gone(self, rank: int, late: bool) -> bool:

@@ -8,15 +8,14 @@ hooks of the user do: what is of other ranks is followed without content, and se
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from lightning_hybrid.strategies.reading import Reads
+from lightning_hybrid.zero.replaced_step import replace_step
 
 # Their steps look at one parameter at a time; following them would only cost time.
 _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
@@ -40,10 +39,9 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
         Undoes it.
     """
     where = f"{type(optimizer).__name__}.step"
-    own, original = optimizer.__dict__.get("step"), optimizer.step
+    original = optimizer.step
     known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
 
-    @functools.wraps(original)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not in_parts():
             return original(*args, **kwargs)
@@ -67,15 +65,7 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
             return original(*args, **kwargs)
 
     reads.adopt_state(optimizer.state)
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if own is None:
-            optimizer.__dict__.pop("step", None)
-        else:
-            optimizer.__dict__["step"] = own
-
-    return undo
+    return replace_step(optimizer, step)
 
 
 @contextlib.contextmanager

@@ -9,11 +9,9 @@ go back to where the parameters live.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.zero.homes import HOST
+from lightning_hybrid.zero.replaced_step import step_after_closure
 from lightning_hybrid.zero.state_file import Region, StateFile, aligned, state_tensors
 
 
@@ -72,14 +71,8 @@ class OffloadedStates:
             self.file = StateFile(folder, [_bytes_of(members, sizes) for members in self._layers])
             self._files.add(self.file)
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
-        own_step, self._original = optimizer.__dict__.get("step"), optimizer.step
-        self._own_step = own_step
-
-        @functools.wraps(self._original)
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            return self._step(closure, kwargs)
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._original = optimizer.step
+        self._undo = step_after_closure(optimizer, self._step)
 
     def adopt(self) -> None:
         """States that were loaded go to the file."""
@@ -110,18 +103,11 @@ class OffloadedStates:
             for name, value in state_tensors(entry).items():
                 if value.data_ptr() in self._in_file:
                     entry[name] = torch.full_like(value, float("nan")) if is_lost else value.clone()
-        if self._own_step is None:
-            self._optimizer.__dict__.pop("step", None)
-        else:
-            self._optimizer.__dict__["step"] = self._own_step
+        self._undo()
         if self.file is not None:
             self.file.close()
 
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, kwargs: dict[str, Any]) -> None:
         optimizer, file = self._optimizer, self.file
         self.check()
         whole = [group["params"] for group in optimizer.param_groups]
@@ -147,7 +133,6 @@ class OffloadedStates:
             for name, own in hooks.items():
                 optimizer.__dict__[name] = own
         _call_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
-        return loss
 
     def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
         away = [p for p in members if p.device != self._states_on]

@@ -10,9 +10,7 @@ gradients are averaged after each backward, as without ZeRO. What is shared out 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from types import MethodType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.placement import Shard, padded
 from lightning_hybrid.zero.group import _all_gather, shard_placement
+from lightning_hybrid.zero.replaced_step import step_after_closure
 
 
 class SharedSteps:
@@ -38,26 +37,14 @@ class SharedSteps:
         self._size, self._rank = ranks.size(), ranks.rank()
         self._placements: dict[int, Shard] = {}
         self.cut_states()
-        self._own_step, self._original = optimizer.__dict__.get("step"), optimizer.step
-
-        @functools.wraps(self._original)
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            return self._step(closure, kwargs)
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._original = optimizer.step
+        self._undo = step_after_closure(optimizer, self._step)
 
     def close(self) -> None:
         """Give the optimizer its own steps again; its states stay parts."""
-        if self._own_step is None:
-            self.optimizer.__dict__.pop("step", None)
-        else:
-            self.optimizer.__dict__["step"] = self._own_step
+        self._undo()
 
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, kwargs: dict[str, Any]) -> None:
         wholes = [(p, p.data, p.grad) for p in self._parameters() if self._placement(p) is not None]
         try:
             for p, data, gradient in wholes:
@@ -71,7 +58,6 @@ class SharedSteps:
                 p.data = data
                 p.grad = gradient
         self._gather([p for p, _, _ in wholes])
-        return loss
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[Tensor]) -> None:
