@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.zero import homes, offload
+from lightning_hybrid.zero import homes, offload, offload_at_once
 from lightning_hybrid.zero.state_file import StateFile
 
 PRETENDED = torch.device("xpu", 0)
@@ -119,7 +119,7 @@ class PretendHost(Callback):
 
     def setup(self, trainer, pl_module, stage):
         self.seen = {"between": set(), "within": set(), "states": set()}
-        for module in (homes, offload):
+        for module in (homes, offload, offload_at_once):
             self._undo.callback(setattr, module, "HOST", module.HOST)
             module.HOST = PRETENDED
         self._marks = Marks()

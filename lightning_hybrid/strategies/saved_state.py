@@ -32,7 +32,7 @@ from lightning_hybrid.strategies.failures import Failures, warn_of_missing_check
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
-from lightning_hybrid.zero.offload import OffloadedStates
+from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.shared_steps import SharedSteps
 
 
@@ -54,7 +54,7 @@ class StagedStrategy(MeshStrategy):
         self._empty: EmptyStart | None = None
         self._averages: Averages | None = None
         self._reads: GlobalReads | None = None
-        self._offloaded: list[OffloadedStates] = []
+        self._offloaded: list[StatesAtRest] = []
         self._stepped: list[SharedSteps] = []  # of a module that calls its optimizers itself
         self._watched: list[Optimizer] = []  # whose steps follow the parameters of other ranks too
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,9 +25,11 @@ from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.strategies.tensor_parallel import steps_on_parts
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.verify.memory import free_bytes
+from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
 from lightning_hybrid.zero.homes import Homes
-from lightning_hybrid.zero.offload import OffloadedStates
+from lightning_hybrid.zero.offload import StatesByLayer, can_step_by_layer
+from lightning_hybrid.zero.offload_at_once import StatesAtOnce
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
 from lightning_hybrid.zero.shared_steps import SharedSteps
 from lightning_hybrid.zero.state_file import Region, StateFile
@@ -249,7 +252,7 @@ def offload_states(
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
     zero: ZeroSharding | None,
-) -> list[OffloadedStates]:
+) -> list[StatesAtRest]:
     """Step layer by layer, if there is anything to bring to where states are, or to leave in a file.
 
     Args:
@@ -260,25 +263,30 @@ def offload_states(
         watched: Optimizers that may look at all parameters in their step.
         until: Closed when the run ends.
         zero: What shares out parameters, which may be in files too.
-
-    Raises:
-        ValueError: An optimizer may look at all parameters.
     """
     homes, where = Homes.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
     if where is None and not regions and homes.between_steps == homes.states:
         return []
     folder = None if where is None or where == "cpu" else where.removeprefix("disk:")
-    found = []
+    found: list[StatesAtRest] = []
     for optimizer in optimizers:
-        if any(other is optimizer for other in watched):
-            raise ValueError(
-                f"offload={dict(offload)!r} steps the parameters layer by layer, but {type(optimizer).__name__} may"
-                " look at all of them in its step; leave offload out, or use an optimizer of torch"
-            )
-        found.append(OffloadedStates(optimizer, layers, folder, regions, states_on=homes.states))
+        sees_all = any(other is optimizer for other in watched)
+        if not sees_all and can_step_by_layer(optimizer, in_file=folder is not None):
+            found.append(StatesByLayer(optimizer, layers, folder, regions, states_on=homes.states))
+        else:
+            rank_zero_info(describe_at_once(optimizer))
+            found.append(StatesAtOnce(optimizer, folder, regions.values(), states_on=homes.states))
         until.callback(found[-1].close)
     return found
+
+
+def describe_at_once(optimizer: Optimizer) -> str:
+    """One line: why the states of an optimizer are all in memory for a moment."""
+    return (
+        f"offload: {type(optimizer).__name__} looks at several parameters or at whole ones in its step, so all of its"
+        " states are brought for it, and leave memory after it"
+    )
 
 
 def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

@@ -9,7 +9,6 @@ go back to where the parameters live.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,17 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.homes import HOST
 from lightning_hybrid.zero.replaced_step import step_after_closure
 from lightning_hybrid.zero.state_file import Region, StateFile, aligned, state_tensors
 
 
-class OffloadedStates:
-    """The states of one optimizer, of which something is on the host, or in a file: they, or what they are states of.
-
-    Attributes:
-        file: None where they are in the memory of the host, or where there are none.
-    """
+class StatesByLayer(StatesAtRest):
+    """The states of one optimizer that looks at one parameter at a time."""
 
     def __init__(
         self,
@@ -43,31 +39,24 @@ class OffloadedStates:
         """Take over the optimizer's steps.
 
         Args:
-            optimizer: Built, and not stepped yet, on parameters of which some may be absent.
+            optimizer: Built, and not stepped yet, on parameters of which some may be absent; for which
+                `can_step_by_layer` holds.
             layers: The parameters, in the order in which they are to be stepped.
             folder: For the file; None for memory.
             regions: Where parameters themselves are in a file, by their ids.
             states_on: Where states are, and steps are taken.
 
         Raises:
-            ValueError: Its step looks at several parameters at a time.
             OffloadError: There is no room in the folder, or it cannot be written.
         """
-        if not steps_in_turn(optimizer):
-            raise ValueError(
-                f"offload steps the parameters layer by layer, but {type(optimizer).__name__} does something else then"
-                " than with all of them at once; leave offload out, or use an optimizer that looks at one parameter at"
-                " a time, such as AdamW"
-            )
-        self._optimizer, self._states_on = optimizer, states_on
         own = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
         self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in own])]
         of_layers = [[(regions or {}).get(id(p)) for p in members] for members in self._layers]
         self._regions = [{region for region in found if region is not None} for found in of_layers]
-        self._files = {region.file for found in self._regions for region in found}
-        self.file: StateFile | None = None
+        super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
         if folder is not None and self._layers:
             sizes = states_of_a_step(optimizer)
+            assert sizes is not None
             self.file = StateFile(folder, [_bytes_of(members, sizes) for members in self._layers])
             self._files.add(self.file)
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
@@ -75,37 +64,15 @@ class OffloadedStates:
         self._undo = step_after_closure(optimizer, self._step)
 
     def adopt(self) -> None:
-        """States that were loaded go to the file."""
+        """As of ``StatesAtRest``."""
         if self.file is not None:
             for number, members in enumerate(self._layers):
                 self._put_in_file(number, members)
                 self.file.let_go(number)
 
-    def check(self) -> None:
-        """See that files are what they were made.
-
-        Raises:
-            OffloadError: One was cut off.
-        """
-        for file in self._files:
-            file.check()
-
-    def close(self) -> None:
-        """Give the optimizer its own steps again; states that are in the file are read, or lost with it."""
-        is_lost = self.file is not None and not self.file.is_there
-        if is_lost:
-            warnings.warn(
-                f"the states of {type(self._optimizer).__name__} are lost: their file was cut off, and is no longer"
-                " needed for this run; save no checkpoint from now on",
-                stacklevel=2,
-            )
-        for entry in self._optimizer.state.values():
-            for name, value in state_tensors(entry).items():
-                if value.data_ptr() in self._in_file:
-                    entry[name] = torch.full_like(value, float("nan")) if is_lost else value.clone()
-        self._undo()
-        if self.file is not None:
-            self.file.close()
+    def is_in_file(self, value: Tensor) -> bool:
+        """As of ``StatesAtRest``."""
+        return value.data_ptr() in self._in_file
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         optimizer, file = self._optimizer, self.file
@@ -187,6 +154,16 @@ def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
         hook(optimizer, (), {})
 
 
+def can_step_by_layer(optimizer: Optimizer, *, in_file: bool) -> bool:
+    """Whether the states of an optimizer can be brought one layer at a time.
+
+    Args:
+        optimizer: Built; a small twin of it is tried.
+        in_file: Whether they are in a file, where those of a layer have their place before there are any.
+    """
+    return steps_in_turn(optimizer) and (not in_file or states_of_a_step(optimizer) is not None)
+
+
 def steps_in_turn(optimizer: Optimizer) -> bool:
     """Whether an optimizer does to parameters one after the other what it does to them at once; tried on small ones."""
     at_once, in_turn = _small_twin(optimizer), _small_twin(optimizer)
@@ -210,11 +187,12 @@ def steps_in_turn(optimizer: Optimizer) -> bool:
     return repr(plain[0]) == repr(plain[1])
 
 
-def states_of_a_step(optimizer: Optimizer) -> list[int | None]:
+def states_of_a_step(optimizer: Optimizer) -> list[int | None] | None:
     """What an optimizer keeps for a parameter, tried on a small one.
 
     Returns:
-        For each tensor of more than one number the bytes of an element; None for the dtype of the parameter.
+        For each tensor of more than one number the bytes of an element; None for the dtype of the parameter. Without
+        a list where one has another shape than the parameter.
     """
     twin = _small_twin(optimizer)
     for p in twin.param_groups[0]["params"]:
@@ -224,11 +202,7 @@ def states_of_a_step(optimizer: Optimizer) -> list[int | None]:
     found: list[int | None] = []
     for value in state_tensors(twin.state.get(p)).values():
         if value.shape != p.shape:
-            raise ValueError(
-                f"offload to a file: {type(optimizer).__name__} keeps a tensor of shape {tuple(value.shape)} for a"
-                f" parameter of shape {tuple(p.shape)}; use offload='cpu', or an optimizer whose states have the shapes"
-                " of the parameters"
-            )
+            return None
         found.append(None if value.dtype == p.dtype else value.element_size())
     return found
 

@@ -48,31 +48,48 @@ class StateFile:
             OffloadError: The folder cannot be written, or has no room.
         """
         self.folder, self._content = folder, content
-        self._regions: list[tuple[int, int]] = []
-        end = 0
-        for size in sizes:
-            length = max(_PAGE, -(-size // _PAGE) * _PAGE)
-            self._regions.append((end, length))
-            end += length
-        self.nbytes = end
+        self.nbytes = 0
+        self._maps: list[mmap.mmap] = []
         try:
             os.makedirs(folder, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in `close`)
         except OSError as error:
             raise OffloadError(f"offload to {folder!r}: it cannot be written ({error}); name another folder") from error
         try:
-            os.posix_fallocate(self._file.fileno(), 0, max(end, 1))
-        except OSError as error:
+            self.extend(sizes)
+        except OffloadError:
             self._file.close()
-            free = shutil.disk_usage(folder).free
+            raise
+
+    def extend(self, sizes: Iterable[int]) -> int:
+        """Reserve space for further regions.
+
+        Args:
+            sizes: Bytes of each.
+
+        Returns:
+            The number of the first one.
+
+        Raises:
+            OffloadError: There is no room; the file is as before.
+        """
+        lengths = [max(_PAGE, -(-size // _PAGE) * _PAGE) for size in sizes]
+        first, start, end = len(self._maps), self.nbytes, self.nbytes + sum(lengths)
+        try:
+            os.posix_fallocate(self._file.fileno(), start, max(end - start, 1))
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), start)
+            free = shutil.disk_usage(self.folder).free
             raise OffloadError(
-                f"offload to {folder!r}: {content} of this rank take {end / 2**20:,.1f} MiB, and"
+                f"offload to {self.folder!r}: {self._content} of this rank take {end / 2**20:,.1f} MiB, and"
                 f" {free / 2**20:,.1f} MiB are free there ({error}); name another folder, or use more replicas with"
                 " zero_stage=1 or higher"
             ) from error
-        self._maps: list[mmap.mmap] = [
-            mmap.mmap(self._file.fileno(), length, offset=start) for start, length in self._regions
-        ]
+        self.nbytes = end
+        for length in lengths:
+            self._maps.append(mmap.mmap(self._file.fileno(), length, offset=start))
+            start += length
+        return first
 
     def tensor(self, region: int, offset: int, like: Tensor) -> Tensor:
         """A tensor in a region, with the shape and dtype of another one; its bytes are those of the file.
