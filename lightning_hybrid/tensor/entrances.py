@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.tensor.positions import OwnPositions
-from lightning_hybrid.tensor.ranks import Ranks, enter
+from lightning_hybrid.tensor.ranks import Ranks, Readers, enter
 
 
 class Entrances:
@@ -24,7 +24,7 @@ class Entrances:
             gathers: Whether a value whose positions are gathered has entered over the tensor ranks by that.
         """
         self._ranks, self._every, self._gathers = ranks, every, gathers
-        self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor]] = {}  # by id and number of ranks
+        self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
 
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
@@ -36,7 +36,7 @@ class Entrances:
             self._entered = outer
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
-        """The value inside of a region of some ranks; ``fresh`` as for `ranks.enter`."""
+        """The value inside of a region of some ranks, for one more reader; ``fresh`` as of `Readers`."""
         if isinstance(tensor, OwnPositions):  # entered over the ranks that share positions
             inside = tensor.entered()
             return inside if self._gathers else self.enter(inside, self._ranks)
@@ -44,13 +44,15 @@ class Entrances:
             return tensor
         known = self._entered.get((id(tensor), ranks.size))
         if known is not None and known[0] is tensor and known[1] == tensor._version:
+            known[3].fresh &= fresh
             return known[2]
-        inside = enter(tensor, ranks, fresh=fresh)
-        self._entered[id(tensor), ranks.size] = (tensor, tensor._version, inside)
+        readers = Readers(fresh)
+        inside = enter(tensor, ranks, readers)
+        self._entered[id(tensor), ranks.size] = (tensor, tensor._version, inside, readers)
         self.remember(inside)
         return inside
 
     def remember(self, inside: Tensor) -> None:
         """This value is inside already."""
         for ranks in (self._ranks, self._every):
-            self._entered[id(inside), ranks.size] = (inside, inside._version, inside)
+            self._entered[id(inside), ranks.size] = (inside, inside._version, inside, Readers())

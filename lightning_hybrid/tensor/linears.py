@@ -72,8 +72,8 @@ class Linears:
             self.forwards |= {fqn: partial(self._shown, fqn, modules[fqn].forward) for fqn in shown}
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
-        """As `Entrances.enter`; a watched unit may use a value otherwise too."""
-        return self._entrances.enter(tensor, ranks, fresh=fresh and self.watch is None)
+        """As `Entrances.enter`."""
+        return self._entrances.enter(tensor, ranks, fresh=fresh)
 
     def _forward_of(self, fqn: str) -> Callable[..., Any]:
         module, role = self._modules[fqn], self._plan.roles[fqn]

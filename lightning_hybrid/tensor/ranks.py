@@ -11,6 +11,7 @@ They are each other's derivative, so that gradients can be differentiated once m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -129,15 +130,26 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+@dataclass
+class Readers:
+    """What reads a value that has entered a region.
+
+    Attributes:
+        fresh: Each makes a new tensor for its gradient, as products with weights do: it can be summed where it lies.
+    """
+
+    fresh: bool = False
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, fresh: bool) -> Tensor:
-        ctx.ranks, ctx.fresh = ranks, fresh
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, readers: Readers) -> Tensor:
+        ctx.ranks, ctx.readers = ranks, readers
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.fresh or torch.is_grad_enabled():
+        if not ctx.readers.fresh or torch.is_grad_enabled():
             # The gradient that autograd hands over may be somebody else's too.
             grad = grad.clone(memory_format=torch.contiguous_format)
         return _Leave.apply(grad.contiguous(), ctx.ranks), None, None
@@ -153,7 +165,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(grad, ctx.ranks, False), None
+        return _Enter.apply(grad, ctx.ranks, Readers()), None
 
 
 class _Gather(torch.autograd.Function):
@@ -206,16 +218,15 @@ class _SumGradients(torch.autograd.Function):
         )
 
 
-def enter(tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
+def enter(tensor: Tensor, ranks: Ranks, readers: Readers | None = None) -> Tensor:
     """A replicated value on its way into a region.
 
     Args:
         tensor: The value.
         ranks: The tensor ranks.
-        fresh: All that reads it makes a new tensor for its gradient, as products with weights do: it can be summed
-            where it lies.
+        readers: Of it inside, as they are known when the forward ends; any by default.
     """
-    return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, fresh)
+    return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, readers or Readers())
 
 
 def leave(tensor: Tensor, ranks: Ranks) -> Tensor:

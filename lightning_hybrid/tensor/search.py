@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.patterns import TensorPlanError
 from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.units import Calls, compiled_modules
-from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts
+from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts, whole_shape
 from lightning_hybrid.tensor.vocabulary_proof import cross_entropy_failure
 
 _PLAIN = (bool, int, float, str, type(None))
+# A linear that stands alone and is so many times smaller than the module costs more messages than it saves memory.
+_SMALL_SHARE = 64
 
 
 def plan_units(
@@ -54,6 +57,7 @@ def plan_units(
     """
     cuts, kept = choose_cuts(root, uses or {}, size)
     said = _said_by_user(root, units, wishes or {})
+    kept |= {name: reason for name, reason in _small_alone(root, units).items() if name not in {*said, *cuts}}
     cuts = {name: cut for name, cut in cuts.items() if name not in said}
     parameters = dict(root.named_parameters())
     heads = {name: parameters[name].shape[cut.dim] for name, cut in cuts.items() if cut.is_head}
@@ -70,6 +74,15 @@ def plan_units(
         # A weight is cut in all of its units or in none.
         kept |= refused
         cuts = {name: cut for name, cut in cuts.items() if name not in refused}
+
+
+def _small_alone(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Weights that would be cut with their output gathered, and are not worth that; by first FQN in the root."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    all_numbers = sum(prod(whole_shape(parameter)) for parameter in root.parameters())
+    alone = [unit.weight for unit in units.values() if isinstance(unit, nn.Linear)]
+    small = [weight for weight in alone if prod(whole_shape(weight)) * _SMALL_SHARE < all_numbers]
+    return {names[id(weight)]: f"less than 1/{_SMALL_SHARE} of the module, and alone" for weight in small}
 
 
 def _planned(

@@ -239,10 +239,10 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
     parameters = dict(root.named_parameters())
     cuts: dict[str, VocabularyCut] = {}
     reasons: dict[str, str] = {}
-    tables = [_shape(parameters[name]) for name, use in uses.items() if use.is_table]
+    tables = [whole_shape(parameters[name]) for name, use in uses.items() if use.is_table]
     largest = max(tables, key=prod, default=(0, 0))
     for name, use in uses.items():
-        shape = _shape(parameters[name])
+        shape = whole_shape(parameters[name])
         if not (use.is_table or use.is_head) or len(shape) != 2:
             continue
         if use.is_table and not use.is_head:
@@ -258,13 +258,21 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
         # A lone head is worth it if a loss alone reads what it makes, and that is larger than what it is made of.
         if not use.is_table and (use.reads_others or not use.reads_loss or shape[dim] <= shape[1 - dim]):
             continue
+        if shape[dim] <= shape[1 - dim]:
+            reasons[name] = f"a table of {shape[dim]} rows of {shape[1 - dim]}: less than what ranks would send for it"
+            continue
         if not _can_share(shape[dim], size):
             reasons[name] = f"its vocabulary of {shape[dim]} rows is too small for {size} ranks"
             continue
         cuts[name] = VocabularyCut(dim, use.outside, use.is_head)
         for bias in use.biases:
             only = uses[bias]
-            if not only.other and not only.is_table and not only.is_head and _shape(parameters[bias]) == (shape[dim],):
+            if (
+                not only.other
+                and not only.is_table
+                and not only.is_head
+                and whole_shape(parameters[bias]) == (shape[dim],)
+            ):
                 cuts[bias] = VocabularyCut(0, only.outside, is_head=True)
     return cuts, reasons
 
@@ -273,5 +281,6 @@ def _can_share(length: int, size: int) -> bool:
     return length % size == 0 or (length >= _UNEVEN_ROWS * size and -(-length // size) * (size - 1) < length)
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter that may be absent, or a part."""
     return tuple(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape))

@@ -39,7 +39,7 @@ def fused(deal=None):
 
 def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
     plan, proof = fused()
-    monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, **_: tensor)
+    monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, readers: tensor)
     assert "relative difference" in proof.first_failure(plan)
 
 

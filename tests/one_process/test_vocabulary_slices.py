@@ -173,11 +173,11 @@ def test_planted_faults_are_found(monkeypatch):
 
 
 class Reads(nn.Module):
-    def __init__(self, rows=40, **options):
+    def __init__(self, rows=40, width=8, **options):
         super().__init__()
-        self.wte = nn.Embedding(rows, 8, **options)
-        self.wpe = nn.Embedding(4, 8)
-        self.head = nn.Linear(8, rows)
+        self.wte = nn.Embedding(rows, width, **options)
+        self.wpe = nn.Embedding(4, width)
+        self.head = nn.Linear(width, rows)
 
     def forward(self, ids, targets):
         logits = self.head(self.wte(ids) + self.wpe(ids % 4))
@@ -200,14 +200,25 @@ class Sorts(Reads):
     [
         (Reads(), 2, {"wte.weight", "head.weight", "head.bias"}, "a table of 4 rows, small beside one of 40"),
         (Reads(41), 4, {"wte.weight", "head.weight", "head.bias"}, "a table of 4 rows"),
-        (Reads(7), 2, {"wpe.weight"}, "its vocabulary of 7 rows is too small for 2 ranks"),
+        (Reads(7, 4), 2, set(), "its vocabulary of 7 rows is too small for 2 ranks"),
+        (Reads(8), 2, set(), "a table of 8 rows of 8: less than what ranks would send for it"),
         (Reads(max_norm=1.0), 2, {"head.weight", "head.bias"}, "max_norm=1.0 rewrites the rows"),
         (Reads(sparse=True), 2, {"head.weight", "head.bias"}, "sparse gradients"),
         (Reads(scale_grad_by_freq=True), 2, {"head.weight", "head.bias"}, "scale_grad_by_freq=True counts"),
         (Norms(), 2, set(), "read by __getitem__ at"),
         (Sorts(), 2, {"wte.weight"}, "a table of 4 rows"),
     ],
-    ids=["even", "uneven", "few rows", "max_norm", "sparse", "by frequency", "read otherwise", "logits sorted"],
+    ids=[
+        "even",
+        "uneven",
+        "few rows",
+        "small",
+        "max_norm",
+        "sparse",
+        "by frequency",
+        "read otherwise",
+        "logits sorted",
+    ],
 )
 def test_what_is_cut_and_why_not(module, size, names, reason):
     uses = VocabularyUses(module, {"": module}, [""])

@@ -110,7 +110,8 @@ def by_sgd(module):
 @pytest.mark.parametrize(
     "run",
     [
-        Run("Layers", pp=2, strategy={"compile": "units"}),
+        # Without a cache on the disk, the C++ compiler takes most of a minute.
+        slow(Run("Layers", pp=2, strategy={"compile": "units"})),
         slow(Run("Layers", dp=2, microbatches=1, strategy={"compile": "units"})),
         slow(Run("GPT2", pp=2, strategy={"compile": {"backend": "inductor", "dynamic": False}})),
         slow(Run("GPT2", tp=2, strategy={"compile": "units"})),

@@ -175,9 +175,9 @@ def count_sums(run):
 
 
 def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
-    """Four blocks with an attention and an MLP; one microbatch. Two lookups, the targets' logits, one into the head."""
+    """Four blocks with an attention and an MLP; one microbatch. A lookup, the targets' logits, one into the head."""
     for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
-        assert counts == [4 * 2 * 2 + 2 + 1 + 1] * 2
+        assert counts == [4 * 2 * 2 + 1 + 1 + 1] * 2
 
 
 class Average(EMAWeightAveraging):

@@ -1,0 +1,45 @@
+"""Values on their way into a region, and the weights that are not worth one."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.tensor.entrances import Entrances
+from lightning_hybrid.tensor.plan import Replicated
+from lightning_hybrid.tensor.search import plan_units
+from lightning_hybrid.tensor.units import seen_calls
+
+
+class Doubling:
+    """Two ranks with the same gradients."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, tensor):
+        tensor.mul_(2)
+
+
+@pytest.mark.parametrize("fresh", [[True], [True, True], [False], [True, False], [False, True]], ids=str)
+def test_a_gradient_is_summed_where_it_lies_if_each_reader_has_made_its_own(fresh):
+    ranks = Doubling()
+    entrances = Entrances(ranks, ranks, gathers=False)
+    x, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
+    with entrances.of_forward():
+        inside = [entrances.enter(x, ranks, fresh=each) for each in fresh]
+    assert all(value is inside[0] for value in inside)
+    inside[0].backward(gradient)
+    assert x.grad.tolist() == [2, 2, 2]
+    assert gradient.tolist() == [2, 2, 2] if all(fresh) else [1, 1, 1]
+
+
+@pytest.mark.parametrize(("width", "is_whole"), [(64, True), (8, False)])
+def test_a_small_linear_that_stands_alone_stays_whole(width, is_whole):
+    block = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    root = nn.ModuleDict({"block": block, "head": nn.Linear(width, 4)})
+    units = dict(root.named_children())
+    with seen_calls(units, units) as calls:
+        root["head"](root["block"](torch.rand(3, width)))
+    plans = plan_units(root, units, calls, {}, 2)
+    assert plans["block"].num_sharded == 3
+    assert (plans["head"].placements["weight"] == Replicated()) is is_whole
+    assert plans["head"].kept.get("weight") == ("less than 1/64 of the module, and alone" if is_whole else None)
