@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.microbatch import join
+from lightning_hybrid.step.microbatch import join, sizes_of
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.transaction import Place
 
@@ -29,7 +29,7 @@ class KeptValues:
             if isinstance(holder, list):
                 self._lists.setdefault(id(holder), (holder, len(holder)))
 
-    def join(self, weights: Sequence[float], counts: Sequence[int | None]) -> None:
+    def join(self, weights: Sequence[float], microbatches: Sequence[Any]) -> None:
         """Join what the microbatches appended."""
         number = len(weights)
         if number == 1:
@@ -37,9 +37,9 @@ class KeptValues:
         for holder, before in self._lists.values():
             grown = holder[before:]
             if grown and len(grown) % number == 0:
-                each = len(grown) // number
+                each, sizes = len(grown) // number, sizes_of(microbatches)
                 columns = [grown[place::each] for place in range(each)]
-                holder[before:] = [join([_plain(part) for part in column], weights, counts) for column in columns]
+                holder[before:] = [join([_plain(part) for part in column], weights, sizes) for column in columns]
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, join, split
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, join, sizes_of, split
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.tree import map_leaves
@@ -202,6 +202,12 @@ class StepRunner:
             share_output=share_output,
             train=train is not None,
         )
+        more: dict[str, Any] = {}
+        if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
+            more["after_forwards"] = sharing.begin
+        if train is not None:
+            more |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
+            more |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
         job = Job(
             program=self._program(variants, train=train is not None),
             variants=variants,
@@ -209,28 +215,18 @@ class StepRunner:
             around=around,
             parameters=self.plan.names(),
             repeated_buffers=self.plan.repeated_buffers(),
+            **more,
         )
-        if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
-            job = dataclasses.replace(job, after_forwards=sharing.begin)
-        if train is not None:
-            job = dataclasses.replace(
-                job,
-                seeds=[train.seed_factor * weight for weight in weights],
-                before_backward=train.before_backward,
-                after_backward=train.after_backward,
-                reduce=train.reduce,
-            )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
         for variant in dict.fromkeys(variants):
             self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
-        counts = [batch_size_of(microbatch) for microbatch in microbatches]
-        result = self._result(variants, outcome, sharing, weights, counts, train is not None, bookkeeping)
+        result = self._result(variants, outcome, sharing, weights, microbatches, train is not None, bookkeeping)
         if bookkeeping is None:
             self._whole.check(variants, outcome.runs.values())
-            kept.join(weights, counts)
+            kept.join(weights, microbatches)
         self.plan.share_buffers(variants)
         return result
 
@@ -258,13 +254,12 @@ class StepRunner:
         return math.ceil(size / math.ceil(usual[0] / usual[1]))
 
     def _program(self, variants: Sequence[Variant], *, train: bool) -> Program:
-        forward = frozenset(pair for variant in variants for pair in variant.assignment.portals)
-        backward = (
-            frozenset(pair for variant in variants for pair in variant.gradient_portals) if train else frozenset()
-        )
+        kinds = dict.fromkeys(variants)
+        forward = frozenset(pair for variant in kinds for pair in variant.assignment.portals)
+        backward = frozenset(pair for variant in kinds for pair in variant.gradient_portals) if train else frozenset()
         dynamic = any(
             variant.assignment.graph.values[index].dynamic
-            for variant in variants
+            for variant in kinds
             for sent in variant.assignment.portals.values()
             for index in sent
         )
@@ -277,7 +272,7 @@ class StepRunner:
                 schedule = forward_only(ranks, len(variants), each)
             # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
             ahead = 0 if dynamic else _POST_AHEAD[self._transport.channel]
-            within = 0 if dynamic else _EARLY_BYTES // max(1, *map(_largest_message, variants))
+            within = 0 if dynamic else _EARLY_BYTES // max(1, *map(_largest_message, kinds))
             portals = Portals(forward, backward)
             program = lower(schedule, portals, post_ahead=ahead, channel=self._transport.channel, idle_within=within)
             check_program(program)
@@ -295,7 +290,7 @@ class StepRunner:
         outcome: Outcome,
         sharing: StepSharing,
         weights: Sequence[float],
-        counts: Sequence[int | None],
+        microbatches: Sequence[Any],
         train: bool,
         bookkeeping: Bookkeeping | None,
     ) -> StepResult:
@@ -312,7 +307,7 @@ class StepRunner:
             parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
-        output = join(outputs, weights, counts) if outputs else loss
+        output = join(outputs, weights, sizes_of(microbatches)) if outputs else loss
         if bookkeeping is not None:
             with torch.set_grad_enabled(train or torch.is_grad_enabled()):
                 output = bookkeeping.finish(content, weights, output)

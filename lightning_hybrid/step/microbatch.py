@@ -29,6 +29,11 @@ def batch_size_of(batch: Any) -> int | None:
     return size
 
 
+def sizes_of(batches: Sequence[Any]) -> list[int | None]:
+    """Number of samples in each."""
+    return [batch_size_of(batch) for batch in batches]
+
+
 def _measure(batch: Any) -> tuple[int | None, str]:
     """The number of samples, or None and the reason."""
     sizes: dict[int, Tensor] = {}

@@ -6,8 +6,7 @@ event. A recording only rehearses collectives: other replicas need not record at
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,17 +55,14 @@ class Done:
         return True
 
 
-@contextlib.contextmanager
-def watched_functions(current: Current) -> Iterator[None]:
+def watched_functions(current: Current) -> AbstractContextManager[None]:
     """Make each autograd function and collective that a step calls one event of the current run."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(_SingleLevelFunction, "apply", classmethod(_applied(current))))
-        for name in _WRITTEN:
-            original = getattr(dist, name, None)
-            if original is not None:
-                stack.enter_context(_replaced(dist, name, _collected(current, name, original)))
-        stack.enter_context(tolist_seen())
-        yield
+    collectives = [(name, getattr(dist, name, None)) for name in _WRITTEN]
+    return _Replaced(
+        (_SingleLevelFunction, "apply", classmethod(_applied(current))),
+        *((dist, name, _collected(current, name, own)) for name, own in collectives if own is not None),
+        _TOLIST,
+    )
 
 
 def _applied(current: Current) -> Callable[..., Any]:
@@ -117,20 +113,32 @@ def _rehearsal(name: str) -> Callable[..., Any]:
     return rehearse
 
 
+# ``FakeTensor`` has a ``tolist`` of its own, which reads number by number; no mode sees it.
+_TOLIST = (FakeTensor, "tolist", Tensor.tolist)
+
+
 def tolist_seen() -> AbstractContextManager[None]:
-    """``FakeTensor`` has a ``tolist`` of its own, which reads number by number; no mode sees it."""
-    return _replaced(FakeTensor, "tolist", Tensor.tolist)
+    """Inside, the ``tolist`` of an absent tensor is seen by modes."""
+    return _Replaced(_TOLIST)
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    nothing = object()
-    own = vars(owner).get(name, nothing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is nothing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+class _Replaced(AbstractContextManager[None]):
+    """Inside, owners have other attributes. A class, not generators: it is entered for every step."""
+
+    def __init__(self, *places: tuple[Any, str, Any]) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._own = [vars(owner).get(name, _NOTHING) for owner, name, _ in self._places]
+        for owner, name, value in self._places:
+            setattr(owner, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for (owner, name, _), own in zip(self._places, self._own, strict=True):
+            if own is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+_NOTHING = object()

@@ -228,7 +228,7 @@ def check_module(
             f" shards of {layout.data_shard_size}, num_microbatches={num_microbatches or 'auto'});"
             " set pipeline_parallel_size=1,"
             " tensor_parallel_size=1, context_parallel_size=1, num_microbatches=1 and zero_stage=0, or zero_stage=1 or"
-            " 2 without offload, microbatch_weight and save_distributed_checkpoint"
+            " 2 without microbatch_weight, save_distributed_checkpoint and offload but of optimizer states"
         )
 
 

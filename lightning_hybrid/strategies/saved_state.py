@@ -247,10 +247,10 @@ class StagedStrategy(MeshStrategy):
                 optimizer.load_state_dict(self._own_state(optimizer, state))
             if not self._offloaded:
                 _optimizer_to_device(optimizer, self.root_device)
-        for offloaded in self._offloaded:
-            offloaded.adopt()
         for stepped in self._stepped:
             stepped.cut_states()
+        for offloaded in self._offloaded:
+            offloaded.adopt()
 
     def _own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank keeps of the state of an optimizer."""

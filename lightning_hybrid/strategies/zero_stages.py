@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.experts.sharded import SharedExperts
@@ -28,10 +30,10 @@ from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
 from lightning_hybrid.zero.homes import Homes
-from lightning_hybrid.zero.offload import StatesByLayer, can_step_by_layer
+from lightning_hybrid.zero.offload import StatesByLayer, why_at_once
 from lightning_hybrid.zero.offload_at_once import StatesAtOnce
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
-from lightning_hybrid.zero.shared_steps import SharedSteps
+from lightning_hybrid.zero.shared_steps import SharedSteps, numel_of_part
 from lightning_hybrid.zero.state_file import Region, StateFile
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
@@ -192,7 +194,7 @@ def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
         module: The user's.
         options: What was asked for.
     """
-    away = options.offload is not None or options.save_distributed_checkpoint
+    away = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
     return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
 
 
@@ -252,6 +254,7 @@ def offload_states(
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
     zero: ZeroSharding | None,
+    shared_by: dist.ProcessGroup | None = None,
 ) -> list[StatesAtRest]:
     """Step layer by layer, if there is anything to bring to where states are, or to leave in a file.
 
@@ -263,6 +266,7 @@ def offload_states(
         watched: Optimizers that may look at all parameters in their step.
         until: Closed when the run ends.
         zero: What shares out parameters, which may be in files too.
+        shared_by: Ranks that share out the steps of parameters which each of them holds whole.
     """
     homes, where = Homes.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
@@ -272,21 +276,20 @@ def offload_states(
     found: list[StatesAtRest] = []
     for optimizer in optimizers:
         sees_all = any(other is optimizer for other in watched)
-        if not sees_all and can_step_by_layer(optimizer, in_file=folder is not None):
-            found.append(StatesByLayer(optimizer, layers, folder, regions, states_on=homes.states))
+        why = "may look at all of the model" if sees_all else why_at_once(optimizer, in_file=folder is not None)
+        if not why:
+            numel = Tensor.numel if shared_by is None else partial(numel_of_part, ranks=shared_by)
+            found.append(StatesByLayer(optimizer, layers, folder, regions, states_on=homes.states, numel=numel))
         else:
-            rank_zero_info(describe_at_once(optimizer))
+            rank_zero_info(describe_at_once(optimizer, why))
             found.append(StatesAtOnce(optimizer, folder, regions.values(), states_on=homes.states))
         until.callback(found[-1].close)
     return found
 
 
-def describe_at_once(optimizer: Optimizer) -> str:
+def describe_at_once(optimizer: Optimizer, why: str) -> str:
     """One line: why the states of an optimizer are all in memory for a moment."""
-    return (
-        f"offload: {type(optimizer).__name__} looks at several parameters or at whole ones in its step, so all of its"
-        " states are brought for it, and leave memory after it"
-    )
+    return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
 
 
 def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

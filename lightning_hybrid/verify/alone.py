@@ -19,7 +19,7 @@ from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
-from lightning_hybrid.step.microbatch import batch_size_of, join, split
+from lightning_hybrid.step.microbatch import batch_size_of, join, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import Current
@@ -180,7 +180,7 @@ class StepAlone:
         count = sum(replica.count for replica in given)
         if count == 1:
             return
-        sizes = [batch_size_of(replica.batch) for replica in given]
+        sizes = sizes_of([replica.batch for replica in given])
         known = sum(size or 0 for size in sizes)
         try:
             whole = join([replica.batch for replica in given], [(size or 0) / max(known, 1) for size in sizes], sizes)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
-from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, split
+from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.watch import Current
@@ -163,7 +163,7 @@ class PartsReference:
         loop = {"test_step": trainer.test_loop, "predict_step": trainer.predict_loop}.get(name, fitting)
         index = rest[1] if len(rest) > 1 else 0
         batches = self._batches(batch, loop._combined_loader, index)
-        sizes = [batch_size_of(batch) for batch in batches]
+        sizes = sizes_of(batches)
         known = [size for size in sizes if size is not None]
         if len(known) < len(batches):
             known = [1] * len(batches)
@@ -183,7 +183,7 @@ class PartsReference:
         return self._predicted[0][index][-1]
 
     def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
-        sizes = [batch_size_of(batch) for batch in batches]
+        sizes = sizes_of(batches)
         whole = batches[0]
         if len(batches) > 1:
             known = [size or 0 for size in sizes]
@@ -237,7 +237,7 @@ class PartsReference:
 
     def _log(self, entries: list[Entry], parts: list[_Part]) -> None:
         module = self._module
-        sizes = [batch_size_of(part.batch) for part in parts]
+        sizes = sizes_of([part.batch for part in parts])
         replicas = sorted({part.replica for part in parts})
         shares = [sum(part.weight for part in parts if part.replica == replica) for replica in replicas]
         for entry in entries:
@@ -397,4 +397,4 @@ def _detached(output: Any) -> Any:
 
 
 def _join(outputs: list[Any], parts: list[_Part]) -> Any:
-    return join(outputs, [part.weight for part in parts], [batch_size_of(part.batch) for part in parts])
+    return join(outputs, [part.weight for part in parts], sizes_of([part.batch for part in parts]))

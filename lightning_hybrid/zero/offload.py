@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +35,18 @@ class StatesByLayer(StatesAtRest):
         regions: Mapping[int, Region] | None = None,
         *,
         states_on: torch.device = HOST,
+        numel: Callable[[Tensor], int] = Tensor.numel,
     ) -> None:
         """Take over the optimizer's steps.
 
         Args:
             optimizer: Built, and not stepped yet, on parameters of which some may be absent; for which
-                `can_step_by_layer` holds.
+                `why_at_once` says nothing.
             layers: The parameters, in the order in which they are to be stepped.
             folder: For the file; None for memory.
             regions: Where parameters themselves are in a file, by their ids.
             states_on: Where states are, and steps are taken.
+            numel: How many numbers of a parameter are stepped here.
 
         Raises:
             OffloadError: There is no room in the folder, or it cannot be written.
@@ -57,7 +59,7 @@ class StatesByLayer(StatesAtRest):
         if folder is not None and self._layers:
             sizes = states_of_a_step(optimizer)
             assert sizes is not None
-            self.file = StateFile(folder, [_bytes_of(members, sizes) for members in self._layers])
+            self.file = StateFile(folder, [_bytes_of(members, sizes, numel) for members in self._layers])
             self._files.add(self.file)
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
         self._original = optimizer.step
@@ -154,14 +156,18 @@ def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
         hook(optimizer, (), {})
 
 
-def can_step_by_layer(optimizer: Optimizer, *, in_file: bool) -> bool:
-    """Whether the states of an optimizer can be brought one layer at a time.
+def why_at_once(optimizer: Optimizer, *, in_file: bool) -> str:
+    """Why the states of an optimizer cannot be brought one layer at a time; empty if they can.
 
     Args:
         optimizer: Built; a small twin of it is tried.
         in_file: Whether they are in a file, where those of a layer have their place before there are any.
     """
-    return steps_in_turn(optimizer) and (not in_file or states_of_a_step(optimizer) is not None)
+    if not steps_in_turn(optimizer):
+        return "looks at several parameters in its step"
+    if in_file and states_of_a_step(optimizer) is None:
+        return "keeps states of other shapes than its parameters have"
+    return ""
 
 
 def steps_in_turn(optimizer: Optimizer) -> bool:
@@ -245,5 +251,5 @@ def _state_like(value: Any, p: Tensor) -> Any:
     return torch.full_like(p, value.flatten()[0].item()) if value.dim() else value.detach().to("cpu", copy=True)
 
 
-def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None]) -> int:
-    return sum(aligned(p.numel() * (size or p.element_size())) for p in members for size in sizes)
+def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None], numel: Callable[[Tensor], int]) -> int:
+    return sum(aligned(numel(p) * (size or p.element_size())) for p in members for size in sizes)

@@ -23,6 +23,15 @@ from lightning_hybrid.zero.group import _all_gather, shard_placement
 from lightning_hybrid.zero.replaced_step import step_after_closure
 
 
+def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:
+    """How many numbers of a parameter this one of some ranks steps."""
+    placement = shard_placement(p.shape, ranks.size())
+    if placement is None:
+        return p.numel()
+    ((_, length),) = placement.ranges(ranks.rank(), ranks.size())
+    return p.numel() // p.shape[placement.dim] * length
+
+
 class SharedSteps:
     """The steps of one optimizer over the ranks of a shard."""
 
@@ -96,8 +105,8 @@ class SharedSteps:
             placement = self._placement(p)
             has = number in found and placement is not None
             for name, value in self._like(p, self._part(p, p.data).shape).items() if has else ():
-                pieces = self._exchanged([self._padded(p, value)])[0]
-                whole = torch.empty(p.shape, dtype=value.dtype, device=value.device)
+                pieces = self._exchanged([self._padded(p, value.to(p.device))])[0]
+                whole = torch.empty(p.shape, dtype=value.dtype, device=p.device)
                 for rank, piece in enumerate(pieces):
                     target = self._part(p, whole, rank)
                     target.copy_(self._unpadded(p, piece, target))
