@@ -226,9 +226,9 @@ def check_module(
             f" parts of layers (pipeline_parallel_size={layout.pipeline_parallel_size}, tensor_parallel_size="
             f"{layout.tensor_parallel_size}, context_parallel_size={layout.context_parallel_size},"
             f" shards of {layout.data_shard_size}, num_microbatches={num_microbatches or 'auto'});"
-            " set pipeline_parallel_size=1,"
-            " tensor_parallel_size=1, context_parallel_size=1, num_microbatches=1 and zero_stage=0, or zero_stage=1 or"
-            " 2 without microbatch_weight, save_distributed_checkpoint and offload but of optimizer states"
+            " set pipeline_parallel_size=1, tensor_parallel_size=1, context_parallel_size=1, num_microbatches=1 and"
+            " zero_stage=0, or zero_stage=1 or 2 with neither microbatch_weight nor save_distributed_checkpoint, and"
+            " nothing but optimizer states offloaded"
         )
 
 

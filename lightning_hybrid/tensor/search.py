@@ -24,6 +24,7 @@ from lightning_hybrid.tensor.vocabulary_proof import cross_entropy_failure
 _PLAIN = (bool, int, float, str, type(None))
 # A linear that stands alone and is so many times smaller than the module costs more messages than it saves memory.
 _SMALL_SHARE = 64
+_FEW_SHARE = 8  # unless all such linears together are more than this share of it
 
 
 def plan_units(
@@ -82,6 +83,8 @@ def _small_alone(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, s
     all_numbers = sum(prod(whole_shape(parameter)) for parameter in root.parameters())
     alone = [unit.weight for unit in units.values() if isinstance(unit, nn.Linear)]
     small = [weight for weight in alone if prod(whole_shape(weight)) * _SMALL_SHARE < all_numbers]
+    if sum(prod(whole_shape(weight)) for weight in small) * _FEW_SHARE > all_numbers:
+        return {}
     return {names[id(weight)]: f"less than 1/{_SMALL_SHARE} of the module, and alone" for weight in small}
 
 

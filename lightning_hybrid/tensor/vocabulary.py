@@ -267,12 +267,8 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
         cuts[name] = VocabularyCut(dim, use.outside, use.is_head)
         for bias in use.biases:
             only = uses[bias]
-            if (
-                not only.other
-                and not only.is_table
-                and not only.is_head
-                and whole_shape(parameters[bias]) == (shape[dim],)
-            ):
+            is_bias_alone = not (only.other or only.is_table or only.is_head)
+            if is_bias_alone and whole_shape(parameters[bias]) == (shape[dim],):
                 cuts[bias] = VocabularyCut(0, only.outside, is_head=True)
     return cuts, reasons
 

@@ -32,6 +32,15 @@ def test_a_gradient_is_summed_where_it_lies_if_each_reader_has_made_its_own(fres
     assert gradient.tolist() == [2, 2, 2] if all(fresh) else [1, 1, 1]
 
 
+def test_many_small_linears_are_most_of_a_module():
+    root = nn.ModuleDict({str(k): nn.Linear(8, 8) for k in range(80)})
+    units, x = dict(root.named_children()), torch.rand(3, 8)
+    with seen_calls(units, units) as calls:
+        for unit in units.values():
+            x = unit(x)
+    assert all(plan.num_sharded for plan in plan_units(root, units, calls, {}, 2).values())
+
+
 @pytest.mark.parametrize(("width", "is_whole"), [(64, True), (8, False)])
 def test_a_small_linear_that_stands_alone_stays_whole(width, is_whole):
     block = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
