@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +49,14 @@ class Cut:
         return self.sharded / total if total else None
 
 
-def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "") -> Cut:
+def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "", by_width: Collection[str] = ()) -> Cut:
     """Count; units that the step does not call are left out.
 
     Args:
         root: The module.
         plans: Of its tensor units, by FQN.
         within: Only parameters whose FQN has this in it.
+        by_width: FQNs of stacked experts that are cut besides, by their width.
     """
     counts = dict.fromkeys(("sharded", "gathered", "whole", "batched"), 0)
     why: dict[str, int] = {}
@@ -69,7 +70,9 @@ def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "") 
                 if parameter.dim() < 2 or isinstance(owner, nn.Embedding) or within not in f"{fqn}.{full}":
                     continue
                 kind, reason = "sharded", ""
-                if not isinstance(plan.placements.get(full), Shard):
+                if f"{fqn}.{full}" in by_width:
+                    pass
+                elif not isinstance(plan.placements.get(full), Shard):
                     kind, reason = "whole", f"{full}: {plan.kept.get(full, 'no reason')}"
                 elif plan.roles.get(owner_fqn) == "gathered":
                     [how] = [group.how for group in plan.groups if owner_fqn in group.columns]
@@ -89,7 +92,11 @@ class NotesCut(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         shards = getattr(trainer.strategy, "shards", None)
-        NotesCut.cut = Cut() if shards is None else cut_of(pl_module, shards.plans)
+        if shards is not None:
+            cut = {name for axis in trainer.strategy.parts.cuts if axis.axis == "tp" for name in axis.placements}
+            for fqn, plan in shards.plans.items():
+                cut -= {f"{fqn}.{name}" for name, how in plan.placements.items() if isinstance(how, Shard)}
+            NotesCut.cut = cut_of(pl_module, shards.plans, by_width=cut)
 
 
 def with_cut(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Cut]:
