@@ -213,7 +213,8 @@ def shares(tensor: dict[str, Any]) -> list[str]:
     full = sum(share == 1 for share in without)
     return [
         "*Sharded*: the share of the weights of attentions, MLPs and convolutions in the layers that is cut as pairs,"
-        f" one sum over ranks for both; not gathered, and not whole. It is {mean(whole)} on average over"
+        " one sum over ranks for both, or, of stacked experts, by their width; not gathered, and not whole."
+        f" It is {mean(whole)} on average over"
         f" {len(cuts)} architectures, and {mean(without)} without stacked experts that stay whole there and belong to"
         f" expert parallelism; {full} architectures are sharded throughout but for those."
         " Layers that the step does not call are left out."
