@@ -187,6 +187,8 @@ class ModelShards:
 
     def outside_reads(self) -> AbstractContextManager[Any]:
         """Entered around the user's step, if code outside of units uses what is cut by its vocabulary."""
+        if not any(plan.outside for plan in self.plans.values()):
+            return contextlib.nullcontext()
         parameters = dict(self._root.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         found = {}
