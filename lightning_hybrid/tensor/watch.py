@@ -46,6 +46,7 @@ _QUERIES = frozenset(
 _VIEWS = frozenset({"view", "reshape"})
 _CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
 _BROADCAST = frozenset(
     f"{pre}{name}{post}"
     for name in ("add", "sub", "mul", "div", "truediv", "pow", "and", "or")
@@ -126,30 +127,18 @@ class RegionWatch(TorchFunctionMode):
         if name == "__get__":
             value = func(*args, **kwargs)
             return marked(value, self._size_of(args[0])) if self._is_cut(args[0]) else value
-        tensors = list(tensors_in(args)) + list(tensors_in(kwargs.values()))
-        cut = [tensor for tensor in tensors if self._is_cut(tensor)]
+        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
+        cut = [tensor for tensor in tensors if self._size_of(tensor)]
         if not cut:
             self.outside.update(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
             return func(*args, **kwargs)
-        size = self._common_size(cut)
+        size = self._size_of(cut[0]) if len(cut) == 1 else self._common_size(cut)
         self._over = self._regions[size]
-        args, kwargs = self._rewritten(name, args, kwargs)
+        if name in _REWRITTEN:
+            args, kwargs = self._rewritten(name, args, kwargs)
         in_place = _is_in_place(name)
-        reference = self._reference(name, args, cut)
-        known: dict[int, Tensor] = {id(args[0]): args[0]} if in_place and args and isinstance(args[0], Tensor) else {}
-
-        def side(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if self._is_cut(value) or id(value) in known:
-                    return value
-                return self._side(name, value, reference)
-            if type(value) in (tuple, list):
-                return type(value)(side(item) for item in value)
-            return value
-
-        if any(not self._is_cut(tensor) for tensor in tensors):
-            args = tuple(side(value) for value in args)
-            kwargs = {key: side(value) for key, value in kwargs.items()}
+        if len(cut) < len(tensors):
+            args, kwargs = self._with_sides(name, args, kwargs, cut, in_place=in_place)
         if draws(name, args, kwargs):
             self.drew = True
             with self._around_draw():
@@ -173,6 +162,20 @@ class RegionWatch(TorchFunctionMode):
         return sizes.pop()
 
     # --- replicated values that meet a cut one ------------------------------------------------------------------------
+
+    def _with_sides(self, name: str, args: Args, kwargs: Kwargs, cut: list[Tensor], *, in_place: bool) -> Any:
+        """Arguments of an operation in a region: the replicated ones enter, those with all features are sliced."""
+        reference = self._reference(name, args, cut)
+        written = args[0] if in_place and args and isinstance(args[0], Tensor) else None
+
+        def side(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value if value is written or self._is_cut(value) else self._side(name, value, reference)
+            if type(value) in (tuple, list):
+                return type(value)(side(item) for item in value)
+            return value
+
+        return tuple(side(value) for value in args), {key: side(value) for key, value in kwargs.items()}
 
     def _reference(self, name: str, args: tuple[Any, ...], cut: list[Tensor]) -> tuple[int, ...]:
         """The shape that values beside a cut one are held against; empty where none is expected to match."""
