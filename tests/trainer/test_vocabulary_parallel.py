@@ -61,7 +61,6 @@ def cut_by_vocabulary(ranks):
             Run("Bert", pp=2, tp=2),
             {
                 "model.bert.embeddings.word_embeddings.weight",
-                "model.bert.embeddings.position_embeddings.weight",
                 "model.cls.predictions.decoder.weight",
                 "model.cls.predictions.bias",
             },
