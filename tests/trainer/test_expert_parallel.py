@@ -66,7 +66,7 @@ RUNS = {
     "experts without rows": shared(FewTokens, batch_size=1, microbatches=1, num_batches=3),
     "experts called without rows": shared(FewTokensForAll, batch_size=1, microbatches=1, num_batches=3, slow=True),
     "Qwen3": shared(Qwen3Moe, slow=True),
-    "DeepSeek": shared(DeepseekV3),
+    "DeepSeek": shared(DeepseekV3, slow=True),
     "gpt-oss": shared(GptOss),
     "our layer": shared(Balanced),
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),

@@ -109,7 +109,7 @@ SUBSETS = {
 KINDS = {"p": "parameters", "g": "gradients", "s": "optimizer_states"}
 
 
-USUAL_SUBSETS = {(3, True): ["p"], (2, False): ["gs"]}
+USUAL_SUBSETS = {(3, True): ["p"]}
 
 
 def each_subset():

@@ -40,7 +40,7 @@ def slow(*runs):
 
 
 SEQUENCE = [
-    Run("GPT2", tp=2, microbatches=1, sequence=True),
+    *slow(Run("GPT2", tp=2, microbatches=1, sequence=True)),
     Run("Llama", pp=2, tp=2, sequence=True),
     *slow(Run("Encoder", tp=2, sequence=True), Run("Encoder", pp=2, tp=2, sequence=True)),
     *slow(Run("T5", tp=2, sequence=True), Run("Bert", tp=2, sequence=True), Run("ViT", dp=2, tp=2, sequence=True)),
