@@ -9,10 +9,11 @@ its closure, and afterwards all states leave again: between steps they take no m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_hybrid.zero.at_rest import StatesAtRest
@@ -48,7 +49,7 @@ class StatesAtOnce(StatesAtRest):
         if folder is not None:
             self.file = StateFile(folder, [])
             self._files.add(self.file)
-        self._places: dict[int, tuple[int, int]] = {}  # by where they begin: region of the file and its bytes
+        self._places: dict[int, _Place] = {}  # by where they begin
         self._original = optimizer.step
         self._undo = replace_step(optimizer, lambda _, *args, **kwargs: self._step(*args, **kwargs))
 
@@ -63,8 +64,8 @@ class StatesAtOnce(StatesAtRest):
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
         if self.file is not None:
-            for region, _ in self._places.values():
-                self.file.read_ahead(region)
+            for place in self._places.values():
+                self.file.read_ahead(place.region)
         for p, value in self._states():
             value.data = value.to(p.device)
         try:
@@ -84,21 +85,26 @@ class StatesAtOnce(StatesAtRest):
             region.let_go()
 
     def _leave_for(self, file: StateFile) -> None:
-        """States that the step has made, or put others in place of, go to places in the file that are free."""
+        """States that the step has made, or put others in place of, go to places in the file that nobody holds."""
         file.check()
-        states = [value for _, value in self._states()]
-        used = {_begin(value) for value in states if self.is_in_file(value)}
-        for value in states:
+        for _, value in self._states():
             if self.is_in_file(value):
                 continue
-            free = (key for key, (_, nbytes) in self._places.items() if key not in used and nbytes == value.nbytes)
-            key = next(free, None)
-            region = file.extend([value.nbytes]) if key is None else self._places[key][0]
+            free = (place for place in self._places.values() if place.nbytes == value.nbytes and place.held.expired())
+            place = next(free, None)
+            region = file.extend([value.nbytes]) if place is None else place.region
             value.data = file.tensor(region, 0, value).copy_(value)
-            self._places[_begin(value)] = region, value.nbytes
-            used.add(_begin(value))
-        for region, _ in self._places.values():
-            file.let_go(region)
+            self._places[_begin(value)] = _Place(region, value.nbytes, StorageWeakRef(value.untyped_storage()))
+        for place in self._places.values():
+            file.let_go(place.region)
+
+
+class _Place(NamedTuple):
+    """A region of the file, its bytes, and the storage in it, which views outside of the states may hold too."""
+
+    region: int
+    nbytes: int
+    held: StorageWeakRef
 
 
 def _begin(value: Tensor) -> int:

@@ -185,3 +185,26 @@ def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_p
     with pytest.warns(UserWarning, match="LBFGS are lost"):
         states.close()
     assert optimizer.state[weight]["prev_flat_grad"].isnan().all()
+
+
+class Remembers(torch.optim.SGD):
+    """What it had as a state two steps ago is outside of its states, in a view."""
+
+    def step(self, closure=None):
+        [p] = self.param_groups[0]["params"]
+        self.older = getattr(self, "old", None)
+        if "copy" in self.state[p]:
+            self.old = self.state[p]["copy"].view(-1)
+        self.state[p]["copy"] = p.detach().clone()
+        return super().step(closure)
+
+
+def test_what_was_a_state_and_is_still_held_is_not_written_over(tmp_path):
+    p = nn.Parameter(torch.zeros(40))
+    optimizer = Remembers([p], lr=1.0)
+    states = StatesAtOnce(optimizer, str(tmp_path))
+    for _ in range(5):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.old.unique().tolist() == [-3.0] and optimizer.older.unique().tolist() == [-2.0]
+    states.close()
