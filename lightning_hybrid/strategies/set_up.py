@@ -362,9 +362,11 @@ class SetUpStrategy(VerifyingStrategy):
                     self._watched.append(optimizer)
                     self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
         if offload := self.options.offloaded:
-            layers, shared = layers_of_parameters(module, self._plan), self.mesh.group("dp_shard")
-            away = (self.root_device, self._watched, self._stop_reads, self._zero, shared if self._by_hand else None)
-            self._offloaded += offload_states(self.optimizers, layers, offload, *away)
+            layers = layers_of_parameters(module, self._plan)
+            shared = self.mesh.group("dp_shard") if self._by_hand else None
+            self._offloaded += offload_states(
+                self.optimizers, layers, offload, self.root_device, self._watched, self._stop_reads, self._zero, shared
+            )
         self._stepped = share_steps(self.optimizers if self._by_hand else [], self.mesh, self._stop_reads)
         connect_adascale(module.trainer, self.mesh, self.options.zero_stage, parts, counted, self._reducers)
 

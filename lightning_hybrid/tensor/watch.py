@@ -163,7 +163,9 @@ class RegionWatch(TorchFunctionMode):
 
     # --- replicated values that meet a cut one ------------------------------------------------------------------------
 
-    def _with_sides(self, name: str, args: Args, kwargs: Kwargs, cut: list[Tensor], *, in_place: bool) -> Any:
+    def _with_sides(
+        self, name: str, args: Args, kwargs: Kwargs, cut: list[Tensor], in_place: bool
+    ) -> tuple[Args, Kwargs]:
         """Arguments of an operation in a region: the replicated ones enter, those with all features are sliced."""
         reference = self._reference(name, args, cut)
         written = args[0] if in_place and args and isinstance(args[0], Tensor) else None
@@ -232,9 +234,7 @@ class RegionWatch(TorchFunctionMode):
 
     # --- sizes and offsets in terms of the whole ----------------------------------------------------------------------
 
-    def _rewritten(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _rewritten(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if not args or not isinstance(args[0], Tensor) or not self._is_cut(args[0]):
             return args, kwargs
         tensor = args[0]

@@ -7,6 +7,7 @@ once (``offload_at_once``).
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.zero.state_file import Region, StateFile
 
 
-class StatesAtRest:
+class StatesAtRest(ABC):
     """The states of one optimizer, of which something is on the host, or in a file: they, or what they are states of.
 
     Attributes:
@@ -33,13 +34,13 @@ class StatesAtRest:
         self.file: StateFile | None = None
         self._undo: Callable[[], None] = lambda: None
 
+    @abstractmethod
     def adopt(self) -> None:
         """States that were loaded go to where they rest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_in_file(self, value: Tensor) -> bool:
         """Whether a state's bytes are those of the file."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """See that files are what they were made.
