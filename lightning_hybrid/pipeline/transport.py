@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.same_host.transfers import Transfers, transfers_of
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.step.graph import Value
 
@@ -66,6 +67,40 @@ class _Posted(Incoming):
             work.wait()
         pairs = zip(self._tensors, self._values, strict=True)
         return [tensor.to(value.device) if value.device else tensor for tensor, value in pairs]
+
+
+class HostTransport(Transport):
+    """Transfers through the memory of one host, on CPUs; shapes come with them, and sends wait for nobody."""
+
+    channel: Channel = "tags"
+
+    def __init__(self, transfers: Transfers) -> None:
+        """Args: transfers: between the ranks of one pipeline."""
+        self._transfers = transfers
+
+    def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors of a message to where the peer finds them."""
+        for place, tensor in enumerate(tensors):
+            self._transfers.send(peer, _tag(message, place), tensor)
+
+    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
+        """Note what will come."""
+        return _Expected(self._transfers, message, peer, values)
+
+    def finish(self) -> None:
+        """Nothing: what was sent has left."""
+
+
+class _Expected(Incoming):
+    def __init__(self, transfers: Transfers, message: Message, peer: int, values: Sequence[Value]) -> None:
+        self._transfers, self._message, self._peer, self._values = transfers, message, peer, values
+
+    def wait(self) -> list[Tensor]:
+        tensors = []
+        for place, value in enumerate(self._values):
+            tensor = self._transfers.receive(self._peer, _tag(self._message, place), getattr(torch, value.dtype))
+            tensors.append(tensor.to(value.device) if value.device else tensor)
+        return tensors
 
 
 class GroupTransport(Transport):
@@ -133,6 +168,17 @@ class GroupTransport(Transport):
         """Wait until everything sent has left."""
         while self._under_way:
             self._await_oldest()
+
+
+def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """The fastest transport between the ranks of one pipeline; collective.
+
+    Args:
+        group: The ranks, by pipeline coordinate.
+        device: Where tensors are received.
+    """
+    transfers = transfers_of(group) if device.type == "cpu" else None
+    return GroupTransport(group, device) if transfers is None else HostTransport(transfers)
 
 
 def _tag(message: Message, place: int, *, header: bool = False) -> int:

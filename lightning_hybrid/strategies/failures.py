@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.places import note, notes
+from lightning_hybrid.same_host.streams import close_streams
 from lightning_hybrid.strategies.rendezvous import Rendezvous
 from lightning_hybrid.strategies.requeue import Requeue
 
@@ -194,6 +195,7 @@ def warn_of_missing_checkpoint(path: Any) -> None:
 
 
 def _close_group(group: dist.ProcessGroup) -> None:
+    close_streams(group)
     if dist.get_backend(group) != "gloo":
         with contextlib.suppress(RuntimeError):
             group.abort()

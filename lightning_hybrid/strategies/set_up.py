@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.pipeline.transport import GroupTransport
+from lightning_hybrid.pipeline.transport import transport_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
 from lightning_hybrid.strategies.averages import Averages
@@ -191,7 +191,7 @@ class SetUpStrategy(VerifyingStrategy):
         self._runner = StepRunner(
             module,
             self._plan,
-            GroupTransport(pipeline, self.root_device),
+            transport_of(pipeline, self.root_device),
             pipeline,
             randomness,
             schedule=self.options.schedule,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, cut, spread
+from lightning_hybrid.same_host.collectives import shared_memory
 
 
 class Ranks(Protocol):
@@ -47,19 +48,26 @@ class ExchangingRanks(Ranks, Protocol):
 
 
 class GroupRanks:
-    """The ranks of a process group."""
+    """The ranks of a process group: through memory where they can share it, else by the group's own collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        """Collective where it is the first of its group: args: group: the ranks."""
         self.group = group
+        self._memory = shared_memory(group)
         self.rank = group.rank()
         self.size = group.size()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Ranks`."""
-        dist.all_reduce(_real(tensor), group=self.group)
+        if self._memory is not None:
+            self._memory.all_reduce(_real(tensor))
+        else:
+            dist.all_reduce(_real(tensor), group=self.group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `Ranks`."""
+        if self._memory is not None:
+            return self._memory.all_gather(tensor.contiguous())
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather([_real(part) for part in gathered], _real(tensor.contiguous()), group=self.group)
         return gathered
@@ -69,9 +77,13 @@ class GroupRanks:
         sent = [_real(part.contiguous()).reshape(-1) for part in parts]
         received = [_real(torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)) for shape in shapes]
         counts = [part.numel() for part in received]
-        flat = sent[0].new_empty(sum(counts))
-        dist.all_to_all_single(flat, torch.cat(sent), counts, [part.numel() for part in sent], group=self.group)
-        found = [part.view(like.shape) for part, like in zip(flat.split(counts), received, strict=True)]
+        if self._memory is not None:
+            self._memory.exchange(sent, [part.view(-1) for part in received])
+            found = received
+        else:
+            flat = sent[0].new_empty(sum(counts))
+            dist.all_to_all_single(flat, torch.cat(sent), counts, [part.numel() for part in sent], group=self.group)
+            found = [part.view(like.shape) for part, like in zip(flat.split(counts), received, strict=True)]
         return [torch.view_as_complex(part) for part in found] if parts[0].is_complex() else found
 
 

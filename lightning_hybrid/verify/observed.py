@@ -213,9 +213,13 @@ def describe_failure(error: Exception, *, steps_done: int) -> Failure:
     return Failure(f"{type(error).__name__}: {error}", refused, where)
 
 
+_RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.same_host")
+
+
 def _raised_here(frame: TracebackType) -> bool:
     module = str(frame.tb_frame.f_globals.get("__name__", ""))
-    if not module.startswith("lightning_hybrid.") or module.startswith("lightning_hybrid.verify"):
+    # Who loses its connection to another rank, or waits for it in vain, refuses nothing.
+    if not module.startswith("lightning_hybrid.") or module.startswith(_RAISES_NO_REFUSALS):
         return False
     # An operation of torch that fails in code of ours leaves no frame of its own, but it is no refusal.
     code = frame.tb_frame.f_code.co_code

@@ -47,6 +47,7 @@ def run_failing(size, pp, rank, place, options):
     return None
 
 
+LOST = ("RuntimeError", "DistNetworkError")  # of who loses its connection: gloo's, and that of shared memory
 PLACES = {
     "step": "in stage 1 of 2, action 1F0 of training_step (forward of microbatch 0)",
     "hook": "in on_train_batch_start",
@@ -59,7 +60,7 @@ def test_peers_of_a_rank_that_raises_and_lives_on_stop_and_say_why(worlds, place
     peer, failed = worlds.run(2, run_failing, 2, 2, 1, place, {"num_microbatches": 2}, timeout=20)
     assert failed[:2] == ("ZeroDivisionError", "on purpose")
     assert not any("had to stop" in text for text in failed[2])
-    assert peer[0] == "RuntimeError"
+    assert peer[0] in LOST
     [said] = [text for text in peer[2] if "had to stop" in text]
     assert said.startswith("rank 0 (pipeline rank 0 of 2) in ")
     assert "rank 1 (pipeline rank 1 of 2)" in said and PLACES[place] in said, said
@@ -71,7 +72,7 @@ def test_every_rank_learns_which_one_failed_first(worlds, size, pp):
     results = worlds.run(size, run_failing, size, pp, size - 1, "hook", {}, timeout=20)
     for index, (name, _, notes) in enumerate(results):
         if index != size - 1:
-            assert name == "RuntimeError"
+            assert name in LOST
             assert any(f"rank {size - 1} (pipeline rank {pp - 1} of {pp})" in text for text in notes), notes
 
 

@@ -67,9 +67,9 @@ SCRIPT = """
             super().optimizer_step(*args, **kwargs)
             die("optimizer")
 
-    from lightning_hybrid.pipeline.transport import GroupTransport
+    from lightning_hybrid.pipeline.transport import HostTransport
     from lightning_hybrid.zero.group import ParameterGroup
-    faulty(GroupTransport, "send", "communication")
+    faulty(HostTransport, "send", "communication")
     faulty(ParameterGroup, "launch_reduce", "communication")
     {save_fault}
 

@@ -1,0 +1,183 @@
+"""Unix sockets between the ranks of a group that are on one host.
+
+They carry short messages and files without a name (memory that both ends map). A rank that dies, or closes its end, is
+noticed by whoever waits for it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+
+_SECONDS_TO_CONNECT = 60.0
+_FILE = b"file"
+
+
+class Streams:
+    """One rank's ends.
+
+    Attributes:
+        rank: This one, in its group.
+        size: How many there are.
+        peers: The stream to each of the others; what is sent at once arrives at once.
+        timeout: In seconds, of each wait.
+        closed: Whether nothing can be sent any more.
+    """
+
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float = _SECONDS_TO_CONNECT) -> None:
+        """Args: rank: this one. peers: by rank. timeout: in seconds, of each wait."""
+        self.rank, self.size, self.timeout = rank, len(peers) + 1, timeout
+        self.peers = {peer: peers[peer] for peer in sorted(peers)}
+        self.closed = False
+        for stream in self.peers.values():
+            # The kernel's own timeouts: Python's cost a system call before each one.
+            stream.settimeout(None)
+            seconds = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+
+    def close(self) -> None:
+        """Have whoever waits for this rank get an error."""
+        self.closed = True
+        for stream in self.peers.values():
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)  # also for the workers that were forked and hold it open
+            stream.close()
+
+    @contextlib.contextmanager
+    def talking_to(self, peer: int) -> Iterator[socket.socket]:
+        """The stream to a rank, whose errors say what they mean.
+
+        Raises:
+            DistNetworkError: The rank is gone.
+            RuntimeError: It does not answer within the timeout of the group.
+        """
+        stream = self.peers[peer]
+        try:
+            yield stream
+        except BlockingIOError:
+            raise RuntimeError(
+                f"rank {self.rank} of a group of {self.size} on this host has waited {self.timeout} s for rank {peer} "
+                "of it; see what keeps that one, or set Hybrid3DStrategy(timeout=...) to a longer time"
+            ) from None
+        except OSError as error:
+            raise lost(peer) from error
+
+
+def lost(peer: int) -> dist.DistNetworkError:
+    """The error of a rank whose peer is gone."""
+    return dist.DistNetworkError(f"rank {peer} of a group on this host has closed its connections")
+
+
+def connect(group: dist.ProcessGroup) -> Streams | None:
+    """Connect the ranks of a group; collective. None on all of them if one cannot: other hosts, devices, or systems.
+
+    Args:
+        group: Whatever its backend; only ranks that communicate through gloo are connected.
+    """
+    if group.size() == 1 or dist.get_backend(group) != "gloo":
+        return None
+    address, listener = f"\0{uuid.uuid4()}", None
+    with contextlib.suppress(OSError, AttributeError):  # not under Linux
+        os.close(os.memfd_create("probe"))
+        listener = _listen(address, group.size())
+    try:
+        offers = [("", "")] * group.size()
+        dist.all_gather_object(offers, (_host() if listener else "", address), group=group)
+        hosts, addresses = zip(*offers, strict=True)
+        if listener is None or len({*hosts}) > 1:
+            return None
+        streams = None
+        with contextlib.suppress(OSError):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            peers = _join(group.rank(), listener, addresses)
+            streams = Streams(group.rank(), peers, backend.options._timeout.total_seconds())
+    finally:
+        if listener is not None:
+            listener.close()
+    answers = [False] * group.size()
+    dist.all_gather_object(answers, streams is not None, group=group)
+    if streams is None or not all(answers):
+        if streams is not None:
+            streams.close()
+        return None
+    _open.setdefault(group, []).append(streams)
+    finalize(group, streams.close).atexit = False  # a forked process that ends must not close its parent's
+    return streams
+
+
+def given_files(streams: Streams, num_bytes: int) -> dict[int, int]:
+    """A file without a name from each rank, this one's own included, by rank; collective. Whoever asks closes them.
+
+    Args:
+        streams: Between the ranks.
+        num_bytes: How long they are; what nobody writes to needs no memory.
+    """
+    own = os.memfd_create("lightning_hybrid")
+    files = {streams.rank: own}
+    os.ftruncate(own, num_bytes)
+    for peer in streams.peers:
+        with streams.talking_to(peer) as stream:
+            socket.send_fds(stream, [_FILE], [own])
+    for peer in streams.peers:
+        with streams.talking_to(peer) as stream:
+            _, received, *_ = socket.recv_fds(stream, len(_FILE), 1)
+        if not received:
+            raise lost(peer)
+        files[peer] = received[0]
+    return files
+
+
+def close_streams(group: dist.ProcessGroup) -> None:
+    """Close this rank's ends of all streams between the ranks of a group."""
+    for streams in _open.pop(group, []):
+        streams.close()
+
+
+_open: WeakKeyDictionary[dist.ProcessGroup, list[Streams]] = WeakKeyDictionary()
+
+
+def _host() -> str:
+    """Processes for which this is the same can connect to each other."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+
+
+def _listen(address: str, backlog: int) -> socket.socket:
+    listener = _socket()
+    listener.bind(address)
+    listener.listen(backlog)
+    return listener
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_SECONDS_TO_CONNECT)
+    return made
+
+
+def _join(rank: int, listener: socket.socket, addresses: Sequence[str]) -> dict[int, socket.socket]:
+    peers: dict[int, socket.socket] = {}
+    try:
+        for peer, address in enumerate(addresses[:rank]):
+            peers[peer] = _socket()
+            peers[peer].connect(address)
+            peers[peer].send(rank.to_bytes(4, "little"))
+        for _ in addresses[rank + 1 :]:
+            stream, _ = listener.accept()
+            stream.settimeout(_SECONDS_TO_CONNECT)
+            peers[int.from_bytes(stream.recv(4), "little")] = stream
+    except OSError:
+        for stream in peers.values():
+            stream.close()
+        raise
+    return peers

@@ -1,0 +1,244 @@
+"""Ranks of one host give each other the same numbers through memory as through gloo, and notice who is gone."""
+
+import contextlib
+import datetime
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.same_host import streams
+from lightning_hybrid.same_host.collectives import SLOT_BYTES, SharedMemory, shared_memory
+from lightning_hybrid.same_host.transfers import Transfers, transfers_of
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
+LONG = SLOT_BYTES // 4 * 2 + 3  # elements of float32: three rounds
+
+
+def memory():
+    found = shared_memory(dist.group.WORLD)
+    assert isinstance(found, SharedMemory)
+    return found
+
+
+def numbers(rank, length, dtype=torch.float32):
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.world(2)
+def test_two_ranks_sum_as_gloo_does():
+    for length in (0, 1, 7, LONG):
+        mine = numbers(dist.get_rank(), length)
+        expected = mine.clone()
+        dist.all_reduce(expected)
+        memory().all_reduce(mine)
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.world(3)
+def test_three_ranks_sum_in_one_order():
+    rows = [numbers(rank, 1000, torch.bfloat16).view(10, 100) for rank in range(3)]
+    mine = rows[dist.get_rank()].clone()
+    memory().all_reduce(mine)
+    assert torch.equal(mine, rows[0] + rows[1] + rows[2])
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_all_ranks_have_is_gathered(dtype):
+    rows = [numbers(rank, 12, dtype).view(3, 4) for rank in range(3)]
+    gathered = memory().all_gather(rows[dist.get_rank()])
+    assert all(map(torch.equal, gathered, rows))
+
+
+@pytest.mark.world(2)
+def test_more_than_a_slot_is_gathered_in_rounds():
+    gathered = memory().all_gather(numbers(dist.get_rank(), LONG))
+    assert all(map(torch.equal, gathered, [numbers(0, LONG), numbers(1, LONG)]))
+
+
+@pytest.mark.world(3)
+def test_parts_of_any_lengths_are_exchanged():
+    """Some pairs have nothing for each other, others more than fits into a round."""
+    here, lengths = dist.get_rank(), [[0, 5, SLOT_BYTES], [1, 0, 0], [3, SLOT_BYTES // 2, 2]]
+    given = [numbers(10 * here + peer, lengths[here][peer]) for peer in range(3)]
+    received = [torch.empty(lengths[peer][here]) for peer in range(3)]
+    memory().exchange(given, received)
+    for peer, part in enumerate(received):
+        assert torch.equal(part, numbers(10 * peer + here, lengths[peer][here]))
+    nothing = [torch.empty(0) for _ in range(3)]
+    memory().exchange(nothing, nothing)
+
+
+@pytest.mark.world(2)
+def test_a_slot_is_not_written_while_it_is_read():
+    """One rank is always late with what it does with the numbers."""
+    ours = memory()
+    for step in range(200):
+        mine = torch.full((1000,), float(step + dist.get_rank()))
+        ours.all_reduce(mine)
+        if step % 20 == dist.get_rank():
+            time.sleep(0.002)
+        assert mine.eq(2.0 * step + 1).all(), step
+
+
+@pytest.mark.world(2)
+def test_a_group_has_one_memory():
+    assert memory() is memory()
+    streams.close_streams(dist.group.WORLD)
+    assert shared_memory(dist.group.WORLD) is not None
+
+
+@pytest.mark.world(2)
+def test_ranks_of_two_hosts_share_none():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
+        assert shared_memory(dist.group.WORLD) is None
+
+
+@pytest.mark.world(2)
+def test_all_ranks_go_without_if_one_cannot():
+    def fail(name):
+        raise OSError("no such system call")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("os.memfd_create", fail)
+        assert shared_memory(dist.group.WORLD) is None
+
+
+@contextlib.contextmanager
+def peer_is_gone():
+    begin = time.perf_counter()
+    with pytest.raises(dist.DistNetworkError, match="rank 1 of a group on this host has closed its connections"):
+        yield
+    assert time.perf_counter() - begin < 30
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_closes_is_noticed():
+    ours = memory()
+    ours.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        streams.close_streams(dist.group.WORLD)
+        return
+    with peer_is_gone():
+        ours.all_reduce(torch.ones(1))
+    with peer_is_gone():
+        ours.all_reduce(torch.ones(1))
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
+    ours = shared_memory(group)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
+            ours.all_reduce(torch.ones(1))
+    dist.barrier()
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+def transfers():
+    found = transfers_of(dist.group.WORLD)
+    assert isinstance(found, Transfers)
+    return found
+
+
+def places_of(ours):
+    return {size: len(places) for size, places in ours._places.items()}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+def test_tensors_of_any_kind_and_shape_arrive(dtype):
+    ours = transfers()
+    shapes = [(), (0,), (3,), (2, 3), (2, 0, 4), (1, 2, 1, 2, 1, 2)]
+    tensors = [
+        torch.arange(max(1, len(shape) * 8)).to(dtype)[: torch.Size(shape).numel()].view(shape) for shape in shapes
+    ]
+    if dist.get_rank() == 0:
+        for tag, tensor in enumerate(tensors):
+            ours.send(1, tag, tensor)
+    else:
+        for tag in reversed(range(len(tensors))):  # in whatever order they are asked for
+            got = ours.receive(0, tag, dtype)
+            assert torch.equal(got, tensors[tag]) and got.shape == tensors[tag].shape
+
+
+@pytest.mark.world(2)
+def test_views_arrive_as_they_look():
+    ours, base = transfers(), torch.arange(12.0).view(3, 4)
+    views = [base.t(), base[:, 1:3], base.expand(2, 3, 4), torch.view_as_complex(base.view(6, 2)).conj()]
+    for view in views:
+        if dist.get_rank() == 0:
+            ours.send(1, 0, view)
+        else:
+            assert torch.equal(ours.receive(0, 0, view.dtype), view)
+
+
+@pytest.mark.world(3)
+def test_messages_of_one_tag_keep_their_order_and_large_ones_make_memory_grow():
+    """All ranks send to all others before they receive anything; the tensors may be written at once."""
+    ours, here, lengths = transfers(), dist.get_rank(), [10, 2**18 + 1, 2**19, 3]
+    others = [peer for peer in range(3) if peer != here]
+    for peer in others:
+        for number, length in enumerate(lengths):
+            sent = torch.full((length,), 100.0 * here + 10 * peer + number)
+            ours.send(peer, 5, sent)
+            sent.zero_()
+    for peer in others:
+        for number, length in enumerate(lengths):
+            got = ours.receive(peer, 5, torch.float32)
+            assert got.shape == (length,) and got.eq(100.0 * peer + 10 * here + number).all()
+
+
+@pytest.mark.world(2)
+def test_places_serve_again():
+    ours, peer = transfers(), 1 - dist.get_rank()
+    for step in range(20):
+        for length in (900 + step, 5000 + step):
+            ours.send(peer, 0, torch.full((length,), float(step)))
+        for length in (900 + step, 5000 + step):
+            got = ours.receive(peer, 0, torch.float32)
+            assert got.shape == (length,) and got.eq(step).all()
+    dist.barrier()
+    # A place may be read after the next message is sent, not after the one behind it.
+    assert set(places_of(ours).values()) <= {1, 2} and len(places_of(ours)) == 2, places_of(ours)
+
+
+@pytest.mark.world(2)
+def test_what_a_failed_run_left_behind_is_not_taken_for_the_next_ones():
+    ours, peer = transfers(), 1 - dist.get_rank()
+    ours.send(peer, 0, torch.tensor(1.0))
+    assert transfers() is ours
+    ours.send(peer, 0, torch.tensor(2.0))
+    assert ours.receive(peer, 0, torch.float32) == 2
+    dist.barrier()
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_is_gone_is_noticed_by_who_receives_and_by_who_sends():
+    ours = transfers()
+    if dist.get_rank() == 1:
+        ours.send(0, 0, torch.tensor(1.0))
+        streams.close_streams(dist.group.WORLD)
+        return
+    assert ours.receive(1, 0, torch.float32) == 1  # what it had sent still arrives
+    with peer_is_gone():
+        ours.receive(1, 0, torch.float32)
+    with peer_is_gone():
+        for _ in range(2):
+            ours.send(1, 0, torch.ones(1))
+
+
+@pytest.mark.world(2)
+def test_a_tensor_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+    ours = transfers_of(dist.new_group(timeout=datetime.timedelta(seconds=0.3)))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
+            ours.receive(1, 0, torch.float32)
+    dist.barrier()
