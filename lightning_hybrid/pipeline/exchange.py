@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.same_host.rows import begin_to_gather
 from lightning_hybrid.step.graph import Value
 
 _HEADER = 4
@@ -49,16 +50,13 @@ class NumberExchange:
         self._numbers = list(numbers)
         self._group = group
         self._device = device
-        self._rows: list[Tensor] = []
-        self._work: dist.Work | None = None
+        self._gathered: Callable[[], list[Tensor]] | None = None
         if group.size() > 1:
             first = [float(len(numbers)), float(names), float(batch), float(form), *numbers[:_SLOTS]]
-            self._rows, self._work = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
+            self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
-    def _start(self, row: list[float]) -> tuple[list[Tensor], dist.Work | None]:
-        mine = torch.tensor(row, dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
-        return rows, dist.all_gather(rows, mine, group=self._group, async_op=True)
+    def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
+        return begin_to_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
 
     def finish(self) -> list[float]:
         """For each number the first rank's that knows it, NaN if none does.
@@ -66,9 +64,9 @@ class NumberExchange:
         Raises:
             RanksDisagree: The batch or the meaning of the numbers differs between ranks.
         """
-        if not self._rows:
+        if self._gathered is None:
             return self._numbers
-        rows = self._await(self._rows, self._work)
+        rows = [row.tolist() for row in self._gathered()]
         for place, what in _COMPARED:
             seen = [row[place] for row in rows]
             if len(set(seen)) > 1:
@@ -85,16 +83,10 @@ class NumberExchange:
                 )
         rows = [row[_HEADER:] for row in rows]
         if len(self._numbers) > _SLOTS:
-            more = self._await(*self._start(self._numbers[_SLOTS:]))
-            rows = [row + rest for row, rest in zip(rows, more, strict=True)]
+            more = self._start(self._numbers[_SLOTS:])()
+            rows = [row + rest.tolist() for row, rest in zip(rows, more, strict=True)]
         count = len(self._numbers)
         return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(count)]
-
-    @staticmethod
-    def _await(rows: list[Tensor], work: dist.Work | None) -> list[list[float]]:
-        if work is not None:
-            work.wait()
-        return [tensor.tolist() for tensor in rows]
 
 
 def share_tensor(

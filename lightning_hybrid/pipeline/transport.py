@@ -75,8 +75,9 @@ class HostTransport(Transport):
     channel: Channel = "tags"
 
     def __init__(self, transfers: Transfers) -> None:
-        """Args: transfers: between the ranks of one pipeline."""
+        """Collective: args: transfers: between the ranks of one pipeline."""
         self._transfers = transfers
+        transfers.generation += 1
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Copy the tensors of a message to where the peer finds them."""

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.same_host.streams import Streams, connect, given_files, lost
+from lightning_hybrid.same_host.hidden import hidden
+from lightning_hybrid.same_host.streams import Streams, connect, given_files
 
 SLOT_BYTES = 2**21  # more goes in several rounds, so that what is written is read while it is in the cache
 _ALIGNMENT = 64  # bytes, of the parts of a slot
@@ -28,6 +29,7 @@ _WORD = struct.Struct("q")
 class SharedMemory:
     """The slots of all ranks of a group, as one of them sees them."""
 
+    @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to the slots
     def __init__(self, streams: Streams) -> None:
         """Collective: args: streams: between the ranks."""
         self._streams = streams
@@ -48,28 +50,37 @@ class SharedMemory:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place and everywhere in the same order."""
         for part in tensor.detach().view(-1).split(SLOT_BYTES // tensor.element_size()):
-            first, second, *others = self._all_gather(part)
-            torch.add(first, second, out=part)
-            for other in others:
-                part += other
+            with hidden():
+                first, second, *others = self._all_gather(part)
+            torch.add(first, second, out=part)  # modes see that the tensor is written
+            with hidden():
+                for other in others:
+                    part += other
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, contiguous ones of one shape."""
-        gathered = [torch.empty_like(tensor) for _ in range(self._size)]
-        length = SLOT_BYTES // tensor.element_size()
-        rows = zip(*(whole.view(-1).split(length) for whole in gathered), strict=True)
-        for part, row in zip(tensor.detach().view(-1).split(length), rows, strict=True):
-            for to, found in zip(row, self._all_gather(part), strict=True):
-                to.copy_(found)
+        with hidden():
+            gathered = [torch.empty_like(tensor) for _ in range(self._size)]
+            length = SLOT_BYTES // tensor.element_size()
+            rows = zip(*(whole.view(-1).split(length) for whole in gathered), strict=True)
+            for part, row in zip(tensor.detach().view(-1).split(length), rows, strict=True):
+                for to, found in zip(row, self._all_gather(part), strict=True):
+                    to.copy_(found)
         return gathered
 
-    def exchange(self, given: list[Tensor], received: list[Tensor]) -> None:
+    def exchange(self, given: list[Tensor], lengths: list[int]) -> list[Tensor]:
         """Give each rank a part and get one of each.
 
         Args:
             given: One for each rank, flat, of any lengths.
-            received: What is written to: flat, as long as what each rank gives to this one.
+            lengths: Of what each rank gives to this one.
         """
+        with hidden():
+            received = [given[0].new_empty(length) for length in lengths]
+            self._exchange(given, received)
+        return received
+
+    def _exchange(self, given: list[Tensor], received: list[Tensor]) -> None:
         width = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT  # bytes for each rank, in a round
         length = width // given[0].element_size()
         own = max(1, *(-(-part.numel() // length) for part in (*given, *received)))
@@ -100,17 +111,11 @@ class SharedMemory:
     def _meet(self, word: int) -> list[int]:
         """Say that this rank has written, and wait for the others; their words."""
         self._turn = 1 - self._turn
-        words: list[int] = []
+        text = _WORD.pack(word)
         for peer in self._streams.peers:
-            with self._streams.talking_to(peer) as stream:
-                stream.send(_WORD.pack(word))
-        for peer in self._streams.peers:
-            with self._streams.talking_to(peer) as stream:
-                text = stream.recv(_WORD.size)
-            if not text:
-                raise lost(peer)
-            words += _WORD.unpack(text)
-        return words
+            self._streams.send(peer, text)
+        texts = [self._streams.receive(peer, _WORD.size) for peer in self._streams.peers]
+        return [number for (number,) in map(_WORD.unpack, texts)]
 
 
 def shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:

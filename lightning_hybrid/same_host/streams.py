@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -54,28 +54,60 @@ class Streams:
                 stream.shutdown(socket.SHUT_RDWR)  # also for the workers that were forked and hold it open
             stream.close()
 
-    @contextlib.contextmanager
-    def talking_to(self, peer: int) -> Iterator[socket.socket]:
-        """The stream to a rank, whose errors say what they mean.
+    def send(self, peer: int, content: bytes, *files: int) -> None:
+        """Send a short message to a rank, and files with it.
 
         Raises:
             DistNetworkError: The rank is gone.
-            RuntimeError: It does not answer within the timeout of the group.
+            RuntimeError: It has not read what it was sent within the timeout of the group.
         """
-        stream = self.peers[peer]
         try:
-            yield stream
-        except BlockingIOError:
-            raise RuntimeError(
-                f"rank {self.rank} of a group of {self.size} on this host has waited {self.timeout} s for rank {peer} "
-                "of it; see what keeps that one, or set Hybrid3DStrategy(timeout=...) to a longer time"
-            ) from None
+            if files:
+                socket.send_fds(self.peers[peer], [content], files)
+            else:
+                self.peers[peer].send(content)
         except OSError as error:
-            raise lost(peer) from error
+            raise self._meaning(error, peer) from error
+
+    def receive(self, peer: int, most: int) -> bytes:
+        """Wait for a message of a rank.
+
+        Args:
+            peer: The rank.
+            most: Bytes that it may have.
+
+        Raises:
+            DistNetworkError: The rank is gone.
+            RuntimeError: It does not come within the timeout of the group.
+        """
+        try:
+            content = self.peers[peer].recv(most)
+        except OSError as error:
+            raise self._meaning(error, peer) from error
+        if not content:
+            raise _lost(peer)
+        return content
+
+    def receive_file(self, peer: int) -> int:
+        """Wait for a message that brings a file, which is the caller's then; raises as ``receive`` does."""
+        try:
+            _, files, *_ = socket.recv_fds(self.peers[peer], len(_FILE), 1)
+        except OSError as error:
+            raise self._meaning(error, peer) from error
+        if not files:
+            raise _lost(peer)
+        return files[0]
+
+    def _meaning(self, error: OSError, peer: int) -> RuntimeError:
+        if not isinstance(error, BlockingIOError):
+            return _lost(peer)
+        return RuntimeError(
+            f"rank {self.rank} of a group of {self.size} on this host has waited {self.timeout} s for rank {peer} of "
+            "it; see what keeps that one, or set Hybrid3DStrategy(timeout=...) to a longer time"
+        )
 
 
-def lost(peer: int) -> dist.DistNetworkError:
-    """The error of a rank whose peer is gone."""
+def _lost(peer: int) -> dist.DistNetworkError:
     return dist.DistNetworkError(f"rank {peer} of a group on this host has closed its connections")
 
 
@@ -87,13 +119,13 @@ def connect(group: dist.ProcessGroup) -> Streams | None:
     """
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return None
-    address, listener = f"\0{uuid.uuid4()}", None
+    address, host, listener = f"\0{uuid.uuid4()}", "", None
     with contextlib.suppress(OSError, AttributeError):  # not under Linux
         os.close(os.memfd_create("probe"))
-        listener = _listen(address, group.size())
+        host, listener = _host(), _listen(address, group.size())
     try:
         offers = [("", "")] * group.size()
-        dist.all_gather_object(offers, (_host() if listener else "", address), group=group)
+        dist.all_gather_object(offers, (host, address), group=group)
         hosts, addresses = zip(*offers, strict=True)
         if listener is None or len({*hosts}) > 1:
             return None
@@ -127,14 +159,9 @@ def given_files(streams: Streams, num_bytes: int) -> dict[int, int]:
     files = {streams.rank: own}
     os.ftruncate(own, num_bytes)
     for peer in streams.peers:
-        with streams.talking_to(peer) as stream:
-            socket.send_fds(stream, [_FILE], [own])
+        streams.send(peer, _FILE, own)
     for peer in streams.peers:
-        with streams.talking_to(peer) as stream:
-            _, received, *_ = socket.recv_fds(stream, len(_FILE), 1)
-        if not received:
-            raise lost(peer)
-        files[peer] = received[0]
+        files[peer] = streams.receive_file(peer)
     return files
 
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.same_host.streams import Streams, connect, given_files, lost
+from lightning_hybrid.same_host.hidden import hidden
+from lightning_hybrid.same_host.streams import Streams, connect, given_files
 
 _SMALLEST_PLACE = 4096  # bytes: a page
 _HEAD = 64  # bytes of a place before its content: whether it is in use
@@ -61,9 +62,9 @@ class Transfers:
             tensor: On the CPU.
         """
         place = self._free_place(tensor.nbytes)
-        self._own.content(place, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-        with self._streams.talking_to(peer) as stream:
-            stream.send(struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, place, *tensor.shape))
+        with hidden():
+            self._own.content(place, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+        self._streams.send(peer, struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, place, *tensor.shape))
 
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
         """Wait for a tensor.
@@ -82,7 +83,8 @@ class Transfers:
             self._read_packet(peer)
         place, shape = come.popleft()
         memory = self._memories[peer]
-        tensor = memory.content(place, shape, dtype).clone()
+        with hidden():
+            tensor = memory.content(place, shape, dtype).clone()
         memory.in_use[place // 8] = 0
         return tensor
 
@@ -101,10 +103,7 @@ class Transfers:
         return place
 
     def _read_packet(self, peer: int) -> None:
-        with self._streams.talking_to(peer) as stream:
-            text = stream.recv(_MOST_PACKET_BYTES)
-        if not text:
-            raise lost(peer)
+        text = self._streams.receive(peer, _MOST_PACKET_BYTES)
         tag, generation, place, *shape = struct.unpack(f"={len(text) // 8}q", text)
         self._inbox.setdefault((peer, generation, tag), deque()).append((place, tuple(shape)))
 
@@ -132,15 +131,19 @@ class _Memory:
         """The tensor at a place; the same one as before where it is asked for again."""
         key = place, shape, dtype
         found = self._contents.get(key)
-        if found is None:
-            begin, count = place + _HEAD, prod(shape)
-            if begin + count * dtype.itemsize > self._length:
-                self._map()  # its owner has let it grow
-            if len(self._contents) >= _MOST_CONTENTS:
-                self._contents.clear()
-            flat = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=begin) if count else torch.empty(0)
-            found = self._contents[key] = flat.to(dtype).view(shape)
-        return found
+        return self._made(key) if found is None else found
+
+    @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
+    def _made(self, key: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
+        place, shape, dtype = key
+        begin, count = place + _HEAD, prod(shape)
+        if begin + count * dtype.itemsize > self._length:
+            self._map()  # its owner has let it grow
+        if len(self._contents) >= _MOST_CONTENTS:
+            self._contents.clear()
+        flat = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=begin) if count else torch.empty(0)
+        made = self._contents[key] = flat.to(dtype).view(shape)
+        return made
 
     def _map(self) -> None:
         self._length = os.fstat(self._file).st_size
@@ -150,15 +153,15 @@ class _Memory:
 
 
 def transfers_of(group: dist.ProcessGroup) -> Transfers | None:
-    """Transfers between the ranks of a group; collective. None on all of them where they cannot share memory."""
+    """Transfers between the ranks of a group; None on all of them where they cannot share memory.
+
+    One for each group, whose first use is collective.
+    """
     known = _known.get(group)
-    if known is None or known.closed:
+    if group not in _known or (known is not None and known.closed):
         streams = connect(group)
-        if streams is None:
-            return None
-        known = _known[group] = Transfers(streams)
-    known.generation += 1
+        known = _known[group] = None if streams is None else Transfers(streams)
     return known
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, Transfers] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, Transfers | None] = WeakKeyDictionary()

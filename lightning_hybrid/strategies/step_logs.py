@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.exchange import RanksDisagree
 from lightning_hybrid.pipeline.logs import Entry
+from lightning_hybrid.same_host.rows import begin_to_gather
 
 
 def ask_for_no_sync() -> None:
@@ -90,16 +91,12 @@ def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) 
     if not axes:
         return lambda: None
     digest = float(_digest(logged))
-    rows = [torch.tensor([digest, -digest], dtype=torch.float64, device=mesh.device_mesh.device_type) for _ in axes]
-    works = [
-        dist.all_reduce(row, dist.ReduceOp.MAX, group=mesh.group(axis), async_op=True)
-        for row, axis in zip(rows, axes, strict=True)
-    ]
+    mine = torch.tensor([digest], dtype=torch.float64, device=mesh.device_mesh.device_type)
+    gathered = {axis: begin_to_gather(mine, mesh.group(axis)) for axis in axes}
 
     def wait() -> None:
-        for axis, row, work in zip(axes, rows, works, strict=True):
-            work.wait()
-            if row.tolist() != [digest, -digest]:
+        for axis, rows in gathered.items():
+            if any(row.item() != digest for row in rows()):
                 raise RanksDisagree(
                     f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
                     f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"

@@ -12,6 +12,7 @@ They are each other's derivative, so that gradients can be differentiated once m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -75,15 +76,15 @@ class GroupRanks:
     def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """See `ExchangingRanks`."""
         sent = [_real(part.contiguous()).reshape(-1) for part in parts]
-        received = [_real(torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)) for shape in shapes]
-        counts = [part.numel() for part in received]
+        real = [(*shape, 2) if parts[0].is_complex() else tuple(shape) for shape in shapes]
+        counts = [prod(shape) for shape in real]
         if self._memory is not None:
-            self._memory.exchange(sent, [part.view(-1) for part in received])
-            found = received
+            received = self._memory.exchange(sent, counts)
         else:
             flat = sent[0].new_empty(sum(counts))
             dist.all_to_all_single(flat, torch.cat(sent), counts, [part.numel() for part in sent], group=self.group)
-            found = [part.view(like.shape) for part, like in zip(flat.split(counts), received, strict=True)]
+            received = list(flat.split(counts))
+        found = [part.view(shape) for part, shape in zip(received, real, strict=True)]
         return [torch.view_as_complex(part) for part in found] if parts[0].is_complex() else found
 
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.memory.tape import Tape, restore
 from lightning_hybrid.same_host import streams
 from lightning_hybrid.same_host.collectives import SLOT_BYTES, SharedMemory, shared_memory
+from lightning_hybrid.same_host.rows import begin_to_gather
 from lightning_hybrid.same_host.transfers import Transfers, transfers_of
+from lightning_hybrid.tensor.ranks import GroupRanks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
 LONG = SLOT_BYTES // 4 * 2 + 3  # elements of float32: three rounds
@@ -63,12 +66,11 @@ def test_parts_of_any_lengths_are_exchanged():
     """Some pairs have nothing for each other, others more than fits into a round."""
     here, lengths = dist.get_rank(), [[0, 5, SLOT_BYTES], [1, 0, 0], [3, SLOT_BYTES // 2, 2]]
     given = [numbers(10 * here + peer, lengths[here][peer]) for peer in range(3)]
-    received = [torch.empty(lengths[peer][here]) for peer in range(3)]
-    memory().exchange(given, received)
+    received = memory().exchange(given, [lengths[peer][here] for peer in range(3)])
     for peer, part in enumerate(received):
         assert torch.equal(part, numbers(10 * peer + here, lengths[peer][here]))
     nothing = [torch.empty(0) for _ in range(3)]
-    memory().exchange(nothing, nothing)
+    assert [len(part) for part in memory().exchange(nothing, [0, 0, 0])] == [0, 0, 0]
 
 
 @pytest.mark.world(2)
@@ -214,7 +216,7 @@ def test_places_serve_again():
 def test_what_a_failed_run_left_behind_is_not_taken_for_the_next_ones():
     ours, peer = transfers(), 1 - dist.get_rank()
     ours.send(peer, 0, torch.tensor(1.0))
-    assert transfers() is ours
+    ours.generation += 1
     ours.send(peer, 0, torch.tensor(2.0))
     assert ours.receive(peer, 0, torch.float32) == 2
     dist.barrier()
@@ -242,3 +244,54 @@ def test_a_tensor_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
         with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
             ours.receive(1, 0, torch.float32)
     dist.barrier()
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_of_all_ranks_are_gathered_in_the_order_in_which_it_was_begun(shared):
+    here = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared:
+            patch.setattr(streams, "_host", lambda: f"host {here}")
+        waits = [begin_to_gather(torch.tensor([10.0 * here + number]), dist.group.WORLD) for number in range(2)]
+        assert (transfers_of(dist.group.WORLD) is not None) == shared
+    for number, wait in enumerate(waits):
+        assert [row.tolist() for row in wait()] == [[10.0 * rank + number] for rank in range(3)]
+
+
+@pytest.mark.world(2)
+def test_what_began_in_inference_mode_serves_outside_of_it():
+    """Lightning checks the validation before it trains."""
+    for mode in (torch.inference_mode(), contextlib.nullcontext()):
+        with mode:
+            ours, sums, peer = transfers(), memory(), 1 - dist.get_rank()
+            ours.send(peer, 0, torch.ones(3))
+            got = ours.receive(peer, 0, torch.float32)
+            sums.all_reduce(got)
+            assert got.tolist() == [2, 2, 2]
+            assert len(sums.all_gather(got)) == 2
+    assert not got.is_inference() and got.requires_grad_().sum().requires_grad
+
+
+@pytest.mark.world(2)
+def test_what_ranks_gave_each_other_is_not_computed_again():
+    """Activation checkpointing repeats the operations of a layer: not those that read what others have overwritten."""
+    ranks, here = GroupRanks(dist.group.WORLD), dist.get_rank()
+    with Tape() as tape:
+        mine = torch.full((4,), 1.0 + here)
+        given = {
+            "gathered": ranks.all_gather(mine)[1 - here],
+            "exchanged": ranks.exchange([mine, 10 * mine], [torch.Size([4])] * 2)[1 - here],
+            "reduced": mine + 0,
+        }
+        ranks.all_reduce(given["reduced"])
+        expected = {name: tensor.clone() for name, tensor in given.items()}
+        saved = {name: tape.save(tensor) for name, tensor in given.items()}
+        for value in tape.made:
+            value.lose()
+    tape.close()
+    given.clear()
+    for _ in range(3):
+        ranks.all_reduce(torch.full((4,), 77.0))
+    for name, value in saved.items():
+        assert torch.equal(restore(value), expected[name]), name
