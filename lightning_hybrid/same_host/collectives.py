@@ -4,7 +4,7 @@ Each rank has two *slots* that all ranks of its group map. In a round a rank wri
 waits until they have told it, and reads. It may write to the same slot two rounds later: that the others are one round
 further tells that they have read. The memory has no name, and goes with its processes.
 
-Two ranks sum 2 MB in a third of the time that gloo takes, and little in a sixteenth; docs/log.md has the figures.
+Two ranks sum 2 MB in 0.37 of the time that gloo takes, and 64 bytes in a tenth (benchmarks/same_host.py).
 """
 
 from __future__ import annotations
