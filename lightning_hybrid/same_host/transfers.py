@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections import deque
 from math import prod
 from weakref import WeakKeyDictionary, finalize
@@ -43,6 +44,8 @@ class Transfers:
         self.generation = 0
         self._memories = {rank: _Memory(file) for rank, file in given_files(streams, _FIRST_BYTES).items()}
         self._own = self._memories[streams.rank]
+        # Has a processor that reorders, such as ARM's, read a place before it says that the place is free.
+        self._fence = threading.Lock()
         self._end = 0  # of what this rank has dealt out of its memory
         self._places: dict[int, list[int]] = {}  # by size
         # Where what has come begins in the sender's memory, and its shape; by peer, generation and tag.
@@ -85,7 +88,8 @@ class Transfers:
         memory = self._memories[peer]
         with hidden():
             tensor = memory.content(place, shape, dtype).clone()
-        memory.in_use[place // 8] = 0
+        with self._fence:
+            memory.in_use[place // 8] = 0
         return tensor
 
     def _free_place(self, num_bytes: int) -> int:
