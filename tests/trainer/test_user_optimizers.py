@@ -117,7 +117,14 @@ def test_lbfgs_runs_its_closure_often(worlds):
     assert_parity(worlds, 2, 1, 1, "Lbfgs")
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)], ids=["pp2", "tp2"])
-@pytest.mark.parametrize("case", ["Trust", "Stated"])
+@pytest.mark.parametrize(
+    ("case", "pp", "tp"),
+    [
+        pytest.param("Trust", 1, 2, id="Trust-tp2"),
+        pytest.param("Stated", 2, 1, id="Stated-pp2"),
+        pytest.param("Trust", 2, 1, id="Trust-pp2", marks=pytest.mark.slow),
+        pytest.param("Stated", 1, 2, id="Stated-tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_its_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
     assert_parity(worlds, 2, pp, tp, case, str(tmp_path / "model.ckpt"), True)
