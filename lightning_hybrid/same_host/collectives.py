@@ -12,14 +12,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.same_host.hidden import hidden
-from lightning_hybrid.same_host.streams import Streams, connect, given_files
+from lightning_hybrid.same_host.streams import OfGroups, Streams, given_files
 
 SLOT_BYTES = 2**21  # more goes in several rounds, so that what is written is read while it is in the cache
 _ALIGNMENT = 64  # bytes, of the parts of a slot
@@ -41,11 +40,6 @@ class SharedMemory:
             for slots, slot in zip(self._slots, memory.split(SLOT_BYTES), strict=True):
                 slots.append(slot)
         self._turn = 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether this rank has closed its connections."""
-        return self._streams.closed
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place and everywhere in the same order."""
@@ -123,14 +117,10 @@ def shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
 
     One for each group, whose first use is collective; its users call its methods in one order on all ranks.
     """
-    memory = _memories.get(group)
-    if group not in _memories or (memory is not None and memory.closed):
-        streams = connect(group)
-        memory = _memories[group] = None if streams is None else SharedMemory(streams)
-    return memory
+    return _memories.of(group)
 
 
-_memories: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyDictionary()
+_memories = OfGroups(SharedMemory)
 
 
 def _as(slot: Tensor, like: Tensor) -> Tensor:

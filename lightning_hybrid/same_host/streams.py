@@ -11,9 +11,9 @@ import os
 import socket
 import struct
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 _SECONDS_TO_CONNECT = 60.0
 _FILE = b"file"
+T = TypeVar("T")
 
 
 class Streams:
@@ -172,6 +173,27 @@ def close_streams(group: dist.ProcessGroup) -> None:
 
 
 _open: WeakKeyDictionary[dist.ProcessGroup, list[Streams]] = WeakKeyDictionary()
+
+
+class OfGroups(Generic[T]):
+    """What the ranks of a group have together, made once for each group; anew where its streams were closed."""
+
+    def __init__(self, make: Callable[[Streams], T]) -> None:
+        """Args: make: collective over the ranks that some streams connect."""
+        self._make = make
+        self._made: WeakKeyDictionary[dist.ProcessGroup, tuple[Streams, T] | None] = WeakKeyDictionary()
+
+    def of(self, group: dist.ProcessGroup) -> T | None:
+        """That of a group, None where its ranks cannot be connected; collective where it is asked for first."""
+        made = self._made.get(group)
+        if group not in self._made or (made is not None and made[0].closed):
+            streams = connect(group)
+            made = self._made[group] = None if streams is None else (streams, self._make(streams))
+        return None if made is None else made[1]
+
+    def known(self) -> list[T | None]:
+        """Those of all groups so far."""
+        return [None if made is None else made[1] for made in self._made.values()]
 
 
 def _host() -> str:

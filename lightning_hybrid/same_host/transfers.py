@@ -15,14 +15,14 @@ import struct
 import threading
 from collections import deque
 from math import prod
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.same_host.hidden import hidden
-from lightning_hybrid.same_host.streams import Streams, connect, given_files
+from lightning_hybrid.same_host.streams import OfGroups, Streams, given_files
 
 _SMALLEST_PLACE = 4096  # bytes: a page
 _HEAD = 64  # bytes of a place before its content: whether it is in use
@@ -50,11 +50,6 @@ class Transfers:
         self._places: dict[int, list[int]] = {}  # by size
         # Where what has come begins in the sender's memory, and its shape; by peer, generation and tag.
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, tuple[int, ...]]]] = {}
-
-    @property
-    def closed(self) -> bool:
-        """Whether this rank has closed its connections."""
-        return self._streams.closed
 
     def send(self, peer: int, tag: int, tensor: Tensor) -> None:
         """Give a tensor to a rank; afterwards it may be written.
@@ -161,11 +156,7 @@ def transfers_of(group: dist.ProcessGroup) -> Transfers | None:
 
     One for each group, whose first use is collective.
     """
-    known = _known.get(group)
-    if group not in _known or (known is not None and known.closed):
-        streams = connect(group)
-        known = _known[group] = None if streams is None else Transfers(streams)
-    return known
+    return _transfers.of(group)
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, Transfers | None] = WeakKeyDictionary()
+_transfers = OfGroups(Transfers)
