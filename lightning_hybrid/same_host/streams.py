@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import uuid
@@ -69,6 +70,30 @@ class Streams:
                 self.peers[peer].send(content)
         except OSError as error:
             raise self._meaning(error, peer) from error
+
+    def send_now(self, peer: int, content: bytes) -> bool:
+        """Send a short message to a rank unless that needs waiting, and say whether; raises as ``send`` does."""
+        try:
+            self.peers[peer].send(content, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._meaning(error, peer) from error
+        return True
+
+    def wait_for_room(self, peer: int) -> list[int]:
+        """Wait until something can be sent to a rank or was sent by any; the ranks that have sent something.
+
+        Raises:
+            RuntimeError: Neither comes within the timeout of the group.
+        """
+        poll, ranks = select.poll(), {stream.fileno(): rank for rank, stream in self.peers.items()}
+        for file, rank in ranks.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if rank == peer else 0))
+        events = poll.poll(1000 * self.timeout)
+        if not events:
+            raise self._meaning(BlockingIOError(), peer)
+        return [ranks[file] for file, event in events if event != select.POLLOUT]
 
     def receive(self, peer: int, most: int) -> bytes:
         """Wait for a message of a rank.

@@ -62,7 +62,11 @@ class Transfers:
         place = self._free_place(tensor.nbytes)
         with hidden():
             self._own.content(place, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-        self._streams.send(peer, struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, place, *tensor.shape))
+        packet = struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, place, *tensor.shape)
+        while not self._streams.send_now(peer, packet):
+            # The peer may wait for room too: it has some once its packets are read.
+            for sender in self._streams.wait_for_room(peer):
+                self._read_packet(sender)
 
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
         """Wait for a tensor.

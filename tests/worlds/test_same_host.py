@@ -295,3 +295,13 @@ def test_what_ranks_gave_each_other_is_not_computed_again():
         ranks.all_reduce(torch.full((4,), 77.0))
     for name, value in saved.items():
         assert torch.equal(restore(value), expected[name]), name
+
+
+@pytest.mark.world(2)
+def test_a_send_waits_for_nobody_however_much_is_under_way():
+    """More messages than the sockets hold, from both ranks, before either receives one."""
+    ours, peer, number = transfers(), 1 - dist.get_rank(), 2000
+    for index in range(number):
+        ours.send(peer, index, torch.tensor(float(index)))
+    for index in range(number):
+        assert ours.receive(peer, index, torch.float32) == index
