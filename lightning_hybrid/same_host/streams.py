@@ -137,43 +137,6 @@ def _lost(peer: int) -> dist.DistNetworkError:
     return dist.DistNetworkError(f"rank {peer} of a group on this host has closed its connections")
 
 
-def connect(group: dist.ProcessGroup) -> Streams | None:
-    """Connect the ranks of a group; collective. None on all of them if one cannot: other hosts, devices, or systems.
-
-    Args:
-        group: Whatever its backend; only ranks that communicate through gloo are connected.
-    """
-    if group.size() == 1 or dist.get_backend(group) != "gloo":
-        return None
-    address, host, listener = f"\0{uuid.uuid4()}", "", None
-    with contextlib.suppress(OSError, AttributeError):  # not under Linux
-        os.close(os.memfd_create("probe"))
-        host, listener = _host(), _listen(address, group.size())
-    try:
-        offers = [("", "")] * group.size()
-        dist.all_gather_object(offers, (host, address), group=group)
-        hosts, addresses = zip(*offers, strict=True)
-        if listener is None or len({*hosts}) > 1:
-            return None
-        streams = None
-        with contextlib.suppress(OSError):
-            backend: Any = group._get_backend(torch.device("cpu"))
-            peers = _join(group.rank(), listener, addresses)
-            streams = Streams(group.rank(), peers, backend.options._timeout.total_seconds())
-    finally:
-        if listener is not None:
-            listener.close()
-    answers = [False] * group.size()
-    dist.all_gather_object(answers, streams is not None, group=group)
-    if streams is None or not all(answers):
-        if streams is not None:
-            streams.close()
-        return None
-    _open.setdefault(group, []).append(streams)
-    finalize(group, streams.close).atexit = False  # a forked process that ends must not close its parent's
-    return streams
-
-
 def given_files(streams: Streams, num_bytes: int) -> dict[int, int]:
     """A file without a name from each rank, this one's own included, by rank; collective. Whoever asks closes them.
 
@@ -209,16 +172,64 @@ class OfGroups(Generic[T]):
         self._made: WeakKeyDictionary[dist.ProcessGroup, tuple[Streams, T] | None] = WeakKeyDictionary()
 
     def of(self, group: dist.ProcessGroup) -> T | None:
-        """That of a group, None where its ranks cannot be connected; collective where it is asked for first."""
+        """That of a group; collective where it is asked for first.
+
+        None on all ranks of it if one cannot: they are on several hosts, communicate by something else than gloo, or
+        have a system other than Linux.
+        """
         made = self._made.get(group)
         if group not in self._made or (made is not None and made[0].closed):
-            streams = connect(group)
-            made = self._made[group] = None if streams is None else (streams, self._make(streams))
+            made = self._made[group] = _agreed(group, self._make)
+            if made is not None:
+                _open.setdefault(group, []).append(made[0])
+                # A forked process that ends must not close what its parent has.
+                finalize(group, made[0].close).atexit = False
         return None if made is None else made[1]
 
     def known(self) -> list[T | None]:
         """Those of all groups so far."""
         return [None if made is None else made[1] for made in self._made.values()]
+
+
+def _agreed(group: dist.ProcessGroup, make: Callable[[Streams], T]) -> tuple[Streams, T] | None:
+    """What is made over streams between the ranks of a group, and these; None on all if it cannot be made on one."""
+    if group.size() == 1 or dist.get_backend(group) != "gloo":
+        return None
+    address, host, listener = f"\0{uuid.uuid4()}", "", None
+    with contextlib.suppress(OSError, AttributeError):  # not under Linux
+        host, listener = _host(), _listen(address, group.size())
+    try:
+        offers = [("", "")] * group.size()
+        dist.all_gather_object(offers, (host, address), group=group)
+        hosts, addresses = zip(*offers, strict=True)
+        if listener is None or len({*hosts}) > 1:
+            return None
+        made = _connected(group, listener, addresses, make)
+    finally:
+        if listener is not None:
+            listener.close()
+    answers = [False] * group.size()
+    dist.all_gather_object(answers, made is not None, group=group)
+    if made is not None and not all(answers):
+        made[0].close()
+        return None
+    return made
+
+
+def _connected(
+    group: dist.ProcessGroup, listener: socket.socket, addresses: Sequence[str], make: Callable[[Streams], T]
+) -> tuple[Streams, T] | None:
+    backend: Any = group._get_backend(torch.device("cpu"))
+    try:
+        peers = _join(group.rank(), listener, addresses)
+    except OSError:
+        return None
+    streams = Streams(group.rank(), peers, backend.options._timeout.total_seconds())
+    try:
+        return streams, make(streams)
+    except (OSError, RuntimeError):
+        streams.close()  # so that the others do not wait for this rank
+        return None
 
 
 def _host() -> str:

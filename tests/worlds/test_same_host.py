@@ -305,3 +305,17 @@ def test_a_send_waits_for_nobody_however_much_is_under_way():
         ours.send(peer, index, torch.tensor(float(index)))
     for index in range(number):
         assert ours.receive(peer, index, torch.float32) == index
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("place", ["memfd_create", "ftruncate"])
+def test_a_rank_that_can_make_no_memory_keeps_nobody_waiting(place):
+    def fail(*args):
+        raise OSError("no memory")
+
+    begin = time.perf_counter()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(f"os.{place}", fail)
+        assert transfers_of(dist.group.WORLD) is None
+    assert time.perf_counter() - begin < 30
