@@ -41,6 +41,7 @@ class SharedMemory:
                 slots.append(slot)
         self._turn = 0
 
+    @torch.compiler.disable
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place and everywhere in the same order."""
         for part in tensor.detach().view(-1).split(SLOT_BYTES // tensor.element_size()):
@@ -51,6 +52,7 @@ class SharedMemory:
                 for other in others:
                     part += other
 
+    @torch.compiler.disable
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, contiguous ones of one shape."""
         with hidden():
@@ -62,6 +64,7 @@ class SharedMemory:
                     to.copy_(found)
         return gathered
 
+    @torch.compiler.disable
     def exchange(self, given: list[Tensor], lengths: list[int]) -> list[Tensor]:
         """Give each rank a part and get one of each.
 

@@ -51,6 +51,7 @@ class Transfers:
         # Where what has come begins in the sender's memory, and its shape; by peer, generation and tag.
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, tuple[int, ...]]]] = {}
 
+    @torch.compiler.disable  # the user may have compiled what waits for it
     def send(self, peer: int, tag: int, tensor: Tensor) -> None:
         """Give a tensor to a rank; afterwards it may be written.
 
@@ -68,6 +69,7 @@ class Transfers:
             for sender in self._streams.wait_for_room(peer):
                 self._read_packet(sender)
 
+    @torch.compiler.disable
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
         """Wait for a tensor.
 
