@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 _SECONDS_TO_CONNECT = 60.0
+_MOST_MILLISECONDS = 2**31 - 1  # that can be polled for
 _FILE = b"file"
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class Streams:
         poll, ranks = select.poll(), {stream.fileno(): rank for rank, stream in self.peers.items()}
         for file, rank in ranks.items():
             poll.register(file, select.POLLIN | (select.POLLOUT if rank == peer else 0))
-        events = poll.poll(1000 * self.timeout)
+        events = poll.poll(min(1000 * self.timeout, _MOST_MILLISECONDS))
         if not events:
             raise self._meaning(BlockingIOError(), peer)
         return [ranks[file] for file, event in events if event != select.POLLOUT]
