@@ -37,7 +37,7 @@ class Streams:
         closed: Whether nothing can be sent any more.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float = _SECONDS_TO_CONNECT) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float) -> None:
         """Args: rank: this one. peers: by rank. timeout: in seconds, of each wait."""
         self.rank, self.size, self.timeout = rank, len(peers) + 1, timeout
         self.peers = {peer: peers[peer] for peer in sorted(peers)}

@@ -67,12 +67,8 @@ def returning_asides(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, with what is given inside as part of what it returns."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        taken: list[Any] = []
-        token = _taken.set(taken)  # not taking_asides: this runs around every unit
-        try:
+        with taking_asides() as taken:
             result = forward(*args, **kwargs)
-        finally:
-            _taken.reset(token)
         return ResultWithAsides(result, tuple(taken)) if taken else result
 
     return run
