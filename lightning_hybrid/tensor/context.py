@@ -92,7 +92,7 @@ def _least_exchanged(dealt: Callable[..., UnitPlan | str], exchanged: list[_Exch
         if part[0].group.role == "attention":
             continue
         fewer = [other for other in exchanged if other is not part]
-        without = dealt(fewer)
+        without = dealt(fewer, like=tried[-1][1])
         if isinstance(without, UnitPlan):
             exchanged = fewer
             tried.append((fewer, without))
@@ -117,6 +117,7 @@ def _dealt(
     by: DealtBy,
     exchanged: list[_Exchanged],
     guess: bool = True,
+    like: UnitPlan | None = None,
 ) -> UnitPlan | str:
     """The plan with these regions exchanged, right in one mode; or what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
@@ -138,7 +139,7 @@ def _dealt(
         notes=plan.notes,
         positions=PositionsPlan(by=by, place=0, dim=1, num_dims=3, features=features, parts=held),
     )
-    dealt = deal_positions(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False)
+    dealt = deal_positions(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, like=like)
     if dealt.undealt:
         return dealt.undealt
     return dealt if size == 1 else replace(dealt, otherwise=plan)

@@ -90,9 +90,9 @@ class PartTrials:
             rules = {}
             failure = self._failure(part, rules)
         watch = proof.ranks.watches[0]
-        if failure is None and self._at_rest is None:
+        if failure is None and self._at_rest is None and not proof.is_as_first(proof.evaluating):
             # Code that runs in eval mode alone has rules too; what exchanges positions is learnt in it once more.
-            failure = proof.difference(self.plan([part], rules=rules), proof.settings[-2], learning=True)
+            failure = proof.difference(self.plan([part], rules=rules), proof.evaluating, learning=True)
         if failure is not None or watch is None:
             return None, failure or "nothing ran sharded"
         elsewhere = watch.inside | watch.outside | self.kept.keys()

@@ -53,26 +53,36 @@ class Proof:
         return Setting(dtype=self.dtype)
 
     @property
+    def evaluating(self) -> Setting:
+        """In which code runs that trained units do not have."""
+        return Setting(training=False, grad=False, dtype=self.dtype)
+
+    @property
+    def unwatched(self) -> Setting:
+        """As the user's code will see it: torch takes other paths where nothing watches."""
+        return replace(self.evaluating, exact=False)
+
+    @property
     def settings(self) -> list[Setting]:
         """All that a plan must pass."""
         return [
             self.first,
             Setting(training=False, dtype=self.dtype),
             Setting(grad=False, dtype=self.dtype),
-            Setting(training=False, grad=False, dtype=self.dtype),
-            # As the user's code will see it: torch takes other paths where nothing watches.
-            Setting(training=False, grad=False, exact=False, dtype=self.dtype),
+            self.evaluating,
+            self.unwatched,
         ]
 
     def __post_init__(self) -> None:
         self._whole: dict[str, tuple[Outcome, frozenset[str]]] = {}  # and whose gradients it lacks
+        self._as_first: dict[str, bool] = {}
         self.cut_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
         """The same example on other numbers of tensor and context ranks."""
         proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
-        proof._whole = self._whole
+        proof._whole, proof._as_first = self._whole, self._as_first
         return proof
 
     def whole(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
@@ -180,23 +190,30 @@ class Proof:
 
     def first_failure(self, plan: UnitPlan) -> str | None:
         """What differs in any setting, or None: then the plan is proved."""
-        for setting in self.settings:
-            without = self._known_by_others if setting.grad and not setting.training else ()
-            if (failure := self.difference(plan, setting, without=without)) is not None:
-                return failure
-        return None
+        failures = (self.difference(plan, setting) for setting in self.settings if not self.is_as_first(setting))
+        return next((failure for failure in failures if failure is not None), None)
 
-    @property
-    def _known_by_others(self) -> frozenset[str]:
-        """Weights whose gradients need not be looked at in eval mode, where the unit does what it does in train mode.
+    def is_as_first(self, setting: Setting) -> bool:
+        """Whether the whole unit calls the same of torch from the same lines as in the first setting, to the same bits.
 
-        They are products of values whose gradients are looked at, and in train mode they are too.
+        What holds there holds here: nothing that a plan is made of can tell the two apart.
+
+        Args:
+            setting: Another one.
         """
-        weights = frozenset(fqn for fqn, parameter in self.unit.named_parameters() if parameter.dim() > 1)
-        in_eval = self.whole(Setting(training=False, dtype=self.dtype), weights)
-        pairs = zip(in_eval.outputs, self.whole(self.first).outputs, strict=False)
-        are_alike = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
-        return weights if are_alike else frozenset()
+        if not setting.exact or setting == self.first:
+            return False
+        known = self._as_first.get(str(setting))
+        if known is None:
+            first = self.whole(self.first)
+            here = run_whole(self.unit, self.example, setting, backward=False) if setting.grad else self.whole(setting)
+            known = self._as_first[str(setting)] = (
+                here.path == first.path
+                and len(here.outputs) == len(first.outputs)
+                and all(map(_are_same, here.outputs, first.outputs))
+                and all(map(_are_same, here.buffers.values(), first.buffers.values()))
+            )
+        return known
 
     def run_unit(self) -> None:
         """One run of the whole unit on its example."""
@@ -239,12 +256,20 @@ def proof_of(
         runs = partial(_runs, twin, dtype, errors)
         example = make_example(args, kwargs, twin, size * context, runs, generator, dtype, max(context, least))
         # Code that casts by itself runs in its own dtype alone where nothing watches.
-        if example is not None and (dtype is torch.float32 or _runs_by_itself(twin, example, dtype)):
+        if example is not None:
             if vocabulary:
                 lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
-            return Proof(twin, example, TrialRanks(twin, size, context), dtype)
+            proof = Proof(twin, example, TrialRanks(twin, size, context), dtype)
+            if dtype is torch.float32 or _runs_by_itself(proof):
+                return proof
     return f"a copy of the unit with random weights does not run: {errors[-1]}"
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b)
 
 
 def _run(unit: nn.Module, example: Example, dtype: torch.dtype) -> None:
@@ -263,9 +288,9 @@ def _runs(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example:
         return False
 
 
-def _runs_by_itself(unit: nn.Module, example: Example, dtype: torch.dtype) -> bool:
+def _runs_by_itself(proof: Proof) -> bool:
     try:
-        run_whole(unit, example, Setting(training=False, grad=False, exact=False, dtype=dtype))
+        proof.whole(proof.unwatched)
         return True
     except Exception:
         return False

@@ -33,6 +33,7 @@ def deal_positions(
     sequence: tuple[int, int] | None,
     guess: bool,
     prove: bool = True,
+    like: UnitPlan | None = None,
 ) -> UnitPlan:
     """The plan with positions dealt; or as it was, with the reason why they are not.
 
@@ -44,12 +45,14 @@ def deal_positions(
         sequence: As `sequence_of` says.
         guess: Whether over which ranks the gradients of weights are summed is guessed, and not read off a trial.
         prove: Whether to prove it in all modes; else outputs and gradients were right in one.
+        like: One that is dealt, in which some groups exchange that do not here, or the other way round: the code around
+            all others is shown the same.
     """
     if sequence is None:
         return replace(plan, undealt="no argument of the unit has the shape of its result")
     place, dim = sequence
     reason = ""
-    for shown in itertools.islice(_shown(unit, plan, by), _MOST_TRIALS):
+    for shown in itertools.islice(_shown(unit, plan, by, like), _MOST_TRIALS):
         positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
         dealt = _dealt(plan, positions, proof, guess=guess, prove=prove)
         if isinstance(dealt, UnitPlan):
@@ -91,9 +94,14 @@ def _num_dims(proof: Proof, place: int) -> int:
     return int(proof.example.leaves[place].dim())
 
 
-def _shown(unit: nn.Module, plan: UnitPlan, by: DealtBy) -> Iterator[tuple[str, ...]]:
+def _shown(unit: nn.Module, plan: UnitPlan, by: DealtBy, like: UnitPlan | None) -> Iterator[tuple[str, ...]]:
     """Modules to be shown the length of the whole sequence; for each group one around its columns, or none."""
-    choices = [_around(group, unit) for group in plan.groups if by != "context" or plan.exchanges(group)]
+    choices = []
+    for group in plan.groups if by != "context" else filter(plan.exchanges, plan.groups):
+        around = _around(group, unit)
+        if like is not None and like.positions is not None and like.exchanges(group) == plan.exchanges(group):
+            around = [next((fqn for fqn in around if fqn in like.positions.shown), None)]
+        choices.append(around)
     for chosen in itertools.product(*choices):
         yield tuple(dict.fromkeys(fqn for fqn in chosen if fqn is not None))
 
@@ -119,7 +127,8 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: boo
     summed: dict[Axis, list[str]] = {"tensor": [], "context": []}
     guessed = [fqn for fqn, parameter in proof.unit.named_parameters() if parameter.dim() > 1] if guess else []
     # Code that runs in eval mode alone is shown positions too.
-    for setting in (proof.first, proof.settings[-2]):
+    settings = [proof.first] if proof.is_as_first(proof.evaluating) else [proof.first, proof.evaluating]
+    for setting in settings:
         outcomes = proof.outcomes(candidate, setting, learning=True, without=guessed)
         if isinstance(outcomes, str):
             return outcomes

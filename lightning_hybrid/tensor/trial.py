@@ -23,6 +23,7 @@ from lightning_hybrid.step.deferred import whole_of
 from lightning_hybrid.step.exact import Exact
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.apply import sharded
+from lightning_hybrid.tensor.code_path import CodePath, Step
 from lightning_hybrid.tensor.dealing import Dealing
 from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.examples import Example
@@ -41,11 +42,13 @@ class Outcome:
         outputs: The leaves of the unit's result, and of what is given aside in it.
         grads: Gradients by name: of parameters by FQN, of inputs by "input <place>".
         buffers: Buffers afterwards, by FQN.
+        path: What the whole unit called of torch, and where.
     """
 
     outputs: list[Any]
     grads: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    path: list[Step] = field(default_factory=list)
 
 
 class TrialFailed(Exception):
@@ -72,15 +75,18 @@ class Setting:
         return f"{'train' if self.training else 'eval'} mode, {'with' if self.grad else 'without'} gradients"
 
 
-def run_whole(unit: nn.Module, example: Example, setting: Setting, without: Collection[str] = ()) -> Outcome:
-    """Run a unit as it is; see `TrialRanks.run` for the arguments."""
+def run_whole(
+    unit: nn.Module, example: Example, setting: Setting, without: Collection[str] = (), *, backward: bool = True
+) -> Outcome:
+    """Run a unit as it is, and backward too if it is to have gradients; see `TrialRanks.run` for the arguments."""
     parameters = {fqn: p for fqn, p in unit.named_parameters() if p.requires_grad and fqn not in without}
     before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
     unit.train(setting.training)
     try:
-        outputs, inputs = _forward(unit, example, setting)
-        outcome = Outcome(outputs, buffers={fqn: buffer.clone() for fqn, buffer in unit.named_buffers()})
-        if setting.grad:
+        path = CodePath()
+        outputs, inputs = _forward(unit, example, setting, path if setting.exact else None)
+        outcome = Outcome(outputs, {}, {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}, path.steps)
+        if setting.grad and backward:
             outcome.grads = _gradients(outputs, {**inputs, **parameters})
         return outcome
     finally:
@@ -88,11 +94,16 @@ def run_whole(unit: nn.Module, example: Example, setting: Setting, without: Coll
             buffer.copy_(before[fqn])
 
 
-def _forward(unit: nn.Module, example: Example, setting: Setting) -> tuple[list[Any], dict[str, Tensor]]:
+def _forward(
+    unit: nn.Module,
+    example: Example,
+    setting: Setting,
+    around: contextlib.AbstractContextManager[Any] | None = None,
+) -> tuple[list[Any], dict[str, Tensor]]:
     """The leaves of a unit's result, and the inputs that need a gradient, by name."""
     with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
         args, kwargs, inputs = example.call()
-        with taking_asides() as asides:
+        with taking_asides() as asides, around or contextlib.nullcontext():
             result = unit(*args, **kwargs)
         outputs = [whole_of(output) for output in flatten((result, asides))[0]]
     return outputs, {f"input {place}": tensor for place, tensor in inputs.items()}

@@ -89,6 +89,40 @@ def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
     assert "weight in eval mode, with gradients" in proof.first_failure(plan)
 
 
+class OtherLinesInEval(OtherInEval):
+    """The same numbers in both modes, by other code."""
+
+    def forward(self, x):
+        h = self.up(x)
+        if not self.training:
+            return x + self.down(torch.relu(h))
+        return x + self.down(torch.relu(h))
+
+
+class AlwaysAlike(OtherInEval):
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class WithBatchNorm(AlwaysAlike):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "proved"), [(AlwaysAlike, 2), (OtherInEval, 4), (OtherLinesInEval, 4), (WithBatchNorm, 4)]
+)
+def test_modes_in_which_other_code_runs_are_proved_too(kind, proved):
+    plan, proof = planned(kind())
+    before = proof.ranks.num_trials
+    assert proof.first_failure(plan) is None
+    assert proof.ranks.num_trials - before == proved
+
+
 @pytest.mark.parametrize("place", [(0, 0), (517, 11)])
 @pytest.mark.parametrize("wrong", [1e-6, float("nan")])
 def test_one_wrong_element_of_a_large_gradient(place, wrong):
