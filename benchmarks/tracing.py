@@ -66,7 +66,7 @@ def plan(module: LightningModule, stages: int) -> tuple[float, list[float], int]
         begin = time.thread_time()
         stage_plan = planning.StagePlan(module, pipeline, KeyedRandomness(1, torch.device("cpu")))
         variant = stage_plan.variant(
-            "training_step", lambda: module.training_step(batch, 0), batch, contextlib.nullcontext, train=True
+            "training_step", lambda: module.training_step(batch, 0), contextlib.nullcontext, train=True
         )
         seconds = time.thread_time() - begin
     return seconds, recordings, len(variant.assignment.graph.nodes)
