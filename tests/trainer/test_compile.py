@@ -58,7 +58,7 @@ def slow(*values):
 
 GRID = [
     # An input that needs a gradient and one that needs none are two graphs.
-    (Run("Layers", dp=2, microbatches=1, strategy=QUICK), 2),  # without a pipeline
+    slow(Run("Layers", dp=2, microbatches=1, strategy=QUICK), 2),  # without a pipeline; recomputed below
     (Run("Layers", pp=2, strategy=QUICK), 2),
     (Run("Layers", tp=2, strategy=QUICK), 2),
     slow(Run("Layers", dp=2, strategy={**QUICK, "zero_stage": 3, "reshard_after_forward": True}), 2),

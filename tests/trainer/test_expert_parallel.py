@@ -71,7 +71,7 @@ RUNS = {
     "our layer": shared(Balanced),
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
     "over stages": shared(pp=2, validate=True),
-    "over tensor ranks": shared(tp=2, trainer=CLIPPED),
+    "over tensor ranks": shared(tp=2, trainer=CLIPPED, slow=True),  # as without data ranks
     "cut by tensor ranks alone": Run(GptOss, tp=2, trainer=CLIPPED),
     "cut by tensor ranks alone, Mixtral": slow(Run(Mixtral, tp=2, validate=True, trainer=CLIPPED)),
     "cut by tensor ranks alone, our layer": slow(Run(Balanced, tp=2)),
@@ -166,7 +166,7 @@ class CountsExperts(Callback):
 
 @pytest.mark.parametrize(
     "run",
-    [shared(), shared(Looped), shared(dp=1, cp=2), Run(Mixtral, tp=2), shared(tp=2, slow=True)],
+    [shared(), shared(Looped, slow=True), shared(dp=1, cp=2, slow=True), Run(Mixtral, tp=2), shared(tp=2, slow=True)],
     ids=["Mixtral", "a list", "over context ranks", "tensor ranks", "and tensor ranks"],
 )
 def test_bytes_are_dealt_and_exchanges_counted(worlds, run):

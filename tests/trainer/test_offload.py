@@ -109,19 +109,13 @@ SUBSETS = {
 KINDS = {"p": "parameters", "g": "gradients", "s": "optimizer_states"}
 
 
-USUAL_SUBSETS = {(3, True): ["p"]}
-
-
 def each_subset():
     for stage, per_layer in ((3, True), (3, False), (2, False), (1, True)):
-        usual = USUAL_SUBSETS.get((stage, per_layer), [])
-        others = [subset for subset in SUBSETS if subset not in usual and (stage == 3 or "p" not in subset)]
-        name = f"stage {stage}{' by layer' if per_layer else ''}"
-        if usual:
-            yield pytest.param(stage, per_layer, usual, id=name)
-        yield pytest.param(stage, per_layer, others, id=f"{name}, others", marks=pytest.mark.slow)
+        subsets = [subset for subset in SUBSETS if stage == 3 or "p" not in subset]
+        yield pytest.param(stage, per_layer, subsets, id=f"stage {stage}{' by layer' if per_layer else ''}")
 
 
+@pytest.mark.slow  # by default in files, in test_parameters_in_a_file
 @pytest.mark.parametrize(("stage", "per_layer", "subsets"), list(each_subset()))
 def test_each_can_be_on_the_host_alone(worlds, stage, per_layer, subsets):
     """What is computed is bitwise the same, and nothing reads two devices."""

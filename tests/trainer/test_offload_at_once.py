@@ -51,7 +51,7 @@ class HostOnly(PretendHost):
         pytest.param(Run("Layers", num_batches=4, microbatches=1, change=lbfgs), True, id="lbfgs"),
         pytest.param(Run("Layers", num_batches=3, microbatches=1, change=adafactor), True, id="adafactor"),
         pytest.param(Run("Layers", dp=2, change=muon, strategy={"zero_stage": 2}), True, id="muon zero2"),
-        pytest.param(Run("Layers", pp=2, change=lamb), True, id="lamb stages"),
+        pytest.param(Run("Layers", pp=2, change=lamb), True, id="lamb stages", marks=pytest.mark.slow),
         pytest.param(Run("Layers", dp=2, num_batches=3, microbatches=1, change=lbfgs), False, id="lbfgs dp2"),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.slow)

@@ -55,7 +55,7 @@ CONTEXT = [
 
 FOUR = {"tp": 2, "cp": 2}
 BOTH = [
-    Run(GPT2Wide, **FOUR, validate=True, trainer={"gradient_clip_val": 0.05}),
+    *slow(Run(GPT2Wide, **FOUR, validate=True, trainer={"gradient_clip_val": 0.05})),  # as LlamaWide below
     *slow(Run(LlamaWide, **FOUR, trainer={"accumulate_grad_batches": 2}, strategy={"recompute": "full"})),
     *slow(Run(EncoderWide, **FOUR, microbatches=1)),
     *slow(Run(BertWide, **FOUR), Run(T5Wide, **FOUR), Run(ViTWide, **FOUR), Run(NanoGPTWide, **FOUR)),
@@ -267,7 +267,10 @@ def dropping_block():
     return unit
 
 
-@pytest.mark.parametrize(("options", "local"), [(BESIDE, 4), (TWICE, 2)], ids=["context", "all"])
+@pytest.mark.parametrize(
+    ("options", "local"),
+    [pytest.param(BESIDE, 4, id="context", marks=pytest.mark.slow), pytest.param(TWICE, 2, id="all")],
+)
 def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own_behind(worlds, options, local):
     """Ranks are, in order: two tensor ranks of one context rank, and those of the other; put together, what they drop
     is what one process drops, and so are results and gradients."""

@@ -35,7 +35,7 @@ EACH = {"per_layer": True}
 SHARDS_OF_2 = {"dp": 4, "strategy": {"zero_stage": 3, "reshard_after_forward": True, "shard_size": 2}}
 
 RUNS = {
-    "stage 1": zero(1, microbatches=1, trainer=CLIPPED),
+    "stage 1": zero(1, microbatches=1, trainer=CLIPPED, slow=True),  # as with validation below
     "stage 2 over stages": zero(2, pp=2, trainer=CLIPPED),
     "stage 3": zero(3, trainer=CLIPPED),
     "by layer over tensor ranks": zero(3, "Llama", tp=2, trainer=CLIPPED, slow=True, **EACH),
@@ -44,7 +44,7 @@ RUNS = {
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
     "parameters of the step": zero(3, "GlueParameters", **EACH),
     "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
-    "recomputed by layer": zero(3, strategy={"recompute": "full"}, **EACH),
+    "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_zero_recompute.py
     "a short last batch": zero(3, last=6, validate=True, **EACH),
     "validated before the first step": zero(1, validate=True, trainer={"num_sanity_val_steps": 2}),
     "stage 1 over stages": zero(1, pp=2, strategy={"schedule": "gpipe"}, slow=True),
