@@ -200,7 +200,7 @@ def test_dealt_positions_are_left_alone(worlds):
     assert not any(rank.extra["graphs"] for rank in ranks)
 
 
-@pytest.mark.parametrize("case", ["Layers", "Dropouts"])
+@pytest.mark.parametrize("case", [slow("Layers"), "Dropouts"])
 def test_the_first_step_is_verified(worlds, case):
     """Where layers draw random numbers it is not compiled, since no other process would draw the same."""
     worlds.run(2, graphs_of, Run(case, pp=2, strategy={**QUICK, "verify_first_step": True}))

@@ -67,7 +67,11 @@ def test_peers_of_a_rank_that_raises_and_lives_on_stop_and_say_why(worlds, place
     assert "ZeroDivisionError: on purpose" in said
 
 
-@pytest.mark.parametrize(("size", "pp"), [(4, 2), (3, 3), (3, 1)], ids=["2 x 2", "3 stages", "3 replicas"])
+@pytest.mark.parametrize(
+    ("size", "pp"),
+    [(4, 2), (3, 3), pytest.param(3, 1, marks=pytest.mark.slow)],
+    ids=["2 x 2", "3 stages", "3 replicas"],
+)
 def test_every_rank_learns_which_one_failed_first(worlds, size, pp):
     results = worlds.run(size, run_failing, size, pp, size - 1, "hook", {}, timeout=20)
     for index, (name, _, notes) in enumerate(results):

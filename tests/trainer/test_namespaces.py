@@ -76,7 +76,7 @@ def fit(top, objects_of, precision=None, *, as_plugin=False, late=False):
         ("pytorch_lightning", {}),
         pytest.param("pytorch_lightning", {"precision": "16-mixed", "as_plugin": True}, marks=pytest.mark.slow),
         ("lightning", {"precision": "16-mixed", "as_plugin": True}),
-        ("lightning", {"late": True}),
+        pytest.param("lightning", {"late": True}, marks=pytest.mark.slow),
     ],
     ids=["own", "own-16-plugin", "others-16-plugin", "others-late"],
 )

@@ -72,7 +72,7 @@ def all_on_disk(folder):
     ("run", "where"),
     [
         pytest.param(BY_LAYER, all_on_disk, id="by layer"),
-        pytest.param(RUNS["zero3"], alone_on_disk, id="by step, alone"),
+        pytest.param(RUNS["zero3"], alone_on_disk, id="by step, alone", marks=pytest.mark.slow),
         pytest.param(BY_LAYER, alone_on_disk, id="by layer, alone", marks=pytest.mark.slow),
         pytest.param(RUNS["zero3"], all_on_disk, id="by step", marks=pytest.mark.slow),
     ],

@@ -38,7 +38,7 @@ GRID = [
     covered(Run("GPT2", pp=2, dp=2, strategy=ONE_F_ONE_B)),
     Run("GPT2", pp=4, strategy=GPIPE, microbatches=4),
     covered(Run("GPT2", pp=2, strategy=INTERLEAVED)),
-    Run("GPT2", pp=2, dtype=torch.float32),
+    covered(Run("GPT2", pp=2, dtype=torch.float32)),
     covered(Run("Llama", pp=4, microbatches=4)),
     covered(Run("Llama", pp=2, dp=2, strategy=INTERLEAVED)),
     Run("Llama", pp=2, strategy=INTERLEAVED),

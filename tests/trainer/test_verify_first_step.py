@@ -128,14 +128,14 @@ def line_of(lines):
 @pytest.mark.parametrize(
     ("module", "layout"),
     [
-        (Tied, PP2),
+        pytest.param(Tied, PP2, marks=pytest.mark.slow),  # as with tensor ranks below
         (Dropping, DP2),
         (Dropping, DP2_IN_PARTS),
         (EditsGradients, DP2),
         (Dropping, DP2_PP2),
         (Keeps, PP2),
         (Tiny, TWO_STAGES),
-        (Tiny, TP2),
+        pytest.param(Tiny, TP2, marks=pytest.mark.slow),
         (Tied, PP2_TP2),
     ],
     ids=[

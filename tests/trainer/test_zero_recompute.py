@@ -115,10 +115,14 @@ class CountsWholes(Callback):
 MIXED = {"*": "full", "*0": "selective", "*2": "selective"}
 
 
-SLOW = [pytest.param(None, marks=pytest.mark.slow, id="keep"), pytest.param(MIXED, marks=pytest.mark.slow, id="mixed")]
+SLOW = [
+    pytest.param(None, marks=pytest.mark.slow, id="keep"),
+    pytest.param("full", marks=pytest.mark.slow, id="full"),
+    pytest.param(MIXED, marks=pytest.mark.slow, id="mixed"),
+]
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full", *SLOW])
+@pytest.mark.parametrize("recompute", ["selective", *SLOW])
 def test_within_a_step_two_layers_are_whole_and_nothing_holds_their_parameters(worlds, recompute):
     run = recomputed(Run("GPT2", dp=2, num_batches=2, change=frozen_in_part), recompute, CountsWholes)
     for rank in worlds.run(2, fit, run):
