@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -279,8 +279,7 @@ class _Run:
         self._forwards_left -= 1
         earlier = self.results.get(microbatch)
         held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
-        made = held if earlier is None else {**earlier.made, **held}
-        self.results[microbatch] = StageRun(run.result, made, run.placeholders, run.numbers_read)
+        self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
         given.leaves()  # also what the step has not read
         return given.waited
 

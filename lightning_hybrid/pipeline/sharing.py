@@ -100,15 +100,10 @@ class StepSharing:
         numbers = self._exchange.finish()
         logged, scalars = numbers[: len(self._entries)], numbers[len(self._entries) :]
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
-        kinds: dict[tuple[str, str], list[int]] = {}
-        for place, (index, value) in enumerate(self._scalars):
+        for (index, value), number in zip(self._scalars, scalars, strict=True):
             known = self._variants[index].assignment.graph.values[value]
-            kinds.setdefault((known.dtype, known.device), []).append(place)
-        for (dtype, device), places in kinds.items():
-            row = torch.tensor([scalars[place] for place in places], dtype=getattr(torch, dtype))
-            for place, number in zip(places, row.to(device or self._device).unbind(), strict=True):
-                index, value = self._scalars[place]
-                content[index][value] = number
+            dtype, device = getattr(torch, known.dtype), known.device or self._device
+            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
         for index, value in self._tensors:
             assignment = self._variants[index].assignment
             source = assignment.value_stage[value] % num_ranks

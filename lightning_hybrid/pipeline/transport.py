@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -93,9 +92,6 @@ class HostTransport(Transport):
         """Nothing: what was sent has left."""
 
 
-_HERE = ("", "cpu")  # what a host's memory holds is there already
-
-
 class _Expected(Incoming):
     def __init__(self, transfers: Transfers, message: Message, peer: int, values: Sequence[Value]) -> None:
         self._transfers, self._message, self._peer, self._values = transfers, message, peer, values
@@ -104,7 +100,7 @@ class _Expected(Incoming):
         tensors = []
         for place, value in enumerate(self._values):
             tensor = self._transfers.receive(self._peer, _tag(self._message, place), getattr(torch, value.dtype))
-            tensors.append(tensor if value.device in _HERE else tensor.to(value.device))
+            tensors.append(tensor.to(value.device) if value.device else tensor)
         return tensors
 
 
@@ -186,7 +182,6 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return GroupTransport(group, device) if transfers is None else HostTransport(transfers)
 
 
-@lru_cache(maxsize=4096)  # steps repeat their messages
 def _tag(message: Message, place: int, *, header: bool = False) -> int:
     """A number that two messages under way between the same two ranks never share."""
     tag = message.microbatch & 0x3FF

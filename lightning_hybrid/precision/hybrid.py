@@ -156,10 +156,6 @@ class HybridPrecision(MixedPrecision):
         """Make modules in the dtype of a "-true" precision."""
         return self._format.module_init_context()
 
-    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """For each forward of a training step: as ``forward_context``, without a generator around it."""
-        return self.forward_context()
-
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Autocast for a "-mixed" precision, a default dtype for a "-true" one."""
         return super().forward_context() if self._is_mixed else self._format.forward_context()

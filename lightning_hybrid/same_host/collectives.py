@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.same_host.hidden import no_dispatch_mode, no_function_mode
+from lightning_hybrid.same_host.hidden import hidden
 from lightning_hybrid.same_host.streams import OfGroups, Streams, given_files
 
 SLOT_BYTES = 2**21  # more goes in several rounds, so that what is written is read while it is in the cache
@@ -45,17 +45,17 @@ class SharedMemory:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place and everywhere in the same order."""
         for part in tensor.detach().view(-1).split(SLOT_BYTES // tensor.element_size()):
-            with no_dispatch_mode(), no_function_mode():
+            with hidden():
                 first, second, *others = self._all_gather(part)
             torch.add(first, second, out=part)  # modes see that the tensor is written
-            with no_dispatch_mode(), no_function_mode():
+            with hidden():
                 for other in others:
                     part += other
 
     @torch.compiler.disable
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, contiguous ones of one shape."""
-        with no_dispatch_mode(), no_function_mode():
+        with hidden():
             gathered = [torch.empty_like(tensor) for _ in range(self._size)]
             length = SLOT_BYTES // tensor.element_size()
             rows = zip(*(whole.view(-1).split(length) for whole in gathered), strict=True)
@@ -72,7 +72,7 @@ class SharedMemory:
             given: One for each rank, flat, of any lengths.
             lengths: Of what each rank gives to this one.
         """
-        with no_dispatch_mode(), no_function_mode():
+        with hidden():
             received = [given[0].new_empty(length) for length in lengths]
             self._exchange(given, received)
         return received

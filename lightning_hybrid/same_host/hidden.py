@@ -1,13 +1,18 @@
-"""What ranks do with the memory that they share is nothing of the step's: no mode sees it.
+"""What ranks do with the memory that they share is nothing of the step's."""
 
-    with no_dispatch_mode(), no_function_mode():
-        ...
+from __future__ import annotations
 
-Activation checkpointing would note these operations as if they could be repeated: they read memory that other ranks
-write to. Torch's own guards, since a context of Python costs more than a small message does.
-"""
+import contextlib
+from collections.abc import Iterator
 
-from torch._C import DisableTorchFunction as no_function_mode
-from torch._C import _DisableTorchDispatch as no_dispatch_mode
+import torch
 
-__all__ = ["no_dispatch_mode", "no_function_mode"]
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """No mode sees the operations inside.
+
+    Activation checkpointing would note them as if they could be repeated: they read memory that other ranks write to.
+    """
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield

@@ -13,7 +13,6 @@ from lightning_hybrid.same_host.transfers import transfers_of
 _TAG = 2**62  # beside which no message is numbered
 
 
-@torch.compiler.disable  # the user may have compiled what logs
 def begin_to_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
     """Start to gather the rows of all ranks, as long on each; collective, in one order on all of them.
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.same_host.hidden import no_dispatch_mode, no_function_mode
+from lightning_hybrid.same_host.hidden import hidden
 from lightning_hybrid.same_host.streams import OfGroups, Streams, given_files
 
 _SMALLEST_PLACE = 4096  # bytes: a page
@@ -51,6 +51,7 @@ class Transfers:
         # Where what has come begins in the sender's memory, and its shape; by peer, generation and tag.
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, tuple[int, ...]]]] = {}
 
+    @torch.compiler.disable  # the user may have compiled what waits for it
     def send(self, peer: int, tag: int, tensor: Tensor) -> None:
         """Give a tensor to a rank; afterwards it may be written.
 
@@ -60,7 +61,7 @@ class Transfers:
             tensor: On the CPU.
         """
         place = self._free_place(tensor.nbytes)
-        with no_dispatch_mode(), no_function_mode():
+        with hidden():
             self._own.content(place, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
         packet = struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, place, *tensor.shape)
         while not self._streams.send_now(peer, packet):
@@ -68,7 +69,7 @@ class Transfers:
             for sender in self._streams.wait_for_room(peer):
                 self._read_packet(sender)
 
-    @torch.compiler.disable  # the user may have compiled what waits for it
+    @torch.compiler.disable
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
         """Wait for a tensor.
 
@@ -86,7 +87,7 @@ class Transfers:
             self._read_packet(peer)
         place, shape = come.popleft()
         memory = self._memories[peer]
-        with no_dispatch_mode(), no_function_mode():
+        with hidden():
             tensor = memory.content(place, shape, dtype).clone()
         with self._fence:
             memory.in_use[place // 8] = 0

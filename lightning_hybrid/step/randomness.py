@@ -8,7 +8,6 @@ process that runs all microbatches draws them too. Outside a step the generators
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import zlib
 from collections import Counter
@@ -149,7 +148,6 @@ class GeneratorStates:
             self._accelerator.set_state(self._accelerator_state)
 
 
-@functools.cache
 def _accelerator_generator(device: torch.device) -> torch.Generator | None:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,16 +46,12 @@ class _Noted:
         return self._real()[key]
 
 
-def noted_loggers(module: pl.LightningModule) -> AbstractContextManager[None]:
-    """Let a step that runs inside note what it tells the loggers."""
-    return _noted(module) if module.trainer._loggers else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _noted(module: pl.LightningModule) -> Iterator[None]:
+def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
+    """Let a step that runs inside note what it tells the loggers."""
     trainer = module.trainer
     loggers = trainer._loggers
-    if isinstance(vars(loggers[0]).get("_calls"), list):
+    if not loggers or isinstance(vars(loggers[0]).get("_calls"), list):
         yield
         return
     calls = vars(module).setdefault(_CALLS, [])

@@ -36,36 +36,6 @@ from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 
-class _InStep(AbstractContextManager[None]):
-    """One run of the user's step. A class, not a generator: it is entered before every forward."""
-
-    def __init__(
-        self, strategy: SteppingStrategy, name: str, around: Callable[[], list[AbstractContextManager[Any]]]
-    ) -> None:
-        self._strategy, self._name, self._around = strategy, name, around
-
-    def __enter__(self) -> None:
-        strategy = self._strategy
-        self._before, strategy._in_step = strategy._in_step, True
-        self._stack = contextlib.ExitStack()
-        try:
-            for context in self._around():
-                self._stack.enter_context(context)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
-        strategy = self._strategy
-        try:
-            return self._stack.__exit__(kind, error, traceback)
-        finally:
-            strategy._in_step = self._before
-            if isinstance(error, Exception) and self._name == "training_step":
-                place = f"batch {strategy._trainer.fit_loop.epoch_loop.batch_idx}"
-                note(error, f"in training_step of {place} (step {strategy._trainer.global_step})")
-
-
 class SteppingStrategy(FolderStrategy):
     """Runs the user's steps: through the pipeline where there is a runner, plainly where there is none.
 
@@ -271,18 +241,25 @@ class SteppingStrategy(FolderStrategy):
         precision: Callable[[], AbstractContextManager[Any]] = getattr(self.precision_plugin, f"{short}_step_context")
         again = self._recomputing if name == "training_step" else None
 
-        def around() -> list[AbstractContextManager[Any]]:
-            module = self.lightning_module
-            assert module is not None
-            contexts: list[AbstractContextManager[Any]] = [self.user_world(), precision()]
-            if self._runner is not None:
-                contexts.append(noted_loggers(module))
-            if again is not None:
-                contexts.append(again())
-            contexts.append(self._among_others(name))
-            return [context for context in contexts if not isinstance(context, nullcontext)]
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            before, self._in_step = self._in_step, True
+            try:
+                module = self.lightning_module
+                assert module is not None
+                loggers = contextlib.nullcontext() if self._runner is None else noted_loggers(module)
+                recomputed = contextlib.nullcontext() if again is None else again()
+                with self.user_world(), precision(), loggers, recomputed, self._among_others(name):
+                    yield
+            except Exception as error:
+                loop = self._trainer.fit_loop.epoch_loop
+                if name == "training_step":
+                    note(error, f"in training_step of batch {loop.batch_idx} (step {self._trainer.global_step})")
+                raise
+            finally:
+                self._in_step = before
 
-        return partial(_InStep, self, name, around)
+        return context
 
     def _among_others(self, name: str) -> AbstractContextManager[None]:
         """In a batch of an evaluation that other replicas do not have, asking them is an error: they never answer."""
