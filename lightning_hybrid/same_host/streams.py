@@ -187,10 +187,6 @@ class OfGroups(Generic[T]):
                 finalize(group, made[0].close).atexit = False
         return None if made is None else made[1]
 
-    def known(self) -> list[T | None]:
-        """Those of all groups so far."""
-        return [None if made is None else made[1] for made in self._made.values()]
-
 
 def _agreed(group: dist.ProcessGroup, make: Callable[[Streams], T]) -> tuple[Streams, T] | None:
     """What is made over streams between the ranks of a group, and these; None on all if it cannot be made on one."""
