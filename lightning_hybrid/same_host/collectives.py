@@ -44,13 +44,19 @@ class SharedMemory:
     @torch.compiler.disable
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place and everywhere in the same order."""
-        for part in tensor.detach().view(-1).split(SLOT_BYTES // tensor.element_size()):
+        with hidden():
+            flat = tensor.detach().view(-1)
+            parts = (flat,) if flat.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.element_size())
+        for part in parts:
             with hidden():
-                first, second, *others = self._all_gather(part)
-            torch.add(first, second, out=part)  # modes see that the tensor is written
-            with hidden():
-                for other in others:
-                    part += other
+                slots = self._all_gather(part)
+            # Two of the ranks have one of the first two addends at hand. Modes see that the tensor is written.
+            first, second = (part if self._rank == k else slots[k] for k in (0, 1))
+            torch.add(first, second, out=part)
+            if len(slots) > 2:
+                with hidden():
+                    for other in slots[2:]:
+                        part += other
 
     @torch.compiler.disable
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

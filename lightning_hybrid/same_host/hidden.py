@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
 
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
+class hidden(AbstractContextManager[None]):  # noqa: N801
     """No mode sees the operations inside.
 
     Activation checkpointing would note them as if they could be repeated: they read memory that other ranks write to.
     """
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+
+    def __enter__(self) -> None:
+        self._disabled = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+        for each in self._disabled:
+            each.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for each in reversed(self._disabled):
+            each.__exit__(*error)

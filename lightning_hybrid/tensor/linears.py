@@ -142,13 +142,14 @@ class Linears:
         if self._ranks.size == 1:
             return run(x, True, *args, **kwargs)
         out = run(x, False, *args, **kwargs)
+        bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
+        if bias is not None:  # added once, to the sum
+            bias = bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
         if dealing is not None and dealing.inner is not None:
             out = dealing.leave_region(out)
-        else:
-            out = leave(out, self._ranks)
-        bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
-        # Added once, to the sum.
-        return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
+            return out if bias is None else out + bias
+        out = leave(out, self._ranks)
+        return out if bias is None else out.add_(bias)
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         stands_for_all = isinstance(x, OwnPositions)
