@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 
-class hidden(AbstractContextManager[None]):  # noqa: N801
+class hidden(AbstractContextManager[None]):
     """No mode sees the operations inside.
 
     Activation checkpointing would note them as if they could be repeated: they read memory that other ranks write to.
@@ -18,6 +18,6 @@ class hidden(AbstractContextManager[None]):  # noqa: N801
         for each in self._disabled:
             each.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for each in reversed(self._disabled):
-            each.__exit__(*error)
+            each.__exit__(None, None, None)

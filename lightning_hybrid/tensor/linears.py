@@ -142,14 +142,14 @@ class Linears:
         if self._ranks.size == 1:
             return run(x, True, *args, **kwargs)
         out = run(x, False, *args, **kwargs)
+        is_dealt = dealing is not None and dealing.inner is not None
+        out = dealing.leave_region(out) if dealing is not None and is_dealt else leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
-        if bias is not None:  # added once, to the sum
-            bias = bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
-        if dealing is not None and dealing.inner is not None:
-            out = dealing.leave_region(out)
-            return out if bias is None else out + bias
-        out = leave(out, self._ranks)
-        return out if bias is None else out.add_(bias)
+        if bias is None:
+            return out
+        # Added once, to the sum; what leaves to dealt positions may be a view.
+        addend = bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
+        return out + addend if is_dealt else out.add_(addend)
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         stands_for_all = isinstance(x, OwnPositions)
