@@ -29,7 +29,8 @@ class PipelineTimeline(Callback):
 
     The bubble and the schedule's own bound are printed, and logged as "pipeline_bubble" and "pipeline_bubble_bound"
     where the trainer has loggers. A measurement is taken between two steps and costs one small collective; all other
-    steps cost nothing. Ranks in the picture are pipeline coordinates of the first replica.
+    steps cost nothing. Ranks in the picture are pipeline coordinates; it shows the first replica, of which it is the
+    first pipeline beside tensor or context ranks.
 
     Args:
         path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). With
@@ -73,10 +74,12 @@ class PipelineTimeline(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the step that has just ended, if it is its turn; collective over the first replica's pipeline."""
+        """Measure the step that has just ended, if it is its turn; collective over the first pipeline."""
         step, strategy = trainer.global_step, trainer.strategy
         is_new, self._last_step = step > self._last_step, step  # batches that are only accumulated end no step
-        if not (is_new and self._is_wanted(step) and _is_pipeline(strategy)) or strategy.data_rank != 0:  # type: ignore[attr-defined]
+        if not (is_new and self._is_wanted(step) and _is_pipeline(strategy)):
+            return
+        if any(strategy.mesh.rank_in(axis) for axis in ("data", "cp", "tp")):  # type: ignore[attr-defined]
             return
         timeline = _gather(strategy)
         if timeline is None:

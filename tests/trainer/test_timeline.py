@@ -97,6 +97,16 @@ def test_one_replica_is_drawn():
     assert lanes_of("timeline.svg")[0] == {"rank 0", "rank 1"}
 
 
+@pytest.mark.world(4)
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "context_parallel_size"])
+def test_one_pipeline_of_a_replica_is_drawn(axis):
+    with mock.patch.object(PipelineTimeline, "_report") as reported:
+        fit(PipelineTimeline(step=1), max_steps=1, pipeline_parallel_size=2, num_microbatches=2, **{axis: 2})
+    drawn = [None] * dist.get_world_size()
+    dist.all_gather_object(drawn, reported.call_count)
+    assert drawn == [1, 0, 0, 0]
+
+
 @pytest.mark.world(2)
 def test_without_stages_nothing_is_drawn():
     with mock.patch.object(pipeline_timeline, "rank_zero_info") as told:
