@@ -9,7 +9,6 @@ step whose first and last actions happened to be short may lie a little below it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hybrid.schedule import Action, Kind, Portals, Schedule, Span, Timeline, simulate, to_svg
+from lightning_hybrid.schedule import Portals, Schedule, Span, Timeline, to_svg, without_losses, without_waits
 
 _SUFFIXES = (".svg", ".png")
 
@@ -84,8 +83,7 @@ class PipelineTimeline(Callback):
         timeline = _gather(strategy)
         if timeline is None:
             return
-        bound = schedule_bound(timeline, strategy.plan.first.assignment)  # type: ignore[attr-defined]
-        self._report(trainer, timeline, bound, step)
+        self._report(trainer, *schedule_bound(timeline, strategy.plan.first.assignment), step)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where training ended before the step."""
@@ -141,8 +139,8 @@ def _gather(strategy: Any) -> Timeline | None:
     )
 
 
-def schedule_bound(timeline: Timeline, assignment: Any) -> Timeline:
-    """The measured actions in their order, simulated with their mean times and without transfers.
+def schedule_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
+    """The measured actions without the time in which they waited, and as they would have run without any loss.
 
     Args:
         timeline: measured, of all ranks of one pipeline.
@@ -158,26 +156,9 @@ def schedule_bound(timeline: Timeline, assignment: Any) -> Timeline:
         num_microbatches=1 + max(span.action.microbatch for span in timeline.spans),
         actions=tuple(tuple(span.action for span in row) for row in rows),
     )
-    seconds = _mean_seconds(timeline.spans)
-
-    def per_stage(kind: Kind) -> list[float]:
-        return [seconds.get(Action(kind, stage), 0.0) for stage in range(schedule.num_stages)]
-
-    return simulate(
-        schedule,
-        Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals())),
-        forward_seconds=per_stage(Kind.F),
-        backward_seconds=per_stage(Kind.B),
-        reduce_seconds=per_stage(Kind.REDUCE),
-    )
-
-
-def _mean_seconds(spans: Iterable[Span]) -> Mapping[Action, float]:
-    """Mean time by kind and stage, as actions without a microbatch."""
-    taken: dict[Action, list[float]] = {}
-    for span in spans:
-        taken.setdefault(Action(span.action.kind, span.action.stage), []).append(span.end - span.start)
-    return {action: sum(values) / len(values) for action, values in taken.items()}
+    portals = Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
+    worked = without_waits(timeline, schedule, portals)
+    return worked, without_losses(worked, schedule, portals)
 
 
 def _write_png(svg: str, path: Path) -> None:

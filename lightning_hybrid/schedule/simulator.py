@@ -1,7 +1,7 @@
 """When would each action run? Every rank works through its row and waits where it must.
 
-One walk serves three readers: the planner wants the makespan, `program.py` the order of events, and `checker.py`
-wants to know whether the walk reaches the end.
+One walk serves four readers: the planner wants the makespan, `program.py` the order of events, `checker.py` wants to
+know whether the walk reaches the end, and whoever has measured a step what the schedule itself makes ranks wait.
 """
 
 from __future__ import annotations
@@ -95,6 +95,41 @@ def simulate(
         return backward[action.stage] * (1 if action.kind is Kind.B else 0.5)
 
     return Timeline(tuple(_walk(schedule, portals, seconds, transfer_seconds)), schedule.num_ranks)
+
+
+def without_waits(measured: Timeline, schedule: Schedule, portals: Portals) -> Timeline:
+    """A measured timeline in which no action begins before the last of those that it needs has ended.
+
+    A forward may begin before what it needs has come, and waits inside: that is no work.
+
+    Args:
+        measured: of all actions of the schedule.
+        schedule: what each rank did.
+        portals: which stages wait for which.
+    """
+    before = _prerequisites(schedule, portals)
+    ends = {span.action: span.end for span in measured.spans}
+
+    def begun(span: Span) -> Span:
+        start = max([span.start, *(ends[needed] for needed in before[span.action])])
+        return span._replace(start=min(start, span.end))
+
+    return Timeline(tuple(map(begun, measured.spans)), measured.num_ranks)
+
+
+def without_losses(measured: Timeline, schedule: Schedule, portals: Portals) -> Timeline:
+    """What ranks would have done when, had nothing been lost between the actions of a measured timeline.
+
+    Each action takes as long as it took; the gaps that are left are the schedule's own. For a timeline `without_waits`
+    it ends no later than what was measured.
+
+    Args:
+        measured: of all actions of the schedule.
+        schedule: what each rank did.
+        portals: which stages wait for which.
+    """
+    seconds = {span.action: span.end - span.start for span in measured.spans}
+    return Timeline(tuple(_walk(schedule, portals, seconds.__getitem__, 0.0)), schedule.num_ranks)
 
 
 def _walk(

@@ -1,5 +1,7 @@
 """PipelineTimeline draws what the ranks of a pipeline really did, and does nothing without one."""
 
+import dataclasses
+import random
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,16 +142,68 @@ def test_wrong_arguments_are_refused(arguments, error, message):
         PipelineTimeline(**arguments)
 
 
-@pytest.mark.parametrize(("name", "stages_per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_the_bound_of_a_timeline_without_losses_is_itself(name, stages_per_rank):
+SCHEDULES = pytest.mark.parametrize(("name", "stages_per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+
+
+def simulated(name, stages_per_rank, transfer=0.0):
+    """A timeline with four microbatches, and what hands values to what in it."""
     schedule = make_schedule(name, 2, 4, stages_per_rank)
     links = chain(schedule.num_stages)
-    ideal = simulate(schedule, links, forward_seconds=1.0, backward_seconds=2.0, reduce_seconds=0.5)
     assignment = SimpleNamespace(
         num_stages=schedule.num_stages,
         portals=dict.fromkeys(links.forward, ()),
         gradient_portals=lambda: dict.fromkeys(links.backward, ()),
     )
-    bound = schedule_bound(ideal, assignment)
+    costs = {"forward_seconds": 1.0, "backward_seconds": 2.0, "reduce_seconds": 0.5, "transfer_seconds": transfer}
+    return simulate(schedule, links, **costs), assignment
+
+
+@SCHEDULES
+def test_the_bound_of_a_timeline_without_losses_is_itself(name, stages_per_rank):
+    ideal, assignment = simulated(name, stages_per_rank)
+    worked, bound = schedule_bound(ideal, assignment)
+    assert worked == ideal
     assert bound.makespan_seconds == pytest.approx(ideal.makespan_seconds)
     assert bound.bubble == pytest.approx(ideal.bubble)
+
+
+@SCHEDULES
+def test_what_transfers_take_is_no_part_of_the_bound(name, stages_per_rank):
+    slow, assignment = simulated(name, stages_per_rank, transfer=0.25)
+    ideal, _ = simulated(name, stages_per_rank)
+    worked, bound = schedule_bound(slow, assignment)
+    assert worked.bubble == slow.bubble > ideal.bubble
+    assert bound.makespan_seconds == pytest.approx(ideal.makespan_seconds)
+    assert bound.bubble == pytest.approx(ideal.bubble)
+
+
+@SCHEDULES
+def test_an_action_that_begins_early_only_waits(name, stages_per_rank):
+    ideal, assignment = simulated(name, stages_per_rank)
+    last = {}
+    early = []
+    for span in ideal.spans:  # each begins as soon as its rank is free
+        early.append(span._replace(start=last.get(span.rank, 0.0)))
+        last[span.rank] = span.end
+    waiting = dataclasses.replace(ideal, spans=tuple(early))
+    assert waiting.bubble < ideal.bubble
+    worked, bound = schedule_bound(waiting, assignment)
+    assert worked.bubble == pytest.approx(ideal.bubble)
+    assert bound.makespan_seconds == pytest.approx(ideal.makespan_seconds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_measured_step_is_faster_than_its_bound(seed):
+    chance = random.Random(seed)
+    for name, stages_per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+        ideal, assignment = simulated(name, stages_per_rank, transfer=0.1)
+        # Time passes more slowly here and there, alike on all ranks: whatever each action takes then, the order holds.
+        points = sorted({time for span in ideal.spans for time in span[2:]})
+        clock, now = {}, 0.0
+        for before, after in zip([points[0], *points], points, strict=False):
+            now += (after - before) * chance.uniform(0.3, 3)
+            clock[after] = now
+        measured = tuple(span._replace(start=clock[span.start], end=clock[span.end]) for span in ideal.spans)
+        worked, bound = schedule_bound(dataclasses.replace(ideal, spans=measured), assignment)
+        assert bound.makespan_seconds <= worked.makespan_seconds + 1e-9
+        assert bound.bubble <= worked.bubble + 1e-9
