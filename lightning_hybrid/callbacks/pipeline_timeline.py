@@ -1,9 +1,8 @@
 """Draw what the pipeline really did in one training step, and compare it with what its schedule allows.
 
-Each rank notes when its actions ran. This callback brings the notes of one replica together, on one clock, and draws
-them as swim-lanes. The bound is the same schedule simulated with the measured mean times of each stage: what is lost
-beyond it went to transfers and to actions that took longer than others of their stage. It is a bound on average only: a
-step whose first and last actions happened to be short may lie a little below it.
+Each rank notes when its actions ran. This callback brings the notes of one pipeline together, on one clock, and draws
+them as swim-lanes, each action from when what it needs was there. The bound is the same actions, each as long as it
+took, with nothing lost between them: what is lost beyond it went to transfers, dispatch and waiting for a core.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hybrid.schedule import Portals, Schedule, Span, Timeline, to_svg, without_losses, without_waits
+from lightning_hybrid.schedule import Portals, Schedule, Span, Timeline, to_svg
+from lightning_hybrid.schedule.simulator import without_losses, without_waits
 
 _SUFFIXES = (".svg", ".png")
 
@@ -83,7 +83,7 @@ class PipelineTimeline(Callback):
         timeline = _gather(strategy)
         if timeline is None:
             return
-        self._report(trainer, *schedule_bound(timeline, strategy.plan.first.assignment), step)  # type: ignore[attr-defined]
+        self._report(trainer, *work_and_bound(timeline, strategy.plan.first.assignment), step)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where training ended before the step."""
@@ -139,7 +139,7 @@ def _gather(strategy: Any) -> Timeline | None:
     )
 
 
-def schedule_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
+def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
     """The measured actions without the time in which they waited, and as they would have run without any loss.
 
     Args:

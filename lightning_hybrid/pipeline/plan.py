@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks
-from lightning_hybrid.step.members import modules_in, parameters_in
+from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.numbers_read import BranchCheck
 from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -95,7 +95,7 @@ class StagePlan:
 
     def names(self) -> dict[int, str]:
         """FQN by id of every parameter and tracked buffer."""
-        names = {id(parameter): name for name, parameter in parameters_in(self._root)}
+        names = {id(parameter): name for name, parameter in parameters_of(modules_in(self._root))}
         if self._tracked:
             names.update((id(buffer), name) for name, buffer in self._root.named_buffers() if name in self._tracked)
         return names
@@ -156,8 +156,9 @@ class StagePlan:
 
     def modes(self) -> Hashable:
         """What a recording depends on beside the batch: train or eval, and requires_grad, everywhere."""
-        modes = tuple([module.training for _, module in modules_in(self._root)])
-        return modes, tuple([parameter.requires_grad for _, parameter in parameters_in(self._root)])
+        modules = modules_in(self._root)
+        modes = tuple([module.training for _, module in modules])
+        return modes, tuple([parameter.requires_grad for _, parameter in parameters_of(modules)])
 
     def _cut(self, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
         """Record and assign; the first time, open units until the stages are balanced."""

@@ -28,7 +28,7 @@ from lightning_hybrid.schedule.generators import (
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.portals import Message, Portals, chain, made_by, needed_by
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
-from lightning_hybrid.schedule.simulator import Span, Timeline, simulate, without_losses, without_waits
+from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
 
 __all__ = [
     "NO_MICROBATCH",
@@ -62,6 +62,4 @@ __all__ = [
     "simulate",
     "to_svg",
     "to_text",
-    "without_losses",
-    "without_waits",
 ]

@@ -5,6 +5,8 @@ Torch's own generators hand each item up through as many frames as it lies deep.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
@@ -26,10 +28,10 @@ def modules_in(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def parameters_in(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """``root.named_parameters()``."""
+def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
+    """``root.named_parameters()``, of the modules in a root."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for fqn, module in modules_in(root):
+    for fqn, module in modules:
         if parameters := module._parameters:
             prefix = fqn + "." if fqn else ""
             for name, parameter in parameters.items():

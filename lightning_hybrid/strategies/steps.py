@@ -23,7 +23,7 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.members import parameters_in
+from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
@@ -90,7 +90,7 @@ class SteppingStrategy(FolderStrategy):
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         accumulated = self._trainer.accumulate_grad_batches
         seed_factor = self.precision_plugin.loss_scale / accumulated
-        trained = [p for _, p in parameters_in(module) if not is_absent(p)]
+        trained = [p for _, p in parameters_of(modules_in(module)) if not is_absent(p)]
         # Where Lightning will run no backward (SWA's last pass, for BatchNorm), what is set aside is never handed over.
         unused = self._trainer.fit_loop._skip_backward
         shown = unused or old_gradients_are_read(self._trainer)

@@ -142,14 +142,13 @@ class Linears:
         if self._ranks.size == 1:
             return run(x, True, *args, **kwargs)
         out = run(x, False, *args, **kwargs)
-        is_dealt = dealing is not None and dealing.inner is not None
-        out = dealing.leave_region(out) if dealing is not None and is_dealt else leave(out, self._ranks)
+        if dealing is not None and dealing.inner is not None:
+            out = dealing.leave_region(out)
+        else:
+            out = leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
-        if bias is None:
-            return out
-        # Added once, to the sum; what leaves to dealt positions may be a view.
-        addend = bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim))
-        return out + addend if is_dealt else out.add_(addend)
+        # Added once, to the sum, where that lies.
+        return out if bias is None else out.add_(bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim)))
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         stands_for_all = isinstance(x, OwnPositions)

@@ -4,7 +4,7 @@ import torch
 from models import EncoderDecoder
 from torch import nn
 
-from lightning_hybrid.step.members import modules_in, parameters_in
+from lightning_hybrid.step.members import modules_in, parameters_of
 
 
 class Nested(nn.Module):
@@ -23,5 +23,5 @@ class Nested(nn.Module):
 def test_in_the_order_of_torch_and_each_once():
     for root in (Nested(), nn.Sequential(), nn.Linear(1, 1), EncoderDecoder()):
         assert modules_in(root) == list(root.named_modules())
-        found, expected = parameters_in(root), list(root.named_parameters())
+        found, expected = parameters_of(modules_in(root)), list(root.named_parameters())
         assert [(name, id(parameter)) for name, parameter in found] == [(name, id(each)) for name, each in expected]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import PipelineTimeline, pipeline_timeline
-from lightning_hybrid.callbacks.pipeline_timeline import schedule_bound
+from lightning_hybrid.callbacks.pipeline_timeline import work_and_bound
 from lightning_hybrid.schedule import chain, make_schedule, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -161,7 +161,7 @@ def simulated(name, stages_per_rank, transfer=0.0):
 @SCHEDULES
 def test_the_bound_of_a_timeline_without_losses_is_itself(name, stages_per_rank):
     ideal, assignment = simulated(name, stages_per_rank)
-    worked, bound = schedule_bound(ideal, assignment)
+    worked, bound = work_and_bound(ideal, assignment)
     assert worked == ideal
     assert bound.makespan_seconds == pytest.approx(ideal.makespan_seconds)
     assert bound.bubble == pytest.approx(ideal.bubble)
@@ -171,7 +171,7 @@ def test_the_bound_of_a_timeline_without_losses_is_itself(name, stages_per_rank)
 def test_what_transfers_take_is_no_part_of_the_bound(name, stages_per_rank):
     slow, assignment = simulated(name, stages_per_rank, transfer=0.25)
     ideal, _ = simulated(name, stages_per_rank)
-    worked, bound = schedule_bound(slow, assignment)
+    worked, bound = work_and_bound(slow, assignment)
     assert worked.bubble == slow.bubble > ideal.bubble
     assert bound.makespan_seconds == pytest.approx(ideal.makespan_seconds)
     assert bound.bubble == pytest.approx(ideal.bubble)
@@ -187,23 +187,23 @@ def test_an_action_that_begins_early_only_waits(name, stages_per_rank):
         last[span.rank] = span.end
     waiting = dataclasses.replace(ideal, spans=tuple(early))
     assert waiting.bubble < ideal.bubble
-    worked, bound = schedule_bound(waiting, assignment)
+    worked, bound = work_and_bound(waiting, assignment)
     assert worked.bubble == pytest.approx(ideal.bubble)
     assert bound.makespan_seconds == pytest.approx(ideal.makespan_seconds)
 
 
+@SCHEDULES
 @pytest.mark.parametrize("seed", range(8))
-def test_no_measured_step_is_faster_than_its_bound(seed):
+def test_no_measured_step_is_faster_than_its_bound(seed, name, stages_per_rank):
     chance = random.Random(seed)
-    for name, stages_per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
-        ideal, assignment = simulated(name, stages_per_rank, transfer=0.1)
-        # Time passes more slowly here and there, alike on all ranks: whatever each action takes then, the order holds.
-        points = sorted({time for span in ideal.spans for time in span[2:]})
-        clock, now = {}, 0.0
-        for before, after in zip([points[0], *points], points, strict=False):
-            now += (after - before) * chance.uniform(0.3, 3)
-            clock[after] = now
-        measured = tuple(span._replace(start=clock[span.start], end=clock[span.end]) for span in ideal.spans)
-        worked, bound = schedule_bound(dataclasses.replace(ideal, spans=measured), assignment)
-        assert bound.makespan_seconds <= worked.makespan_seconds + 1e-9
-        assert bound.bubble <= worked.bubble + 1e-9
+    ideal, assignment = simulated(name, stages_per_rank, transfer=0.1)
+    # Time passes more slowly here and there, alike on all ranks: whatever each action takes then, the order holds.
+    points = sorted({time for span in ideal.spans for time in span[2:]})
+    clock, now = {}, 0.0
+    for before, after in zip([points[0], *points], points, strict=False):
+        now += (after - before) * chance.uniform(0.3, 3)
+        clock[after] = now
+    measured = tuple(span._replace(start=clock[span.start], end=clock[span.end]) for span in ideal.spans)
+    worked, bound = work_and_bound(dataclasses.replace(ideal, spans=measured), assignment)
+    assert bound.makespan_seconds <= worked.makespan_seconds + 1e-9
+    assert bound.bubble <= worked.bubble + 1e-9
