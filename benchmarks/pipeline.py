@@ -7,6 +7,7 @@ One training step of a GPT with 8 microbatches, all after warm-up, one computing
 
     one process   a plain torch loop over the microbatches, then AdamW
     hybrid3d      the unmodified LightningModule through a real Trainer, batch to batch
+    zero bubble   the same with schedule="zero_bubble"; with --zero-bubble
     torch 1F1B    torch.distributed.pipelining, the model cut by hand into two PipelineStages
     halves        two processes that know nothing of each other, each with its stage's arithmetic for all
                   microbatches: the ceiling, with whatever two busy cores take from each other
@@ -35,10 +36,11 @@ def one_process(turn: Turn, args: argparse.Namespace) -> None:
     train_alone(turn, _model(args), batch_of(args.batch, args.length), args.microbatches)
 
 
-def hybrid3d(turn: Turn, args: argparse.Namespace) -> None:
+def hybrid3d(turn: Turn, args: argparse.Namespace, schedule: str = "1f1b") -> None:
     from lightning_hybrid import Hybrid3DStrategy
 
-    strategy = Hybrid3DStrategy(pipeline_parallel_size=STAGES, num_microbatches=args.microbatches)
+    sizes = {"pipeline_parallel_size": STAGES, "num_microbatches": args.microbatches}
+    strategy = Hybrid3DStrategy(**sizes, schedule=schedule)
     fit(turn, _model(args), batch_of(args.batch, args.length), strategy=strategy, devices=STAGES)
 
 
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="per turn")
+    parser.add_argument("--zero-bubble", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     if args.profile:
@@ -103,9 +106,11 @@ def main() -> None:
         Variant("torch 1F1B", partial(torch_1f1b, args=args)),
         Variant("halves", partial(halves, args=args), mean_of_ranks=True),
     ]
+    if args.zero_bubble:
+        variants.append(Variant("zero bubble", partial(hybrid3d, args=args, schedule="zero_bubble")))
     results = compare(variants, ranks=STAGES, rounds=args.rounds, steps=args.steps)
     print_table(f"GPT of {args.layers} blocks of width {args.width}, {args.microbatches} microbatches", results)
-    alone, ours, torchs, ceiling = results
+    alone, ours, torchs, ceiling, *others = results
     bound = args.microbatches / (args.microbatches + STAGES - 1)
     verdict("CPU, hybrid3d / one process", ratios(ours.cpu, alone.cpu), at_most=1.05)
     verdict(
@@ -115,6 +120,8 @@ def main() -> None:
     )
     verdict("wall, hybrid3d / torch 1F1B", ratios(ours.wall, torchs.wall), at_most=1.0)
     verdict("CPU, hybrid3d / torch 1F1B", ratios(ours.cpu, torchs.cpu), at_most=1.0)
+    for other in others:
+        verdict(f"wall, {other.name} / hybrid3d", ratios(other.wall, ours.wall), at_most=1.0)
 
 
 if __name__ == "__main__":

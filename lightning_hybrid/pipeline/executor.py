@@ -22,6 +22,7 @@ from lightning_hybrid.pipeline.arrivals import Arrivals
 from lightning_hybrid.pipeline.places import note, place_of
 from lightning_hybrid.pipeline.stage_states import StageStates
 from lightning_hybrid.pipeline.transport import Incoming, Transport
+from lightning_hybrid.pipeline.weights_later import Left, WeightsLater, are_heard, finish
 from lightning_hybrid.schedule import (
     Action,
     Compute,
@@ -158,8 +159,9 @@ class Executor:
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
-        with self.around_units(), installed(replays, self._randomness) as current:
-            run = _Run(self._root, self._rank, self._transport, job, current, self.around_step)
+        later = WeightsLater()
+        with self.around_units(), installed(replays, self._randomness) as current, later.installed(current):
+            run = _Run(self._root, self._rank, self._transport, job, current, later, self.around_step)
             instruction: Instruction | None = None
             try:
                 for instruction in job.program.instructions[self._rank]:
@@ -192,9 +194,12 @@ class _Run:
         transport: Transport,
         job: Job,
         current: Current,
+        later: WeightsLater,
         around_step: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
+        self._later = later
+        self._left: dict[tuple[int, int], list[Left]] = {}
         self._around_step = around_step
         self._incoming: dict[Message, Incoming] = {}
         self._received: dict[tuple[int, int], Arrivals] = {}
@@ -206,7 +211,7 @@ class _Run:
         self._has_backward = job.program.schedule.has_backward
         # The last rank goes straight on to its last backward, and waits for the others only after that.
         is_last = rank == job.program.schedule.num_ranks - 1
-        self._idle_after = Kind.B if is_last and self._has_backward else Kind.F
+        self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.is_idle = False  # its forwards are done, and their results not yet shared
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
@@ -233,17 +238,35 @@ class _Run:
         if action.kind is Kind.F:
             start = time.perf_counter()
             start += self._forward(stage, microbatch, self._job.program.needs[action])
-        elif action.kind is Kind.B:
+        elif action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
             start = time.perf_counter()
             self._backward(stage, microbatch, arrived)
+        elif action.kind is Kind.W:
+            start = time.perf_counter()
+            finish(self._left.get((stage, microbatch), ()))
         else:
             start = time.perf_counter()
             assert action.kind is Kind.REDUCE
             self._job.reduce(stage)
-        self.spans.append(Span(self._rank, action, start, time.perf_counter()))
-        left = self._forwards_left if self._idle_after is Kind.F else sum(self._backwards_left.values())
-        self.is_idle |= action.kind is self._idle_after and not left
+        self._note(action, start, time.perf_counter())
+        to_do = self._forwards_left if Kind.F in self._idle_after else sum(self._backwards_left.values())
+        self.is_idle |= action.kind in self._idle_after and not to_do
+
+    def _settle(self, stage: int) -> None:
+        """Whoever is told of gradients by the backward that completes them expects those of the ones before."""
+        for action in [Action(Kind.W, *key) for key, left in self._left.items() if key[0] == stage and are_heard(left)]:
+            self.compute(action)
+
+    def _note(self, action: Action, start: float, end: float) -> None:
+        """Add a span; a backward that could leave nothing was a whole one."""
+        key = action.stage, action.microbatch
+        if action.kind is Kind.W:
+            if self._left.pop(key, None) is None:
+                return
+        elif action.kind is Kind.I and key not in self._left:
+            action = action._replace(kind=Kind.B)
+        self.spans.append(Span(self._rank, action, start, end))
 
     def use_idle_time(self) -> None:
         """Begin to share the results."""
@@ -272,7 +295,8 @@ class _Run:
         self._states.enter(stage)
         job = self._job
         step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
-        with self._around_step():
+        is_split = Action(Kind.I, stage, microbatch) in job.program.needs
+        with self._around_step(), self._later.forward() if is_split else nullcontext():
             run = job.around(microbatch, step)
         self._states.leave(stage)
         self._made[stage, microbatch] = run.made
@@ -287,6 +311,8 @@ class _Run:
         self._backwards_left[stage] -= 1
         is_last = not self._backwards_left[stage]
         self._job.before_backward(stage, is_last)
+        if is_last:
+            self._settle(stage)
         made = self._made.pop((stage, microbatch))
         gradients: dict[int, Tensor] = {}
         for message, tensors in arrived.items():
@@ -303,7 +329,9 @@ class _Run:
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
         if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            left = self._later.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            if left:
+                self._left[stage, microbatch] = left
         self._job.after_backward(stage, is_last)
         received = self._received.pop((stage, microbatch)).leaves()
         for source, target in self._job.program.portals.backward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_hybrid.schedule import Action, Compute, Kind, Program, Receive, Send
 
-_WORDS = {Kind.F: "forward", Kind.B: "backward"}
+_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward", Kind.W: "gradients of weights"}
 
 
 def note(error: BaseException, text: str) -> None:
@@ -57,4 +57,4 @@ def place_of(instruction: Compute | Send | Receive | None, rank: int, program: P
 def _in_words(action: Action) -> str:
     if action.kind is Kind.REDUCE:
         return "average of its gradients over the replicas"
-    return f"{_WORDS.get(action.kind, action.kind.value)} of microbatch {action.microbatch}"
+    return f"{_WORDS[action.kind]} of microbatch {action.microbatch}"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.replicate.sparse import average_sparse
+from lightning_hybrid.step.gradient_hooks import GradientHook
 
 
 class GradientObserver(Protocol):
@@ -180,7 +181,7 @@ class GradientReducer:
 
     def _hook(self, index: int) -> None:
         self._hooks[index] = self._parameters[index].register_post_accumulate_grad_hook(
-            partial(self._on_gradient, index)
+            GradientHook(partial(self._on_gradient, index), lambda: not self._armed)
         )
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:

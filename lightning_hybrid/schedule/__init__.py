@@ -1,8 +1,8 @@
 """Pipeline schedules as data: who computes what in which order, without running any of it.
 
-Read in this order: `actions` (the alphabet), `generators` (GPipe, 1F1B, interleaved 1F1B), `portals` (which stages
-hand values to which), `simulator` (when would it run), `program` (sends and receives added), `checker` (proof that
-it runs to the end), `picture` (the swim-lane of a simulated or measured timeline).
+Read in this order: `actions` (the alphabet), `generators` (GPipe, 1F1B, interleaved 1F1B, zero bubble), `portals`
+(which stages hand values to which), `simulator` (when would it run), `program` (sends and receives added), `checker`
+(proof that it runs to the end), `picture` (the swim-lane of a simulated or measured timeline).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)
@@ -24,6 +24,7 @@ from lightning_hybrid.schedule.generators import (
     interleaved_1f1b,
     make_schedule,
     one_f_one_b,
+    zero_bubble,
 )
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.portals import Message, Portals, chain, made_by, needed_by
@@ -62,4 +63,5 @@ __all__ = [
     "simulate",
     "to_svg",
     "to_text",
+    "zero_bubble",
 ]

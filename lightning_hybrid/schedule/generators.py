@@ -1,8 +1,9 @@
 """The pipeline schedules, each a small function from sizes to a `Schedule`.
 
 In the drawings time runs to the right; F, B and R are forward, backward and reduction, the digit is the microbatch,
-dots are the bubble. All schedules run the microbatches of one stage in ascending order, forward and backward: so
-gradients are summed in one order and all schedules give bitwise equal results.
+dots are the bubble; I and W are the two parts of a backward that is split. All schedules run the microbatches of one
+stage in ascending order, forward and backward: so gradients are summed in one order and all schedules give bitwise
+equal results.
 """
 
 from __future__ import annotations
@@ -77,6 +78,41 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     return _schedule("interleaved_1f1b", num_ranks, num_microbatches, stages_per_rank, rows)
 
 
+def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """1F1B with backwards in two parts (ZB-H1, Qi et al. 2023, section 2): weights take the time in which ranks wait.
+
+    I makes the gradients that the rank before waits for. W, those of the weights, comes r microbatches behind it on
+    rank r. Where F, I and W take the same time and m >= p, the bubble is (p - 1) / (3 * m + p - 1), a third of
+    1F1B's, and each rank holds what `num_ranks` microbatches need.
+
+    Raises:
+        ValueError: a size is below 1, or a rank has several stages.
+    """
+    # rank 0  F0 F1 F2 .. .. B0- F3 B1- .. B2- B3-       nobody waits for its gradients
+    # rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    # rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    if stages_per_rank != 1:
+        raise ValueError(
+            f"zero_bubble runs one stage per rank, not stages_per_rank={stages_per_rank}; set stages_per_rank=1, or"
+            " schedule='interleaved_1f1b'"
+        )
+    rows = []
+    for rank, whole in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):
+        row: list[Action] = []
+        for action in whole:
+            if action.kind is Kind.B and rank:
+                row.append(action._replace(kind=Kind.I))
+                if action.microbatch >= rank:
+                    row.append(Action(Kind.W, rank, action.microbatch - rank))
+            elif action.kind is not Kind.REDUCE:
+                row.append(action)
+        if rank:
+            row += [Action(Kind.W, rank, m) for m in range(max(0, num_microbatches - rank), num_microbatches)]
+        rows.append(row)
+    return _schedule("zero_bubble", num_ranks, num_microbatches, 1, rows)
+
+
 def forward_only(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Forwards alone, for validation, testing and prediction; nothing to reduce."""
     # rank 0  F0 F1 F2 F3
@@ -94,6 +130,7 @@ _GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    "zero_bubble": zero_bubble,
 }
 
 SCHEDULE_NAMES = tuple(_GENERATORS)

@@ -126,8 +126,8 @@ def lower(
             source_rank = schedule.rank_of(event.message.source)
             rows[source_rank].append(event)
             row = rows[schedule.rank_of(event.message.target)]
-            user = _user_of(event.message)
-            place = len(row) if idle_within and user in idle else _place_when_idle(row, idle, idle_within)
+            waits = idle_within and not idle.isdisjoint(_users_of(event.message))
+            place = len(row) if waits else _place_when_idle(row, idle, idle_within)
             if place is None:
                 place = _place_ahead(row, source_rank if channel == "queue" else None, schedule, post_ahead)
             row.insert(place, Receive(event.message))
@@ -140,9 +140,10 @@ def peer_of(instruction: Send | Receive, schedule: Schedule) -> int:
     return schedule.rank_of(message.target if isinstance(instruction, Send) else message.source)
 
 
-def _user_of(message: Message) -> Action:
-    """The action that waits for a message, where backwards are not split."""
-    return Action(Kind.F if message.direction == "forward" else Kind.B, message.target, message.microbatch)
+def _users_of(message: Message) -> tuple[Action, ...]:
+    """The actions of which one waits for a message."""
+    kinds = (Kind.F,) if message.direction == "forward" else (Kind.B, Kind.I)
+    return tuple(Action(kind, message.target, message.microbatch) for kind in kinds)
 
 
 def _computes_after_waiting(spans: Iterable[Span]) -> frozenset[Action]:

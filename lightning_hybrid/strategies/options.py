@@ -59,6 +59,11 @@ class Options:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
         if not _is_count(self.stages_per_rank):
             raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
+        if self.schedule == "zero_bubble" and self.stages_per_rank > 1:
+            raise ValueError(
+                f"schedule='zero_bubble' runs one stage per rank, not stages_per_rank={self.stages_per_rank}; set"
+                " stages_per_rank=1 or schedule='interleaved_1f1b'"
+            )
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.step.gradient_hooks import GradientHook
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks
 from lightning_hybrid.zero.state_file import Region
@@ -169,7 +170,8 @@ class ZeroSharding:
             for name in group.trained:
                 parameter = group.parameters[name]
                 if id(parameter) not in self._hooks:
-                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    hook = GradientHook(self._on_gradient, lambda: not self._queue)
+                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from lightning_hybrid.schedule import (
     make_schedule,
     one_f_one_b,
     simulate,
+    zero_bubble,
 )
 
 
@@ -130,3 +131,31 @@ def test_stages_are_dealt_to_ranks_in_turn():
     assert schedule.num_stages == 6
     assert [schedule.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_zero_bubble():
+    assert zero_bubble(3, 4).rows() == (
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0R",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3 1R",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3 2R",
+    )
+    assert zero_bubble(3, 1).rows() == ("0F0 0B0 0R", "1F0 1I0 1W0 1R", "2F0 2I0 2W0 2R")
+    assert make_schedule("zero_bubble", 3, 4) == zero_bubble(3, 4)
+    with pytest.raises(ValueError, match=r"stages_per_rank=2.*interleaved_1f1b"):
+        zero_bubble(2, 4, 2)
+    with pytest.raises(ValueError, match="num_microbatches=0"):
+        zero_bubble(2, 0)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_zero_bubble_has_a_third_of_the_bubble_for_a_few_activations_more(p):
+    for m in (1, 2, 4, 7, 16):
+        schedule, known = zero_bubble(p, m), (p - 1) / (3 * m + p - 1)
+        assert check_schedule(schedule, chain(p)) == (min(p, m),) * p
+        if m >= p:
+            assert bubble(schedule, 1.0, 2.0) == pytest.approx(known)
+        assert bubble(schedule, 1.0, 2.0) <= bubble(one_f_one_b(p, m), 1.0, 2.0) + 1e-9
+        for stage in range(p):
+            row = schedule.actions[stage]
+            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W)):
+                assert [a.microbatch for a in row if a.kind in kinds] == list(range(m))

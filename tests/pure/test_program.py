@@ -22,6 +22,7 @@ from lightning_hybrid.schedule import (
     needed_by,
     one_f_one_b,
     simulate,
+    zero_bubble,
 )
 
 
@@ -46,6 +47,24 @@ def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
                 check_program(lower(schedule, portals))
                 for post_ahead, within in ((0, 0), (2, 0), (2, 3), (2, 100)):
                     check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags", idle_within=within))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", ["chain", "skips", "all pairs"])
+def test_split_backwards_are_proved_too(kind, p):
+    portals = portals_of(kind, p)
+    for m in range(1, 10) if kind == "chain" else (1, 2, 5):
+        schedule = zero_bubble(p, m)
+        check_schedule(schedule, portals)
+        check_program(lower(schedule, portals))
+        for post_ahead, within in ((0, 0), (2, 0), (2, 3), (2, 100)):
+            check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags", idle_within=within))
+
+
+def test_gradients_leave_before_those_of_the_weights_are_made():
+    [_, row] = lower(zero_bubble(2, 3), chain(2)).instructions
+    words = [str(instruction) for instruction in row]
+    assert words.index("1I2") < words.index("send(1>0B2)") < words.index("1W2")
 
 
 def test_with_tags_the_last_stage_posts_its_next_receive_before_it_sends_a_gradient():

@@ -142,7 +142,9 @@ def test_wrong_arguments_are_refused(arguments, error, message):
         PipelineTimeline(**arguments)
 
 
-SCHEDULES = pytest.mark.parametrize(("name", "stages_per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+SCHEDULES = pytest.mark.parametrize(
+    ("name", "stages_per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)]
+)
 
 
 def simulated(name, stages_per_rank, transfer=0.0):

@@ -1,0 +1,318 @@
+"""Backwards in two parts: what is left for later, what is not, and that the gradients are torch's own."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.pipeline import weights_later
+from lightning_hybrid.pipeline.weights_later import WeightsLater, finish
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    monkeypatch.setitem(weights_later.FEWEST_PRODUCTS, "cpu", 0)
+
+
+class Net(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 4)
+        self.options = options
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def made(cls=Net, **options):
+    torch.manual_seed(1)
+    return cls(**options).double()
+
+
+def run(module, x, step=None):
+    """One microbatch in two parts; the weights that were left, and the gradients when the first part was done."""
+    later = WeightsLater()
+    unit = SimpleNamespace(watch=SimpleNamespace(inside_unit=True))
+    with later.installed(unit):
+        with later.forward():
+            loss = (module(x) if step is None else step(module, x)).square().sum()
+        left = later.backward([loss], [torch.ones_like(loss)])
+        first = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+        finish(left)
+    names = {id(p): name for name, p in module.named_parameters()}
+    assert F.linear is torch._C._nn.linear, "torch's own function must be back"
+    return [names[id(one.weight)] for one in left], first
+
+
+def plainly(module, x, step=None):
+    (module(x) if step is None else step(module, x)).square().sum().backward()
+
+
+def assert_same(one, other, *, tolerance=0.0):
+    for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4)], ids=str)
+def test_weights_of_linears_wait_and_all_else_does_not(shape):
+    split, whole = made(), made()
+    for microbatch in range(3):
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        again = x.detach().clone().requires_grad_()
+        before = {name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()}
+        left, first = run(split, x)
+        plainly(whole, again)
+        assert left == ["c.weight", "b.weight", "a.weight"]
+        for name in left:
+            assert (first[name] is None) if microbatch == 0 else torch.equal(first[name], before[name])
+        assert torch.equal(first["a.bias"], whole.a.bias.grad) and torch.equal(x.grad, again.grad)
+        assert_same(split, whole)
+
+
+class Twice(Net):
+    def forward(self, x):
+        return self.b(torch.tanh(self.b(self.a(x))))
+
+
+class TiedLookup(nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.look, self.head = nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.look.weight
+
+    def forward(self, x):
+        return self.head(self.look(x.abs().mul(7).long() % 5))
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.b.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "left"),
+    [
+        (Twice, {}, ["b.weight", "b.weight", "a.weight"]),
+        (TiedLookup, {}, ["look.weight"]),
+        (Frozen, {}, ["c.weight", "a.weight"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_weights_used_twice_shared_and_frozen(cls, options, left):
+    split, whole = made(cls, **options), made(cls, **options)
+    for _ in range(2):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        assert run(split, x)[0] == left
+        plainly(whole, x)
+        assert_same(split, whole, tolerance=1e-14 if cls is TiedLookup else 0.0)  # two ways to one weight
+
+
+def test_a_weight_whose_gradient_is_sparse_gets_a_dense_one():
+    split, whole = made(TiedLookup, sparse=True), made(TiedLookup)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert run(split, x)[0] == ["look.weight"]
+    plainly(whole, x)
+    assert_same(split, whole, tolerance=1e-14)
+
+
+# --- what could see when a gradient is made ---------------------------------------------------------------------------
+
+
+def with_penalty(module, x):
+    """The gradient of a gradient, taken in the step."""
+    x = x.requires_grad_()
+    y = module(x)
+    [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.sum() + slope.square().sum()
+
+
+def with_inner_gradient(module, x):
+    """A gradient of the weight, taken in the step, is whole there and then."""
+    [of_weight] = torch.autograd.grad(module(x).sum(), module.b.weight, retain_graph=True)
+    assert of_weight.abs().sum() > 0
+    return module(x) * of_weight.sum()
+
+
+class Again(torch.autograd.Function):
+    """Runs the module again in its backward, and asks for the gradients by name."""
+
+    @staticmethod
+    def forward(ctx, x, module, *parameters):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [x] = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module(x)
+        grads = torch.autograd.grad(y, [x, *ctx.module.parameters()], gradient)
+        return grads[0], None, *grads[1:]
+
+
+def run_again(module, x):
+    return Again.apply(x.requires_grad_(), module, *module.parameters())
+
+
+def mapped(module, x):
+    return torch.vmap(module)(x)
+
+
+def functional_gradient(module, x):
+    return torch.func.grad(lambda given: module(given).sum())(x.requires_grad_()).sum() + module(x)
+
+
+def along_a_direction(module, x):
+    y, slope = torch.func.jvp(module, (x,), (torch.ones_like(x),))
+    return y + slope
+
+
+def forward_mode(module, x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return torch.autograd.forward_ad.unpack_dual(module(dual)).tangent
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch._C._nn.linear else out
+
+
+def under_a_mode(module, x):
+    with Doubled():
+        return module(x)
+
+
+def checkpointed(module, x):
+    return checkpoint(module, x.requires_grad_(), use_reentrant=False)
+
+
+def checkpointed_reentrant(module, x):
+    return checkpoint(module, x.requires_grad_(), use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        with_penalty,
+        with_inner_gradient,
+        run_again,
+        mapped,
+        functional_gradient,
+        along_a_direction,
+        forward_mode,
+        under_a_mode,
+        checkpointed,
+        checkpointed_reentrant,
+    ],
+    ids=lambda step: step.__name__,
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own jvp uses it
+def test_gradients_in_and_around_the_step_are_torchs_own(step):
+    split, whole = made(), made()
+    for _ in range(2):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        run(split, x.clone(), step)
+        plainly(whole, x.clone(), step)
+        assert_same(split, whole, tolerance=1e-14 if step is functional_gradient else 0.0)
+
+
+def test_hooks_of_a_weight_see_its_gradient_in_the_backward():
+    split, whole = made(), made()
+    seen = {split: [], whole: []}
+    for module in (split, whole):
+        module.a.weight.register_hook(lambda gradient: gradient * 3)
+        module.b.weight.register_post_accumulate_grad_hook(lambda p, at=seen[module]: at.append(p.grad.clone()))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    left, _ = run(split, x)
+    plainly(whole, x)
+    assert left == ["c.weight"]
+    assert_same(split, whole)
+    assert torch.equal(*seen[split], *seen[whole])
+
+
+def test_a_hook_that_is_idle_keeps_nothing_from_waiting():
+    class Hook:
+        is_idle = True
+
+        def __call__(self, parameter):
+            pass
+
+    module = made()
+    module.b.weight.register_post_accumulate_grad_hook(Hook())
+    assert "b.weight" in run(module, torch.randn(3, 4, dtype=torch.float64))[0]
+
+
+def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
+    module, x = made().float(), torch.randn(3, 4)
+
+    def autocast(module, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x).float()
+
+    assert run(module, x, autocast)[0] == []
+    assert run(module, x)[0] == ["c.weight", "b.weight", "a.weight"]
+    monkeypatch.setitem(weights_later.FEWEST_PRODUCTS, "cpu", 3 * 6 * 4 + 1)
+    assert run(module, x)[0] == ["b.weight"]
+    later = WeightsLater()
+    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=False))), later.forward():
+        loss = module(x).sum()
+    assert later.backward([loss], [torch.ones(())]) == []
+
+
+def test_somebody_elses_linear_stays(monkeypatch):
+    calls = []
+    monkeypatch.setattr(F, "linear", lambda *args: calls.append(1) or torch._C._nn.linear(*args))
+    later = WeightsLater()
+    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=True))), later.forward():
+        loss = made()(torch.randn(3, 4, dtype=torch.float64)).sum()
+    assert len(calls) == 3 and later.backward([loss], [torch.ones((), dtype=torch.float64)]) == []
+
+
+def test_a_compiled_module_is_compiled_once():
+    """What is put in the place of torch's function is the same object each time."""
+    module, x = made(), torch.randn(3, 4, dtype=torch.float64)
+    count = 0
+
+    def backend(graph, inputs):
+        nonlocal count
+        count += 1
+        return graph
+
+    compiled = torch.compile(module, backend=backend)
+    torch._dynamo.reset()
+    for _ in range(3):
+        run(module, x, lambda module, x: compiled(x))
+    assert count == 1
+
+
+def test_an_error_in_a_backward_leaves_nothing_behind():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no")
+
+    module, later = made(), WeightsLater()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=True))):
+        with later.forward():
+            loss = module(Fails.apply(x.requires_grad_())).sum()
+            good = module(x.detach()).sum()
+        with pytest.raises(ValueError, match="no"):
+            later.backward([loss], [torch.ones((), dtype=torch.float64)])
+        assert len(later.backward([good], [torch.ones((), dtype=torch.float64)])) == 3
