@@ -160,7 +160,8 @@ class Executor:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
         later = WeightsLater()
-        with self.around_units(), installed(replays, self._randomness) as current, later.installed(current):
+        split = later.installed if job.program.split else nullcontext
+        with self.around_units(), installed(replays, self._randomness) as current, split(current):
             run = _Run(self._root, self._rank, self._transport, job, current, later, self.around_step)
             instruction: Instruction | None = None
             try:
@@ -295,7 +296,7 @@ class _Run:
         self._states.enter(stage)
         job = self._job
         step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
-        is_split = Action(Kind.I, stage, microbatch) in job.program.needs
+        is_split = (stage, microbatch) in job.program.split
         with self._around_step(), self._later.forward() if is_split else nullcontext():
             run = job.around(microbatch, step)
         self._states.leave(stage)

@@ -27,7 +27,7 @@ from lightning_hybrid.step.watch import Current
 # Below so many products a linear is done sooner than it is put off: some 0.6 ms of a core of a CPU, 0.02 of a GPU.
 FEWEST_PRODUCTS = {"cpu": 2**25, "cuda": 2**32}
 
-_linear_of_torch = functional.linear
+_linear_of_torch = torch._C._nn.linear
 _task_under_way = torch._C._current_graph_task_id
 _function_modes = torch._C._len_torch_function_stack
 _hooks_on_saved = torch._C._autograd._top_saved_tensors_default_hooks

@@ -83,6 +83,16 @@ class Program:
     channel: Channel = "queue"
 
     @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The stages and microbatches whose backward is in two parts."""
+        return frozenset(
+            (action.stage, action.microbatch)
+            for row in self.schedule.actions
+            for action in row
+            if action.kind is Kind.I
+        )
+
+    @cached_property
     def needs(self) -> dict[Action, tuple[Message, ...]]:
         """For every action, the messages that it waits for."""
         return {action: needed_by(action, self.portals) for row in self.schedule.actions for action in row}
