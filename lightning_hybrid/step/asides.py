@@ -67,9 +67,13 @@ def returning_asides(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, with what is given inside as part of what it returns."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with taking_asides() as taken:
+        given: list[Any] = []
+        token = _taken.set(given)
+        try:
             result = forward(*args, **kwargs)
-        return ResultWithAsides(result, tuple(taken)) if taken else result
+        finally:
+            _taken.reset(token)
+        return ResultWithAsides(result, tuple(given)) if given else result
 
     return run
 
