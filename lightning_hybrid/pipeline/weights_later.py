@@ -40,11 +40,13 @@ class Left(NamedTuple):
         weight: Of shape (out, in).
         gradient: Of what the linear gave, of shape (..., out).
         input: What it was given, of shape (..., in).
+        version: Of the input then; another one later means that it was written into.
     """
 
     weight: nn.Parameter
     gradient: Tensor
     input: Tensor
+    version: int
 
 
 class WeightsLater:
@@ -139,7 +141,7 @@ class WeightsLater:
         """Take the gradient of a weight over; False if it must be made now."""
         if self.keeps_all or self._task != _task_under_way() or _is_heard(weight):
             return False
-        self._left.append(Left(weight, gradient, input))
+        self._left.append(Left(weight, gradient, input, input._version))
         return True
 
 
@@ -205,9 +207,19 @@ def are_heard(left: Sequence[Left]) -> bool:
 
 @torch.no_grad()
 def finish(left: Sequence[Left]) -> None:
-    """Add to the gradients of weights what a backward has left, to the bits that it would have added."""
+    """Add to the gradients of weights what a backward has left, to the bits that it would have added.
+
+    Raises:
+        RuntimeError: What a linear was given is no longer what it was.
+    """
     sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
-    for weight, gradient, input in left:
+    for weight, gradient, input, version in left:
+        if input._version != version:
+            raise RuntimeError(
+                f"the input of a linear, of shape {tuple(input.shape)}, was written in place between its backward and"
+                " the gradient of its weight, which schedule='zero_bubble' makes later; write into a copy, or set"
+                " schedule='1f1b'"
+            )
         if gradient.is_cuda:
             for tensor in (gradient, input):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

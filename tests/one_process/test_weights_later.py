@@ -316,3 +316,13 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
         with pytest.raises(ValueError, match="no"):
             later.backward([loss], [torch.ones((), dtype=torch.float64)])
         assert len(later.backward([good], [torch.ones((), dtype=torch.float64)])) == 3
+
+
+def test_an_input_that_is_written_before_its_weight_has_a_gradient_is_an_error():
+    module, later, x = made(), WeightsLater(), torch.randn(3, 4, dtype=torch.float64)
+    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=True))), later.forward():
+        loss = module(x).sum()
+    left = later.backward([loss], [torch.ones((), dtype=torch.float64)])
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"\(3, 4\), was written in place .* schedule='1f1b'"):
+        finish(left)
