@@ -243,14 +243,18 @@ class _Run:
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
             start = time.perf_counter()
             self._backward(stage, microbatch, arrived)
+            if (stage, microbatch) not in self._left:
+                action = action._replace(kind=Kind.B)  # nothing could be left: it was a whole one
         elif action.kind is Kind.W:
+            if (stage, microbatch) not in self._left:
+                return
             start = time.perf_counter()
-            finish(self._left.get((stage, microbatch), ()))
+            finish(self._left.pop((stage, microbatch)))
         else:
             start = time.perf_counter()
             assert action.kind is Kind.REDUCE
             self._job.reduce(stage)
-        self._note(action, start, time.perf_counter())
+        self.spans.append(Span(self._rank, action, start, time.perf_counter()))
         to_do = self._forwards_left if Kind.F in self._idle_after else sum(self._backwards_left.values())
         self.is_idle |= action.kind in self._idle_after and not to_do
 
@@ -258,16 +262,6 @@ class _Run:
         """Whoever is told of gradients by the backward that completes them expects those of the ones before."""
         for action in [Action(Kind.W, *key) for key, left in self._left.items() if key[0] == stage and are_heard(left)]:
             self.compute(action)
-
-    def _note(self, action: Action, start: float, end: float) -> None:
-        """Add a span; a backward that could leave nothing was a whole one."""
-        key = action.stage, action.microbatch
-        if action.kind is Kind.W:
-            if self._left.pop(key, None) is None:
-                return
-        elif action.kind is Kind.I and key not in self._left:
-            action = action._replace(kind=Kind.B)
-        self.spans.append(Span(self._rank, action, start, end))
 
     def use_idle_time(self) -> None:
         """Begin to share the results."""
@@ -329,10 +323,12 @@ class _Run:
             roots.append(loss)
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
-        if pairs:
-            left = self._later.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-            if left:
+        roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+        if pairs and (stage, microbatch) in self._job.program.split:
+            if left := self._later.backward(roots, seeds):
                 self._left[stage, microbatch] = left
+        elif pairs:
+            torch.autograd.backward(roots, seeds)
         self._job.after_backward(stage, is_last)
         received = self._received.pop((stage, microbatch)).leaves()
         for source, target in self._job.program.portals.backward:

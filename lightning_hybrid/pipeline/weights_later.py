@@ -60,8 +60,8 @@ class WeightsLater:
     def __init__(self) -> None:
         """Nothing is left."""
         self.keeps_all = False
+        self._current: Current | None = None
         self._is_forward = False
-        self._is_asked = False  # whether any forward has been one of these
         self._task: int | None = None
         self._left: list[Left] = []
 
@@ -75,25 +75,25 @@ class WeightsLater:
         if functional.linear is not _linear_of_torch:  # somebody else's: it stays as it is
             yield
             return
-        before, _Installed.later, _Installed.current = (_Installed.later, _Installed.current), self, current
+        self._current, _Installed.later = current, self
         functional.linear = _linear
         try:
             yield
         finally:
             functional.linear = _linear_of_torch
-            _Installed.later, _Installed.current = before
+            self._current = _Installed.later = None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """A forward whose backward will be split."""
-        self._is_forward = self._is_asked = True
+        self._is_forward = True
         try:
             yield
         finally:
             self._is_forward = False
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Left]:
-        """Run a backward, and leave what can be left.
+        """Run a backward whose forward said that it will be split, and leave what can be left.
 
         Args:
             roots: Where it begins.
@@ -102,10 +102,9 @@ class WeightsLater:
         Returns:
             For `finish`.
         """
-        if self._is_asked:
-            for root in roots:
-                if root.grad_fn is not None:
-                    root.grad_fn.register_prehook(self._note_task)
+        for root in roots:
+            if root.grad_fn is not None:
+                root.grad_fn.register_prehook(self._note_task)
         try:
             torch.autograd.backward(roots, gradients)
             return self._left
@@ -118,8 +117,11 @@ class WeightsLater:
 
     def can_wait(self, input: Tensor, weight: Tensor) -> bool:
         """Whether the forward of a linear should be one that a backward can split."""
+        watch = None if self._current is None else self._current.watch
         return (
             self._is_forward
+            and watch is not None
+            and watch.inside_unit
             and type(weight) is nn.Parameter
             and weight.requires_grad
             and type(input) is Tensor
@@ -149,14 +151,12 @@ class _Installed:
     """What `_linear` asks: a function that is always the same one, or torch.compile would compile anew each step."""
 
     later: WeightsLater | None = None
-    current: Current | None = None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.compiler.is_compiling():
-        later, current = _Installed.later, _Installed.current
-        watch = None if current is None else current.watch
-        if later is not None and watch is not None and watch.inside_unit and later.can_wait(input, weight):
+        later = _Installed.later
+        if later is not None and later.can_wait(input, weight):
             return _apply(input, weight, bias, later)
     return _linear_of_torch(input, weight, bias)
 
@@ -173,16 +173,16 @@ class _Linear(Unwatched, torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         input, weight, bias = ctx.saved_tensors
-        needs_input, _, needs_bias, _ = ctx.needs_input_grad
+        needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # somebody will differentiate these gradients, as torch does it
-            wanted = [one for one, needs in zip((input, weight, bias), ctx.needs_input_grad, strict=False) if needs]
+            wanted = [one for one, needs in zip((input, weight, bias), needed, strict=True) if needs]
             again = _linear_of_torch(input, weight, bias)
             found = iter(torch.autograd.grad(again, wanted, gradient, create_graph=True))
             ctx.later.keeps_all = True
-            of_input, of_weight, of_bias = (next(found) if needs else None for needs in ctx.needs_input_grad[:3])
+            of_input, of_weight, of_bias = (next(found) if needs else None for needs in needed)
             return of_input, of_weight, of_bias, None
-        of_input = gradient.matmul(weight) if needs_input else None
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        of_input = gradient.matmul(weight) if needed[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if needed[2] else None
         if ctx.later.leave(weight, gradient, input):
             return of_input, None, of_bias, None
         return of_input, _product(gradient, input), of_bias, None
@@ -194,10 +194,8 @@ _apply = super(_SingleLevelFunction, _Linear).apply
 
 def _is_heard(weight: nn.Parameter) -> bool:
     """Whether somebody is told of a gradient of this weight while a backward runs."""
-    hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
-    if hooks and not all(getattr(hook, "is_idle", False) for hook in hooks.values()):
-        return True
-    return bool(weight._backward_hooks)
+    told = (weight._post_accumulate_grad_hooks or {}).values()
+    return bool(weight._backward_hooks) or not all(getattr(hook, "is_idle", False) for hook in told)
 
 
 def are_heard(left: Sequence[Left]) -> bool:

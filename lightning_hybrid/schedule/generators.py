@@ -94,8 +94,8 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     _check_sizes(num_ranks, num_microbatches, stages_per_rank)
     if stages_per_rank != 1:
         raise ValueError(
-            f"zero_bubble runs one stage per rank, not stages_per_rank={stages_per_rank}; set stages_per_rank=1, or"
-            " schedule='interleaved_1f1b'"
+            f"schedule='zero_bubble' runs one stage per rank, not stages_per_rank={stages_per_rank}; set"
+            " stages_per_rank=1 or schedule='interleaved_1f1b'"
         )
     rows = []
     for rank, whole in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):

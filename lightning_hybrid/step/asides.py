@@ -67,13 +67,9 @@ def returning_asides(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, with what is given inside as part of what it returns."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given: list[Any] = []
-        token = _taken.set(given)
-        try:
+        with taking_asides() as taken:
             result = forward(*args, **kwargs)
-        finally:
-            _taken.reset(token)
-        return ResultWithAsides(result, tuple(given)) if given else result
+        return ResultWithAsides(result, tuple(taken)) if taken else result
 
     return run
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
-from lightning_hybrid.schedule import SCHEDULE_NAMES
+from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.microbatch import BatchSplitter
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 from lightning_hybrid.tensor.patterns import check_styles
@@ -59,11 +59,7 @@ class Options:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
         if not _is_count(self.stages_per_rank):
             raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
-        if self.schedule == "zero_bubble" and self.stages_per_rank > 1:
-            raise ValueError(
-                f"schedule='zero_bubble' runs one stage per rank, not stages_per_rank={self.stages_per_rank}; set"
-                " stages_per_rank=1 or schedule='interleaved_1f1b'"
-            )
+        make_schedule(self.schedule, 1, 1, self.stages_per_rank)  # refuses what it cannot be with any number of ranks
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.pipeline import weights_later
 from lightning_hybrid.pipeline.weights_later import WeightsLater, finish
 
+IN_A_UNIT = SimpleNamespace(watch=SimpleNamespace(inside_unit=True))
+
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
@@ -36,8 +38,7 @@ def made(cls=Net, **options):
 def run(module, x, step=None):
     """One microbatch in two parts; the weights that were left, and the gradients when the first part was done."""
     later = WeightsLater()
-    unit = SimpleNamespace(watch=SimpleNamespace(inside_unit=True))
-    with later.installed(unit):
+    with later.installed(IN_A_UNIT):
         with later.forward():
             loss = (module(x) if step is None else step(module, x)).square().sum()
         left = later.backward([loss], [torch.ones_like(loss)])
@@ -275,7 +276,7 @@ def test_somebody_elses_linear_stays(monkeypatch):
     calls = []
     monkeypatch.setattr(F, "linear", lambda *args: calls.append(1) or torch._C._nn.linear(*args))
     later = WeightsLater()
-    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=True))), later.forward():
+    with later.installed(IN_A_UNIT), later.forward():
         loss = made()(torch.randn(3, 4, dtype=torch.float64)).sum()
     assert len(calls) == 3 and later.backward([loss], [torch.ones((), dtype=torch.float64)]) == []
 
@@ -309,7 +310,7 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
 
     module, later = made(), WeightsLater()
     x = torch.randn(3, 4, dtype=torch.float64)
-    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=True))):
+    with later.installed(IN_A_UNIT):
         with later.forward():
             loss = module(Fails.apply(x.requires_grad_())).sum()
             good = module(x.detach()).sum()
@@ -320,7 +321,7 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
 
 def test_an_input_that_is_written_before_its_weight_has_a_gradient_is_an_error():
     module, later, x = made(), WeightsLater(), torch.randn(3, 4, dtype=torch.float64)
-    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=True))), later.forward():
+    with later.installed(IN_A_UNIT), later.forward():
         loss = module(x).sum()
     left = later.backward([loss], [torch.ones((), dtype=torch.float64)])
     x.mul_(2)

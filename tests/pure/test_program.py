@@ -34,6 +34,13 @@ def test_a_lowered_program():
     ]
 
 
+def check_programs(schedule, portals):
+    """Prove its programs for both kinds of channels, and wherever receives are posted."""
+    check_program(lower(schedule, portals))
+    for post_ahead, within in ((0, 0), (2, 0), (2, 3), (2, 100)):
+        check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags", idle_within=within))
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["chain", "skips", "all pairs"])
 def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
@@ -44,9 +51,7 @@ def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
                 schedule = generate(p, m, v)
                 in_flight = check_schedule(schedule, portals)
                 assert max(in_flight) <= v * m
-                check_program(lower(schedule, portals))
-                for post_ahead, within in ((0, 0), (2, 0), (2, 3), (2, 100)):
-                    check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags", idle_within=within))
+                check_programs(schedule, portals)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
@@ -56,9 +61,7 @@ def test_split_backwards_are_proved_too(kind, p):
     for m in range(1, 10) if kind == "chain" else (1, 2, 5):
         schedule = zero_bubble(p, m)
         check_schedule(schedule, portals)
-        check_program(lower(schedule, portals))
-        for post_ahead, within in ((0, 0), (2, 0), (2, 3), (2, 100)):
-            check_program(lower(schedule, portals, post_ahead=post_ahead, channel="tags", idle_within=within))
+        check_programs(schedule, portals)
 
 
 def test_gradients_leave_before_those_of_the_weights_are_made():
