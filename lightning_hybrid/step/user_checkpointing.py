@@ -20,12 +20,16 @@ from lightning_hybrid.step.watch import Current, StepWatch
 # On hooks for saved tensors that decide for each of them, where others have a stretch of code run again.
 SAVES_EACH = "_hybrid_saves_each"
 
+# The generators that ``checkpoint`` runs the function in; torch 2.14 has the first, and calls it alone.
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+
 
 @contextlib.contextmanager
 def adopted_checkpoints(current: Current, randomness: KeyedRandomness) -> Iterator[None]:
     """Let ``torch.utils.checkpoint.checkpoint``, however it was imported, respect units and keyed randomness."""
     home: Any = torch.utils.checkpoint
-    generator, function = home._checkpoint_without_reentrant_generator, home.CheckpointFunction
+    name = next(name for name in _GENERATORS if hasattr(home, name))
+    generator, function = getattr(home, name), home.CheckpointFunction
 
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         watch = current.watch
@@ -40,13 +44,13 @@ def adopted_checkpoints(current: Current, randomness: KeyedRandomness) -> Iterat
         with watch.recomputing():
             return fn(*args)
 
-    home._checkpoint_without_reentrant_generator = without_reentrant
+    setattr(home, name, without_reentrant)
     # A class of our own would be a reference cycle.
     home.CheckpointFunction = SimpleNamespace(apply=reentrant)
     try:
         yield
     finally:
-        home._checkpoint_without_reentrant_generator = generator
+        setattr(home, name, generator)
         home.CheckpointFunction = function
 
 
