@@ -23,13 +23,13 @@ from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.numbers_read import BranchCheck
-from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, node_cost
+from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.tree import flatten, tensors_inside
-from lightning_hybrid.step.units import can_open, choose_units
+from lightning_hybrid.step.units import can_open, choose_units, to_open
 
 # A stage may cost so much more than the mean before the units of the costliest are opened to balance better.
 _UNBALANCED = 1.08
@@ -177,14 +177,21 @@ class StagePlan:
                 # A cut inside a unit opens it, whatever the balance.
                 wanted = sum(costs) / self.num_stages / 4 if unbalanced or self._cuts is not None else None
             except PartitionError:
-                if best is None and not self._openable(recording, 0.0, self._cuts):
+                if best is None and not to_open(recording, 0.0, self._cuts):
                     raise
                 wanted = 0.0
-            larger = self._openable(recording, wanted, self._cuts) if wanted is not None else set()
+            larger = to_open(recording, wanted, self._cuts) if wanted is not None else set()
             if not larger or self.num_stages == 1:
                 break
+            before = set(self._opened), set(self._tracked)
             self._opened |= larger
-            recording = recorded()
+            try:
+                recording = recorded()
+            except Exception:  # such as a branch on values inside a unit, which as a whole can be followed
+                if best is None:
+                    raise
+                self._opened, self._tracked = before
+                break
         if best is None:
             find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
             raise AssertionError
@@ -202,19 +209,6 @@ class StagePlan:
         assignment = self._assign(recording)
         check_shared(assignment)
         return recording, assignment
-
-    def _openable(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-        """Units costlier than this, or with a cut inside, that have smaller ones inside."""
-        graph = recording.graph
-        costs: dict[str, float] = {}
-        for node in graph.nodes:
-            if node.unit is not None:
-                costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
-        if cuts is not None:
-            inside = {u for u in recording.units if any(cut.startswith(u + ".") for cut in cuts)}
-        else:
-            inside = {unit for unit, spent in costs.items() if spent > cost}
-        return {unit for unit in inside if can_open(recording.units[unit])}
 
     def _record(
         self,

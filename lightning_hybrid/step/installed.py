@@ -7,10 +7,11 @@ which run of the step is under way. Putting them there for each microbatch would
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from lightning_hybrid.step.bound_functions import BoundFunction
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
@@ -33,17 +34,40 @@ def installed(replays: Collection[StageReplay], randomness: KeyedRandomness) -> 
     owned: dict[str, tuple[str, ...]] = {}
     drawing: dict[str, nn.Module] = {}
     sinks: Mapping[str, nn.Module] = {}
+    bound: Sequence[BoundFunction] = ()
     for replay in dict.fromkeys(replays):
         units.update(replay.recording.units)
         owned.update(replay.recording.owned)
         drawing.update(replay.drawing)
-        sinks = replay.sinks
+        sinks, bound = replay.sinks, replay.recording.bound
     current = Current()
+    with randomness.modules(drawing), asking(current, randomness, units, owned, sinks, bound):
+        yield current
+
+
+@contextlib.contextmanager
+def asking(
+    current: Current,
+    randomness: KeyedRandomness,
+    units: Mapping[str, nn.Module],
+    owned: Mapping[str, tuple[str, ...]],
+    sinks: Mapping[str, nn.Module],
+    bound: Iterable[BoundFunction],
+) -> Iterator[None]:
+    """Let units, metrics, functions and checkpoints ask which run is under way.
+
+    Args:
+        current: The run.
+        randomness: Keys what is drawn.
+        units: By FQN.
+        owned: What each unit holds, by FQN.
+        sinks: The metrics, by FQN.
+        bound: Where the user's code keeps the ``apply`` of autograd functions.
+    """
     with (
-        randomness.modules(drawing),
         watched_units(current, units, owned),
         watched_sinks(current, sinks),
-        watched_functions(current),
+        watched_functions(current, bound),
         adopted_checkpoints(current, randomness),
     ):
-        yield current
+        yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.absent import absent_members, make_absent
 from lightning_hybrid.step.alike import LikeUnits
 from lightning_hybrid.step.asked import asked_of
+from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
 from lightning_hybrid.step.graph import Node, StepGraph, Value
 from lightning_hybrid.step.held import held_tensors
+from lightning_hybrid.step.installed import asking
 from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting
@@ -38,9 +41,8 @@ from lightning_hybrid.step.stand_in import (
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState, Place
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.units import buffer_names, owned_members
-from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.user_functions import watched_functions
-from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line, watched_sinks, watched_units
+from lightning_hybrid.step.user_functions import unseen_functions_refused
+from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line
 
 
 def record(
@@ -84,7 +86,7 @@ def record(
     ]
     state = ModuleState(root)
     looks = Looks() if looks is None else looks
-    around_units = modules_around(root, units)
+    around_units, bound = modules_around(root, units), bound_functions(root)
     costs = CostWatch(root)
     watch: RecordWatch | None = None
     try:
@@ -103,17 +105,15 @@ def record(
                 stack.enter_context(costs.module_stack())
                 current = Current()
                 current.watch = watch
-                stack.enter_context(watched_units(current, units, owned))
-                stack.enter_context(watched_sinks(current, sinks))
-                stack.enter_context(watched_functions(current))
-                stack.enter_context(adopted_checkpoints(current, randomness))
+                stack.enter_context(asking(current, randomness, units, owned, sinks, bound))
+                stack.enter_context(unseen_functions_refused(current))
                 stack.enter_context(quiet_fakes())
                 stack.enter_context(slow_attention())
                 stack.enter_context(looks.during(root, list(around_units.values())))
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()
-            return watch.finish(root, name, result, units, owned, loss_required=loss_required)
+            return replace(watch.finish(root, name, result, units, owned, loss_required=loss_required), bound=bound)
     except GraphWanted:
         assert not whole_graph
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.step.bound_functions import BoundFunction
 from lightning_hybrid.step.graph import StepGraph
 from lightning_hybrid.step.transaction import Place
 from lightning_hybrid.step.tree import Spec
@@ -62,6 +63,7 @@ class Recording:
         numbers_kept: Where a number read from the model stays after the step, and the line; empty if none does.
         values_read: The values that numbers were read from.
         looks_at: What the step looks at that may be another one in the next batch; empty if nothing is known.
+        bound: Where the user's code keeps the ``apply`` of autograd functions.
     """
 
     graph: StepGraph
@@ -75,6 +77,7 @@ class Recording:
     numbers_kept: str = ""
     values_read: tuple[int, ...] = ()
     looks_at: str = ""
+    bound: Sequence[BoundFunction] = ()
 
 
 def find_loss(result: Any) -> Any:

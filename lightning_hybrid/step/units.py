@@ -7,11 +7,13 @@ shows (a unit that dominates its stage, or one whose parameters are read around 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE
+from lightning_hybrid.step.partition import node_cost
+from lightning_hybrid.step.recording import Recording
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
 
@@ -55,6 +57,26 @@ def _is_listened_to(module: nn.Module) -> bool:
 def can_open(module: nn.Module) -> bool:
     """Whether there is something smaller inside ``module`` that could be a unit."""
     return any(_count(child) for child in module.children())
+
+
+def to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
+    """The units with smaller ones inside that are to be opened: those with a cut in them, or else the costly ones.
+
+    Args:
+        recording: Of the step.
+        cost: What a unit may cost, all its calls together.
+        cuts: FQNs of units; None if they are not the user's.
+    """
+    graph = recording.graph
+    if cuts is not None:
+        inside = {unit for unit in recording.units if any(cut.startswith(unit + ".") for cut in cuts)}
+    else:
+        costs: dict[str, float] = {}
+        for node in graph.nodes:
+            if node.unit is not None:
+                costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
+        inside = {unit for unit, spent in costs.items() if spent > cost}
+    return {unit for unit in inside if can_open(recording.units[unit])}
 
 
 def _count(module: nn.Module) -> int:

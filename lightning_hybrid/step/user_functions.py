@@ -6,19 +6,22 @@ event. A recording only rehearses collectives: other replicas need not record at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import Function, _SingleLevelFunction
 
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.bound_functions import BoundFunction, functions
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten
-from lightning_hybrid.step.watch import Current
+from lightning_hybrid.step.watch import Current, user_line
 
 # What each collective writes: the place of the argument that it fills, and its name.
 _WRITTEN = {
@@ -37,6 +40,8 @@ _WRITTEN = {
     "scatter": (0, "tensor"),
 }
 COLLECTIVE = "collective:"
+# Where the call of a function passes by: since torch 2.14 ``Function.apply`` is not written in Python.
+_APPLIED_BY = _SingleLevelFunction if isinstance(vars(Function).get("apply"), classmethod) else Function
 
 
 class Unwatched:
@@ -55,14 +60,51 @@ class Done:
         return True
 
 
-def watched_functions(current: Current) -> AbstractContextManager[None]:
-    """Make each autograd function and collective that a step calls one event of the current run."""
+def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> AbstractContextManager[None]:
+    """Make each autograd function and collective that a step calls one event of the current run.
+
+    Args:
+        current: The run.
+        bound: Where the user's code holds functions by their ``apply``.
+    """
     collectives = [(name, getattr(dist, name, None)) for name in _WRITTEN]
+    apply = _applied(current)
     return _Replaced(
-        (_SingleLevelFunction, "apply", classmethod(_applied(current))),
+        (_APPLIED_BY, "apply", classmethod(apply)),
+        *((place.owner, place.name, place.calling(partial(apply, place.function))) for place in bound),
         *((dist, name, _collected(current, name, own)) for name, own in collectives if own is not None),
         _TOLIST,
     )
+
+
+def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:
+    """Have a function raise a ``StepError`` where a step calls it and nothing else here sees that."""
+    return _Replaced(
+        *(
+            (function, "forward", _refusing(current, function))
+            for function in functions()
+            if "forward" in vars(function)
+        )
+    )
+
+
+def _refusing(current: Current, function: type[Function]) -> Any:
+    original = function.forward
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        watch = current.watch
+        in_transform = torch._C._are_functorch_transforms_active()
+        if watch is None or watch.inside_unit or in_transform or issubclass(function, Unwatched):
+            return original(*args, **kwargs)
+        name = function.__qualname__
+        raise StepError(
+            f"{user_line()}: {name} is called through an object that holds {name}.apply (a functools.partial, a list, a"
+            " default argument), where a step cannot see the call; call"
+            f" {name}.apply(...) itself, or keep it as a variable of a module or an attribute"
+        )
+
+    return staticmethod(forward)
 
 
 def _applied(current: Current) -> Callable[..., Any]:

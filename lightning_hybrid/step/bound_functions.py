@@ -1,0 +1,65 @@
+"""Autograd functions that the user's code calls by an ``apply`` that it keeps, as in ``reverse = Reverse.apply``.
+
+Since torch 2.14 such an ``apply`` is a built-in method, which calls no Python on its way. So it is found where it is
+kept, and a step finds something else there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import BuiltinMethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.autograd import Function
+
+
+class BoundFunction(NamedTuple):
+    """Where an ``apply`` is kept.
+
+    Attributes:
+        owner: A Python module, a class or an object.
+        name: Of its attribute.
+        function: Whose ``apply`` it is.
+    """
+
+    owner: Any
+    name: str
+    function: type[Function]
+
+    def calling(self, apply: Callable[..., Any]) -> Any:
+        """What to keep there instead, so that ``apply`` is called; in a class it must not become a method."""
+        return staticmethod(apply) if isinstance(self.owner, type) else apply
+
+
+def bound_functions(root: nn.Module) -> list[BoundFunction]:
+    """The places at which an ``apply`` is kept: variables of Python modules, attributes of these and of their classes.
+
+    Args:
+        root: The user's module.
+    """
+    members = list(root.modules())
+    classes = {kind for member in members for kind in type(member).__mro__}
+    owners = [module for name, module in list(sys.modules.items()) if not name.startswith("torch.")]
+    return [
+        BoundFunction(owner, name, function)
+        for owner in (*owners, *members, *classes)
+        for name, value in list(getattr(owner, "__dict__", {}).items())
+        if (function := _applied_by(value)) is not None
+    ]
+
+
+def _applied_by(value: Any) -> type[Function] | None:
+    """The function whose ``apply`` a value is; None if it is something else."""
+    if type(value) is not BuiltinMethodType or value.__name__ != "apply":
+        return None
+    owner = value.__self__
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
+
+
+def functions(of: type[Function] = Function) -> Iterator[type[Function]]:
+    """All autograd functions that exist now."""
+    for function in of.__subclasses__():
+        yield function
+        yield from functions(function)

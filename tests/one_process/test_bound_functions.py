@@ -1,0 +1,115 @@
+"""Autograd functions called by an ``apply`` that the user's code keeps, which since torch 2.14 calls no Python.
+
+Here it is the built-in one with every version of torch.
+"""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+from models import WIDTH, Layers, batch_of
+from one_process.in_process import assert_same_gradients, cut, pipeline, reference
+from torch import nn
+from torch.autograd.function import _SingleLevelFunction
+
+from lightning_hybrid.step.bound_functions import bound_functions
+from lightning_hybrid.step.recording import StepError
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, strength):
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.strength * gradient, None
+
+
+reverse = super(_SingleLevelFunction, Reverse).apply
+
+
+class Holder:
+    apply = reverse
+
+
+class Reversing(Layers):
+    """Reverses gradients between its layers, by whatever it keeps for that."""
+
+    of_class = reverse
+
+    def __init__(self, how):
+        super().__init__()
+        self.of_object = reverse
+        self.held = Holder()
+        self.listed = [reverse]
+        self.how = how
+
+    def reversed(self, x):
+        if self.how == "variable":
+            return reverse(x, 0.7)
+        if self.how == "list":
+            return self.listed[0](x, 0.7)
+        if self.how == "partial":
+            return partial(self.listed[0])(x, 0.7)
+        if self.how == "elsewhere":
+            return self.held.apply(x, 0.7)
+        return {"class": self.of_class, "object": self.of_object, "itself": Reverse.apply}[self.how](x, 0.7)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.reversed(layer(x))
+        return self.head(x + self.reversed(x))
+
+
+def loss_of(how):
+    module, batch = Reversing(how).double(), batch_of(Reversing.kind, range(4))
+    return module, lambda: module.loss(batch)
+
+
+@pytest.mark.parametrize("how", ["variable", "class", "object", "itself"])
+def test_each_call_is_one_operation(how):
+    module, step = loss_of(how)
+    kept = reverse, vars(Reversing)["of_class"], vars(module)["of_object"], vars(Reverse).get("apply")
+    outcome = pipeline(module, step, 2)
+    assert_same_gradients(outcome.grads, reference(module, step).grads)
+    calls = [node for node in outcome.graph.nodes if node.name == "apply:Reverse"]
+    assert len(calls) == 5
+    assert {outcome.assignment.node_stage[node.index] for node in calls} == {0, 1}
+    now = reverse, vars(Reversing)["of_class"], vars(module)["of_object"], vars(Reverse).get("apply")
+    assert all(a is b for a, b in zip(now, kept, strict=True))
+
+
+@pytest.mark.parametrize("how", ["list", "partial", "elsewhere"])
+def test_what_cannot_be_seen_is_refused(how):
+    module, step = loss_of(how)
+    own = vars(Reverse)["forward"]
+    with pytest.raises(StepError, match=r"test_bound_functions.*: Reverse is called .* call Reverse\.apply\(\.\.\.\)"):
+        cut(module, step, 2)
+    assert vars(Reverse)["forward"] is own
+    assert step().requires_grad  # outside a recorded step it is as ever
+
+
+def test_inside_a_unit_it_may_be_kept_anywhere():
+    module, step = loss_of("list")
+    module.layers = nn.ModuleList(Inside() for _ in range(4)).double()
+    module.how = "variable"
+    outcome = pipeline(module, step, 2)
+    assert_same_gradients(outcome.grads, reference(module, step).grads)
+
+
+class Inside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.listed = nn.Linear(WIDTH, WIDTH), [reverse]
+
+    def forward(self, x):
+        return self.listed[0](self.linear(x), 0.3)
+
+
+def test_only_applies_are_found():
+    found = [place for place in bound_functions(Reversing("variable")) if place.function is Reverse]
+    assert sorted(place.name for place in found) == ["of_class", "of_object", "reverse"]
+    assert {place.owner for place in found if place.name == "reverse"} == {sys.modules[__name__]}
