@@ -350,9 +350,9 @@ def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
 def _tie_written(graph: StepGraph, homes: dict[str, int], updates: Mapping[int, tuple[str, ...]]) -> dict[str, int]:
     """Put what is written together with what it is written from (a momentum teacher and its student) on one stage."""
     writing = [node for node in graph.nodes if node.written]
-    parameters = {name for node in writing for name in node.written if name not in graph.buffers}
+    written = {name for node in writing for name in node.written}
     together = [
-        updates.get(node.index, node.parameters) if parameters.intersection(node.written) else node.parameters
+        node.parameters if graph.buffers.issuperset(node.written) else updates.get(node.index, node.parameters)
         for node in writing
     ]
     for _ in range(len(homes)):
@@ -363,12 +363,12 @@ def _tie_written(graph: StepGraph, homes: dict[str, int], updates: Mapping[int, 
                 changed = True
         if not changed:
             break
-    # A parameter that the step writes has one content only where all that reads or writes it is on one stage.
-    while parameters:
+    # What the step writes has one content only where all that reads or writes it is on one stage.
+    while written:
         node_stage, _ = _stages(graph, homes)
-        latest = dict.fromkeys(parameters, 0)
+        latest = dict.fromkeys(written, 0)
         for node, stage in zip(graph.nodes, node_stage, strict=True):
-            for name in parameters.intersection((*node.parameters, *node.written)):
+            for name in written.intersection((*node.parameters, *node.written)):
                 latest[name] = max(latest[name], stage)
         if all(homes[name] == stage for name, stage in latest.items()):
             break

@@ -174,6 +174,11 @@ class ReplayWatch(StepWatch):
             return isinstance(tensor, FakeTensor)
         return self._value_stage[mark] != self._stage and mark not in self._received
 
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """As the step was cut."""
+        mark = self.mark_of(tensor)
+        return mark is not None and self._value_stage[mark] != self._stage
+
     def is_dynamic(self, value: int) -> bool:
         """As it was recorded."""
         return self._values[value].dynamic

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
 from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
@@ -127,6 +129,10 @@ class StepWatch(TorchFunctionMode, ABC):
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Whether the content of ``tensor`` is not on this rank."""
 
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether another stage makes this value."""
+        return False
+
     @abstractmethod
     def is_dynamic(self, value: int) -> bool:
         """Whether the shape of a value depends on data."""
@@ -150,6 +156,9 @@ class StepWatch(TorchFunctionMode, ABC):
                 return func(*args, **kwargs)
             name = "get_" + name
         elif name in _METADATA or (name == "__set__" and func.__self__.__name__ != "data"):
+            # The gradient goes through a value once, where it is made; what a later stage was sent is no other value.
+            if name == "register_hook" and self.is_elsewhere(args[0]):
+                return RemovableHandle(OrderedDict())
             return func(*args, **kwargs)
         elif name in _READS:
             return self._read(name, func, args, kwargs)
