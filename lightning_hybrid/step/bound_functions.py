@@ -63,3 +63,8 @@ def functions(of: type[Function] = Function) -> Iterator[type[Function]]:
     for function in of.__subclasses__():
         yield function
         yield from functions(function)
+
+
+def users_functions() -> list[type[Function]]:
+    """The autograd functions that exist now and are none of torch's or of this package."""
+    return [function for function in functions() if not function.__module__.startswith(("torch.", "lightning_hybrid."))]

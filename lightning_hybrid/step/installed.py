@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
+from torch.autograd import Function
 
-from lightning_hybrid.step.bound_functions import BoundFunction
+from lightning_hybrid.step.bound_functions import BoundFunction, users_functions
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.user_functions import watched_functions
+from lightning_hybrid.step.user_functions import functions_drawing_again, watched_functions
 from lightning_hybrid.step.watch import Current, watched_sinks, watched_units
 
 
@@ -35,13 +36,16 @@ def installed(replays: Collection[StageReplay], randomness: KeyedRandomness) -> 
     drawing: dict[str, nn.Module] = {}
     sinks: Mapping[str, nn.Module] = {}
     bound: Sequence[BoundFunction] = ()
+    functions: dict[type[Function], None] = {}
     for replay in dict.fromkeys(replays):
         units.update(replay.recording.units)
         owned.update(replay.recording.owned)
         drawing.update(replay.drawing)
+        functions.update(dict.fromkeys(replay.drawing_functions))
         sinks, bound = replay.sinks, replay.recording.bound
     current = Current()
-    with randomness.modules(drawing), asking(current, randomness, units, owned, sinks, bound):
+    again = functions_drawing_again(functions, randomness)
+    with randomness.modules(drawing), again, asking(current, randomness, units, owned, sinks, bound):
         yield current
 
 
@@ -69,5 +73,26 @@ def asking(
         watched_sinks(current, sinks),
         watched_functions(current, bound),
         adopted_checkpoints(current, randomness),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def drawing_as_stages(root: nn.Module, randomness: KeyedRandomness, step: int, microbatch: int) -> Iterator[None]:
+    """A whole module draws inside, in forward and backward, what its stages draw for a microbatch.
+
+    Args:
+        root: The user's module.
+        randomness: Keys what it draws.
+        step: Number of the batch in the run.
+        microbatch: Number of the microbatch over all replicas.
+    """
+    with (
+        randomness.microbatch(step, microbatch),
+        randomness.modules({name: module for name, module in root.named_modules() if name}),
+        randomness.watching(True),
+        adopted_checkpoints(Current(), randomness),
+        functions_drawing_again(users_functions(), randomness),
+        randomness.each_draw(),
     ):
         yield

@@ -214,6 +214,10 @@ class KeyedRandomness:
         finally:
             self.watched = before
 
+    def each_draw(self) -> AbstractContextManager[Any]:
+        """A function mode that reseeds before each draw inside."""
+        return _DrawWatch(self)
+
     @contextlib.contextmanager
     def modules(self, drawing: dict[str, nn.Module]) -> Iterator[None]:
         """Key what these modules draw by their FQN, inside units too, where nothing else watches."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
+from lightning_hybrid.step.bound_functions import users_functions
 from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
 from lightning_hybrid.step.graph import SINK, Node
 from lightning_hybrid.step.held import look_up, put
@@ -104,6 +105,7 @@ class StageReplay:
         self.held_by_user = frozenset((*handed, *graph.kept))
         modules = dict(root.named_modules())
         self.sinks = find_sinks(root)
+        self.drawing_functions = users_functions() if graph.draws else []
         self.drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
         self.device = randomness.device
 

@@ -19,6 +19,7 @@ from torch.autograd.function import Function, _SingleLevelFunction
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bound_functions import BoundFunction, functions
+from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import Current, user_line
@@ -75,6 +76,30 @@ def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> Abstr
         *((dist, name, _collected(current, name, own)) for name, own in collectives if own is not None),
         _TOLIST,
     )
+
+
+def functions_drawing_again(
+    functions: Iterable[type[Function]], randomness: KeyedRandomness
+) -> AbstractContextManager[None]:
+    """Have functions whose backward runs their forward again, as checkpoints by hand do, draw there what they drew."""
+    takes_context = [function for function in functions if function.setup_context is Function.setup_context]
+    return _Replaced(*(place for function in takes_context for place in _drawing_again(function, randomness)))
+
+
+def _drawing_again(function: type[Function], randomness: KeyedRandomness) -> Iterable[tuple[Any, str, Any]]:
+    own_forward, own_backward = function.forward, function.backward
+
+    @wraps(own_forward)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            ctx._hybrid_again = randomness.again(own_backward)
+        return own_forward(ctx, *args, **kwargs)
+
+    @wraps(own_backward)
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return getattr(ctx, "_hybrid_again", own_backward)(ctx, *gradients)
+
+    return (function, "forward", staticmethod(forward)), (function, "backward", staticmethod(backward))
 
 
 def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:

@@ -19,10 +19,9 @@ from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
+from lightning_hybrid.step.installed import drawing_as_stages
 from lightning_hybrid.step.microbatch import batch_size_of, join, sizes_of, split
-from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
-from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.watch import Current
+from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.undone import perturbed, undone
 
 # Seeds of the two runs that show whether a module draws random numbers.
@@ -208,14 +207,7 @@ class StepAlone:
             given.generators.restore()
             yield
             return
-        names = {name: module for name, module in self._module.named_modules() if name}
-        with (
-            self._keyed.microbatch(number, microbatch),
-            self._keyed.modules(names),
-            self._keyed.watching(True),
-            adopted_checkpoints(Current(), self._keyed),
-            _DrawWatch(self._keyed),
-        ):
+        with drawing_as_stages(self._module, self._keyed, number, microbatch):
             yield
 
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.step.installed import drawing_as_stages
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, sizes_of, split
-from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness, _DrawWatch
-from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.watch import Current
+from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
 from lightning_hybrid.verify.dealt import DealtLoader, deal
 from lightning_hybrid.verify.observed import Observed, held, leaves_of
@@ -332,14 +331,7 @@ class PartsReference:
                 yield
                 self.moved_generators |= not before.still_stand()
                 return
-            names = {name: module for name, module in self._replicas[part.replica].named_modules() if name}
-            with (
-                self._randomness.microbatch(number, part.number),
-                self._randomness.modules(names),
-                self._randomness.watching(True),
-                adopted_checkpoints(Current(), self._randomness),
-                _DrawWatch(self._randomness),
-            ):
+            with drawing_as_stages(self._replicas[part.replica], self._randomness, number, part.number):
                 yield
 
 

@@ -108,17 +108,18 @@ def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None
         if stage == assignment.loss_stage:
             loss = run.made[graph.loss]
     back: dict[int, Tensor] = {}
-    for stage in reversed(range(num_stages)):
-        roots = [tensor for value, tensor in made_by[stage].items() if value in back]
-        seeds = [back[value] for value in made_by[stage] if value in back]
-        if stage == assignment.loss_stage:
-            roots.append(loss)
-            seeds.append(torch.ones_like(loss))
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        for value, leaf in received_by[stage].items():
-            if leaf.grad is not None:
-                back[value] = back[value] + leaf.grad if value in back else leaf.grad
+    with installed(variant.replays.values(), randomness):
+        for stage in reversed(range(num_stages)):
+            roots = [tensor for value, tensor in made_by[stage].items() if value in back]
+            seeds = [back[value] for value in made_by[stage] if value in back]
+            if stage == assignment.loss_stage:
+                roots.append(loss)
+                seeds.append(torch.ones_like(loss))
+            if roots:
+                torch.autograd.backward(roots, seeds)
+            for value, leaf in received_by[stage].items():
+                if leaf.grad is not None:
+                    back[value] = back[value] + leaf.grad if value in back else leaf.grad
     return Outcome(loss.detach(), take_gradients(module), variant)
 
 

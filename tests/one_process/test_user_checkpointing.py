@@ -1,10 +1,33 @@
-"""torch.utils.checkpoint in user code: inside units, around several units, with dropout."""
+"""Checkpoints in user code, torch's and others: inside units, around several units, with dropout."""
 
 import pytest
 import torch
+from fairscale.nn.checkpoint import checkpoint_wrapper
 from one_process.in_process import assert_same_gradients, keyed, pipeline
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+
+class ByHand(torch.autograd.Function):
+    """Runs a function again in the backward, from the state in which the generator was."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run, ctx.state = run, torch.get_rng_state()
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        now, x = torch.get_rng_state(), x.detach().requires_grad_()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            out = ctx.run(x)
+        torch.set_rng_state(now)
+        return None, *torch.autograd.grad(out, [x, *parameters], gradient)
 
 
 class Block(nn.Module):
@@ -14,11 +37,13 @@ class Block(nn.Module):
         self.reentrant = reentrant
 
     def body(self, x):
-        return x + self.drop(self.b(torch.tanh(self.a(x))))
+        return x + self.drop(self.b(torch.tanh(F.dropout(self.a(x), 0.3, self.training))))
 
     def forward(self, x):
         if self.reentrant is None:
             return self.body(x)
+        if self.reentrant == "by hand":
+            return ByHand.apply(self.body, x, *self.parameters())
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
@@ -28,8 +53,10 @@ class Step(nn.Module):
     def __init__(self, inside=None, around=None):
         super().__init__()
         self.stem, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.blocks = nn.ModuleList([Block(inside) for _ in range(4)])
+        self.blocks = nn.ModuleList([Block(None if inside == "fairscale" else inside) for _ in range(4)])
         self.around = around
+        if inside == "fairscale":
+            self.blocks = nn.ModuleList([checkpoint_wrapper(Block()) for _ in range(4)])
 
     def two(self, x, first):
         return self.blocks[first + 1](self.blocks[first](x))
@@ -37,16 +64,35 @@ class Step(nn.Module):
     def training_step(self, x):
         h = self.stem(x)
         for first in (0, 2):
-            h = self.two(h, first) if self.around is None else checkpoint(self.two, h, first, use_reentrant=self.around)
+            if self.around is None:
+                h = self.two(h, first)
+            elif self.around == "by hand":
+                inside = self.blocks[first : first + 2].parameters()
+                h = ByHand.apply(lambda h, first=first: self.two(h, first), h, *inside)
+            else:
+                h = checkpoint(self.two, h, first, use_reentrant=self.around)
         return self.head(h).square().mean()
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("options", [{"inside": False}, {"inside": True}, {"around": False}, {"around": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inside": False},
+        {"inside": True},
+        {"inside": "by hand"},
+        {"inside": "fairscale"},
+        {"around": False},
+        {"around": True},
+        {"around": "by hand"},
+    ],
+    ids=str,
+)
 def test_checkpointed_steps_draw_and_learn_as_plain_ones(options, num_stages):
     torch.manual_seed(0)
     plain, checkpointed = Step().double(), Step(**options).double()
-    checkpointed.load_state_dict(plain.state_dict())
+    for mine, given in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        mine.data.copy_(given)
     x = torch.randn(6, 4, dtype=torch.float64)
     randomness = keyed()
     expected = pipeline(plain, lambda: plain.training_step(x), 1, randomness=randomness)

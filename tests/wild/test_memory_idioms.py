@@ -66,7 +66,48 @@ class ChecksWhenTraining(Regression):
         return loss
 
 
-CHECKPOINTING = [ChecksPairs, ChecksReentrantly, ChecksAll, ChecksSegments, ChecksWhenTraining]
+class ByHand(torch.autograd.Function):
+    """A checkpoint as older libraries write it."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run, ctx.state = run, torch.get_rng_state()
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        now, x = torch.get_rng_state(), x.detach().requires_grad_()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            out = ctx.run(x)
+        torch.set_rng_state(now)
+        return None, *torch.autograd.grad(out, [x, *parameters], gradient)
+
+
+class Again(nn.Module):
+    """A layer that is computed again, with dropout inside."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.drop = layer, nn.Dropout(0.2)
+
+    def forward(self, x):
+        return ByHand.apply(self.run, x, *self.parameters())
+
+    def run(self, x):
+        return self.drop(F.dropout(self.layer(x), 0.1, self.training))
+
+
+class ChecksByFunction(Regression):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Again(layer) for layer in self.layers)
+
+
+CHECKPOINTING = [ChecksPairs, ChecksReentrantly, ChecksAll, ChecksSegments, ChecksWhenTraining, ChecksByFunction]
 
 
 @each_under("module", CHECKPOINTING, [STAGES, BOTH])
