@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.autograd import Function
 
@@ -60,6 +61,8 @@ def asking(
 ) -> Iterator[None]:
     """Let units, metrics, functions and checkpoints ask which run is under way.
 
+    A recording and all that runs again what was recorded are inside, so that they take the same way through torch.
+
     Args:
         current: The run.
         randomness: Keys what is drawn.
@@ -73,6 +76,7 @@ def asking(
         watched_sinks(current, sinks),
         watched_functions(current, bound),
         adopted_checkpoints(current, randomness),
+        slow_attention(),
     ):
         yield
 
@@ -96,3 +100,18 @@ def drawing_as_stages(root: nn.Module, randomness: KeyedRandomness, step: int, m
         randomness.each_draw(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def slow_attention() -> Iterator[None]:
+    """Keep ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` off their fused kernels of evaluation.
+
+    These cannot be recorded: on stand-ins they make other results than in a run, asked for weights or under autocast,
+    and an encoder looks at the content of its mask and joins its layers by nested tensors.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -36,7 +36,6 @@ from lightning_hybrid.step.stand_in import (
     index_by_numbers,
     quiet_fakes,
     run_on_stand_ins,
-    slow_attention,
 )
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState, Place
 from lightning_hybrid.step.tree import flatten
@@ -108,7 +107,6 @@ def record(
                 stack.enter_context(asking(current, randomness, units, owned, sinks, bound))
                 stack.enter_context(unseen_functions_refused(current))
                 stack.enter_context(quiet_fakes())
-                stack.enter_context(slow_attention())
                 stack.enter_context(looks.during(root, list(around_units.values())))
                 stack.enter_context(costs)
                 stack.enter_context(watch)

@@ -86,17 +86,6 @@ def quiet_fakes() -> Iterator[None]:
         logger.disabled = before
 
 
-@contextlib.contextmanager
-def slow_attention() -> Iterator[None]:
-    """Keep ``nn.MultiheadAttention`` off its fused kernel: the fake one makes weights that the real one does not."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def run_on_stand_ins(
     run: Callable[..., Any], args: Any, kwargs: Any, error: Exception, unit: nn.Module | None = None
 ) -> Any:
