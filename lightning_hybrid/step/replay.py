@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -95,7 +96,7 @@ class StageReplay:
         graph = recording.graph
         wanted = {v for (source, _), sent in assignment.portals.items() if source == stage for v in sent}
         wanted.update(v for v in (*graph.returned, *graph.kept) if assignment.value_stage[v] == stage)
-        self.wanted = frozenset(wanted)
+        self.wanted = {value: getattr(torch, graph.values[value].dtype) for value in wanted}
         self.placeholders: dict[int, FakeTensor] = {}
         self.wanted_after = frozenset((*graph.returned, *graph.kept))
         # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches. What
@@ -260,6 +261,12 @@ class ReplayWatch(StepWatch):
             )
         if value in self._wanted and value not in self.made:
             tensor = whole_of(tensor)
+            if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
+                raise StepChanged(
+                    f"{user_line()}: a value of dtype {self._wanted[value]} when the step was recorded now has"
+                    f" {tensor.dtype}, and other ranks expect the recorded one; make it the same on every batch, say by"
+                    " .to(dtype) on what is returned there, or set pipeline_parallel_size=1"
+                )
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
     def _present(self, leaf: Any) -> Any:

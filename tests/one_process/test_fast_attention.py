@@ -1,15 +1,16 @@
-"""Evaluation of torch's own transformers over stages."""
+"""Evaluation of torch's own transformers over stages, and values of another dtype than was recorded."""
 
 import contextlib
 
 import pytest
 import torch
-from models import WIDTH, Layers, make
+from models import WIDTH, Layers, batch_of, make
 from one_process.in_process import OneRank, keyed
 from torch import nn
 
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.installed import installed
+from lightning_hybrid.step.replay import StepChanged
 
 
 def evaluate(module, step, num_stages, context=contextlib.nullcontext):
@@ -75,3 +76,38 @@ def test_an_encoder_is_evaluated_under_autocast():
     got = evaluate(module, lambda: module(x), 2, autocast)
     with without_fast_path(), torch.no_grad(), autocast():
         assert torch.equal(got, module(x))
+
+
+class Casting(nn.Linear):
+    """Its result has a dtype that nobody looks at."""
+
+    dtypes = (torch.float64,)
+
+    def forward(self, x):
+        return super().forward(x.double()).to(Casting.dtypes[0])
+
+
+class Casts(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Casting(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.double().sum()
+
+
+def test_a_value_of_another_dtype_than_recorded_is_not_sent(monkeypatch):
+    module = make(Casts).eval()
+    x = batch_of("vectors", range(4))["x"]
+    runs = []
+
+    def step():
+        runs.append(1)
+        if len(runs) == 2:
+            monkeypatch.setattr(Casting, "dtypes", (torch.float32,))
+        return module(x)
+
+    with pytest.raises(StepChanged, match=r"torch\.float64 when .* now has torch\.float32"):
+        evaluate(module, step, 2)
