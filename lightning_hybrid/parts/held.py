@@ -105,8 +105,10 @@ class HeldParts:
             placement = axis.placements.get(name)
             if placement is None or (axis.axis == "tp" and not over_tensor_ranks):
                 continue
+            # A tensor of which an earlier cut is undone already is longer than what this one cuts.
+            length = local.shape[placement.dim]
             # The part of an owner is as large as the whole; and no rank gathers these otherwise than here.
-            if placement.is_owned or local.shape[placement.dim] != placement.length:
+            if length < placement.length or (placement.is_owned and length == placement.length):
                 local = axis.joined(local, placement)
         return local
 

@@ -102,7 +102,8 @@ def _failed(layout: Layout, ranks: Sequence[Observed]) -> Report | None:
     if len(failures) == len(ranks) and all(failure.refused for _, failure in failures):
         return Report(layout.name, "refused", failures[0][1].message)
     rank, failure = next(((rank, f) for rank, f in failures if not f.refused), failures[0])
-    return Report(layout.name, "failed", f"rank {rank}: {failure.message} ({failure.where})")
+    message = f"rank {rank}: {failure.message} ({failure.where})"
+    return Report(layout.name, "failed", message, steps=len(ranks[rank].steps))
 
 
 def _text(error: Exception) -> str:

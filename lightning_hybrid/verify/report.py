@@ -21,7 +21,7 @@ class Report:
         message: In one sentence why, for every outcome but "same".
         first: The first value that differs.
         num_differences: How many differ.
-        steps: Compared training steps.
+        steps: Compared training steps; of a run that failed, those that came before.
         floor: The largest relative noise floor of a parameter's update.
         notes: What else the user should know.
     """
@@ -56,7 +56,8 @@ def table(reports: list[Report], *, width: int = 120) -> str:
         reports: One per layout.
         width: Characters of a line.
     """
-    rows = [[r.layout, r.outcome, str(r.steps), f"{r.floor:.1g}" if r.steps else "", r.message] for r in reports]
+    floors = [f"{r.floor:.1g}" if r.steps and r.outcome != "failed" else "" for r in reports]
+    rows = [[r.layout, r.outcome, str(r.steps), floor, r.message] for r, floor in zip(reports, floors, strict=True)]
     heads = ["layout", "outcome", "steps", "noise", "why"]
     try:
         from rich.console import Console

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
+from lightning_hybrid.verify.check import _failed
 from lightning_hybrid.verify.compare import AT_THE_END, compare
 from lightning_hybrid.verify.layouts import Layout, parse_layout
-from lightning_hybrid.verify.observed import Observed, Step, describe_failure
+from lightning_hybrid.verify.observed import Failure, Observed, Step, describe_failure
 from lightning_hybrid.verify.report import Report, _plain, table
 
 
@@ -238,6 +239,15 @@ def test_the_table_says_why():
     reports = [Report("pp=2", "same", steps=4, floor=1e-15), Report("dp=2", "different", "step 1: loss is 1")]
     for text in (table(reports), _plain(["layout", "why"], [[r.layout, r.message] for r in reports])):
         assert "pp=2" in text and "step 1: loss is 1" in text
+
+
+def test_a_run_that_fails_after_its_steps_says_how_many_there_were():
+    ranks = [run_of(), run_of()]
+    ranks[1].failure = Failure("ValueError: no", refused=False, where="there.py:1")
+    report = _failed(parse_layout("dp=2"), ranks)
+    assert (report.outcome, report.steps) == ("failed", len(ranks[1].steps)) and report.steps
+    rows = [line for line in table([report]).splitlines() if "failed" in line]
+    assert "rank 1: ValueError: no (there.py:1)" in rows[0]
 
 
 def in_32_bits(observed, step):

@@ -1,0 +1,49 @@
+"""Parts that two axes cut one after the other are joined to the whole, and a whole stays as it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import AxisCut, HeldParts
+from lightning_hybrid.parts.placement import Shard
+
+# By name: the shape of the whole, its cut over tensor ranks, and that of what is left over the ranks of a shard.
+CUTS = {
+    "same dim": ((12, 3), Shard.evenly(0, 12, 2), Shard.shared_out(0, 6, 2)),
+    "uneven inside": ((10, 3), Shard.evenly(0, 10, 2), Shard.shared_out(0, 5, 2)),
+    "uneven outside": ((3, 5), Shard.unevenly(1, 5, 2), None),
+    "other dim": ((12, 3), Shard.evenly(0, 12, 2), Shard.shared_out(1, 3, 2)),
+    "inner alone": ((3, 3), None, Shard.shared_out(0, 3, 2)),
+    "owned": ((12, 3), Shard.evenly(0, 12, 2), Shard.owned(6, 2, 1)),
+    "owned alone": ((12, 3), None, Shard.owned(12, 2, 1)),
+}
+
+
+def held_parts():
+    mesh = Mesh.build(ParallelLayout(tensor_parallel_size=2, data_shard_size=2), "cpu")
+    root = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, (shape, _, _) in CUTS.items()})
+    outer = {name: placement for name, (_, placement, _) in CUTS.items() if placement is not None}
+    inner = {name: placement for name, (_, _, placement) in CUTS.items() if placement is not None}
+    cuts = [AxisCut(mesh.group("tp"), outer, axis="tp"), AxisCut(mesh.group("dp_shard"), inner, axis="dp_shard")]
+    return root, HeldParts(root, cuts), cuts
+
+
+@pytest.mark.world(4)
+def test_what_two_axes_cut_is_joined_once():
+    torch.manual_seed(1)
+    root, parts, (outer, _) = held_parts()
+    wholes = {name: parameter.detach().clone() for name, parameter in root.items()}
+    for name, whole in wholes.items():
+        part = parts.part(name, whole)
+        assert torch.equal(parts.joined(name, part), whole), name
+        assert torch.equal(parts.whole_of(name, whole), whole), name
+        gathered = outer.part(whole, outer.placements[name]) if name in outer.placements else whole
+        assert torch.equal(parts.joined(name, gathered), whole), name
+        assert torch.equal(parts.joined(name, part, over_tensor_ranks=False), gathered), name
+    parts.cut_parameters(root)
+    parts.make_whole()
+    for name, whole in wholes.items():
+        assert torch.equal(root[name], whole), name
+        assert torch.equal(parts.whole_of(name, root[name]), whole), name
