@@ -39,6 +39,8 @@ class UserWorld:
         """Args: mesh: of this run."""
         self.is_shown = False
         self._written: dict[tuple[str, int], bool] = {}
+        self._loaders: list[tuple[weakref.ref[DataLoader[Any]], type]] = []  # with the class that each had
+        self._loader_classes: dict[type, type] = {}  # by the user's own
         self._group = mesh.group("data")
         self._differs = mesh.size("data") < mesh.layout.world_size
         self._environment = {"RANK": str(mesh.rank_in("data")), "WORLD_SIZE": str(mesh.size("data"))}
@@ -72,8 +74,9 @@ class UserWorld:
         os.environ.update((name, variables[name]) for name in self._launchers)
 
     def show_to_hooks(self, trainer: Any) -> Callable[[], None]:
-        """Let the hooks that Lightning calls for this trainer see this world; returns what undoes it."""
+        """Let the hooks that Lightning calls for this trainer see this world; returns what undoes all that shows it."""
         stack = contextlib.ExitStack()
+        stack.callback(self._leave_loaders)
         if self._differs:
             for name in _CALLERS:
                 original = getattr(call, name)
@@ -104,22 +107,72 @@ class UserWorld:
         return self._written[key]
 
     def show_to_loader(self, loader: object) -> None:
-        """Let datasets, samplers and workers see this world when the loader makes batches."""
-        if not self._differs or not isinstance(loader, DataLoader) or "_get_iterator" in vars(loader):
+        """Let datasets, samplers and workers see this world when the loader makes batches, or is asked how many."""
+        if not self._differs or not isinstance(loader, DataLoader) or type(loader) in self._loader_classes.values():
             return
-        get_iterator: Any = loader._get_iterator
+        own = type(loader)
+        if own not in self._loader_classes:
+            self._loader_classes[own] = _shown_class(own, self.shown)
+        _turn_into(self._loader_classes[own], loader)
+        self._loaders.append((weakref.ref(loader), own))
 
-        def get_in_user_world() -> Any:
-            with self.shown():  # workers are started here, and keep it
-                iterator = get_iterator()
-            following, this = type(iterator)._next_data, weakref.ref(iterator)
+    def _leave_loaders(self) -> None:
+        """Loaders see the launcher's world again."""
+        for reference, own in self._loaders:
+            if (loader := reference()) is not None:
+                _turn_into(own, loader)
+        self._loaders.clear()
 
-            # An iterator that holds itself would keep its workers until it is collected as garbage.
-            def next_in_user_world() -> Any:
-                with self.shown():
-                    return following(this())
 
-            iterator._next_data = next_in_user_world
-            return iterator
+def _shown_class(own: Any, shown: Callable[[], AbstractContextManager[None]]) -> type:
+    """A class of loaders whose parts see the user's world; what is copied or pickled is of the user's class again.
 
-        loader._get_iterator = get_in_user_world  # type: ignore[method-assign]
+    Python asks the class of an object for its length, and many places of Lightning's ask loaders.
+    """
+
+    def length(loader: Any) -> int:
+        with shown():
+            return int(own.__len__(loader))
+
+    def get_iterator(loader: Any) -> Any:
+        with shown():  # workers are started here, and keep it
+            iterator = own._get_iterator(loader)
+        for name in ("_next_data", "_reset"):  # workers that stay begin the next epoch with the second
+            if hasattr(iterator, name):
+                setattr(iterator, name, _bound(name, iterator, shown))
+        return iterator
+
+    def reduced(loader: Any, protocol: Any) -> Any:
+        del protocol  # in those after the first, pickle sees to it that the class stays
+        with _as_own(own, loader):
+            return own.__reduce_ex__(loader, 1)
+
+    members = {"__len__": length, "_get_iterator": get_iterator, "__reduce_ex__": reduced}
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(own)(own.__name__, (own,), {**names, **members})
+
+
+def _bound(name: str, iterator: Any, shown: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """A method of an iterator that runs in the user's world."""
+    method, this = getattr(type(iterator), name), weakref.ref(iterator)
+
+    # An iterator that holds itself would keep its workers until it is collected as garbage.
+    def call_in_user_world(*args: Any, **kwargs: Any) -> Any:
+        with shown():
+            return method(this(), *args, **kwargs)
+
+    return call_in_user_world
+
+
+@contextlib.contextmanager
+def _as_own(own: type, loader: DataLoader[Any]) -> Iterator[None]:
+    this = type(loader)
+    _turn_into(own, loader)
+    try:
+        yield
+    finally:
+        _turn_into(this, loader)
+
+
+def _turn_into(kind: type, loader: DataLoader[Any]) -> None:
+    object.__setattr__(loader, "__class__", kind)  # Lightning notes what is set in the hooks that make loaders
