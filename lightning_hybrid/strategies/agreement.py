@@ -75,14 +75,33 @@ _MOST_TOGETHER = 256
 def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state dict hook that refuses to give out parameters that are not there."""
     del prefix, metadata
-    absent = [name for name, value in state.items() if is_absent(value)]
-    absent += [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
-    if absent:
+    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _held_in_parts(module):
         raise RuntimeError(
-            f"{type(module).__name__}.state_dict() was called while {len(absent)} of its parameters (such as"
-            f" {absent[0]!r}), or parts of them, are on other ranks; use trainer.save_checkpoint(...) or"
+            f"{type(module).__name__}.state_dict() was called while {len(elsewhere)} of its parameters (such as"
+            f" {elsewhere[0]!r}), or parts of them, are on other ranks; use trainer.save_checkpoint(...) or"
             " trainer.strategy.lightning_module_state_dict() on all ranks, or wait for the end of fit"
         )
+
+
+def check_left_whole(module: nn.Module, *_: Any) -> None:
+    """See that no run that failed has left this module in parts; a state dict hook too.
+
+    Raises:
+        RuntimeError: One has.
+    """
+    parameters = dict(module.named_parameters())
+    elsewhere = [name for name, parameter in parameters.items() if is_absent(parameter)] + _held_in_parts(module)
+    if elsewhere:
+        raise RuntimeError(
+            f"a run that failed or was stopped has left this {type(module).__name__} in parts: {len(set(elsewhere))} of"
+            f" its {len(parameters)} parameters (such as {elsewhere[0]!r}), or parts of them, are not on this rank, and"
+            " cannot be gathered any more; make a new module and load a checkpoint"
+        )
+
+
+def _held_in_parts(module: nn.Module) -> list[str]:
+    """FQNs of parameters of which this rank has a part."""
+    return [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
 
 
 def whole_again_callback(strategy: Any) -> pl.Callback:

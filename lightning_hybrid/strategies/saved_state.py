@@ -25,7 +25,7 @@ from lightning_hybrid.checkpoint.single_file import (
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.strategies.agreement import check_gathered
+from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.failures import Failures, warn_of_missing_checkpoint
@@ -75,6 +75,7 @@ class StagedStrategy(MeshStrategy):
 
     def setup_environment(self) -> None:
         """Join the world, and watch over its ranks from then on."""
+        self._failed, self._is_whole, self._guard, self._loads_parts = False, True, None, None
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -146,7 +147,8 @@ class StagedStrategy(MeshStrategy):
             yield
         finally:
             if guard is not None:
-                self._guard = module.register_state_dict_post_hook(check_gathered)
+                refusal = check_left_whole if self._failed else check_gathered
+                self._guard = module.register_state_dict_post_hook(refusal)
 
     @property
     def _in_first_copy(self) -> bool:
@@ -209,6 +211,7 @@ class StagedStrategy(MeshStrategy):
         """Load a whole state dict into what this rank holds."""
         assert self.lightning_module is not None
         if self._is_whole:
+            check_left_whole(self.lightning_module)
             self._adopt_empty()
             try:
                 self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -272,6 +275,10 @@ class StagedStrategy(MeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Ranks that failed take no further part in collectives; the others learn why."""
         self._failed = True
+        if self._guard is not None:  # the module stays in parts
+            assert self.lightning_module is not None
+            self._guard.remove()
+            self._guard = self.lightning_module.register_state_dict_post_hook(check_left_whole)
         self._stop_showing()
         if self._failures is not None:
             self._failures.report(exception)

@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.transport import transport_of
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.strategies.agreement import agree_on_start, whole_again_callback
+from lightning_hybrid.strategies.agreement import agree_on_start, check_left_whole, whole_again_callback
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
@@ -92,6 +92,7 @@ class SetUpStrategy(VerifyingStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
+        check_left_whole(module)
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._by_hand = is_fitting and steps_by_hand(module, self.options)
@@ -381,9 +382,8 @@ class SetUpStrategy(VerifyingStrategy):
             self._averages.leave()
         self._stop_compiling()
         self._stop_reads.close()
-        self._offloaded = []
+        self._offloaded, self._watched = [], []
         self._reads = self._hook_reads = None
-        self._watched = []
         if self._whole_again is not None:
             self._trainer.callbacks.remove(self._whole_again)  # type: ignore[attr-defined]
             self._whole_again = None

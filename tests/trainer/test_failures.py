@@ -102,6 +102,82 @@ def test_a_mistake_of_all_ranks_leaves_their_connections_as_they_are(worlds):
         assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
+class FailsOnce(Tiny):
+    """On all ranks, in one hook."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def fail(self, hook):
+        if hook == self.hook:
+            self.hook = ""
+            raise ZeroDivisionError("everywhere")
+
+    def on_train_batch_end(self, *_):
+        self.fail("training")
+
+    def setup(self, stage):
+        self.fail("setup")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+
+def run_used_again(hook, pp, options):
+    """What the same module does after a run that failed, in two processes that live on."""
+    ignore_warnings()
+    model = FailsOnce(hook)
+    failed = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
+    with pytest.raises(ZeroDivisionError):
+        failed.fit(model, loader(4))
+    path = os.path.join(os.getcwd(), "whole.ckpt")
+    whole = trainer_of(2, pp, strategy_options=options, enable_checkpointing=True, max_steps=1)
+    whole.fit(Tiny(), loader(4))
+    whole.save_checkpoint(path)
+    again = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
+    calls = {
+        "fit": lambda: again.fit(model, loader(4)),
+        "the same trainer": lambda: failed.fit(model, loader(4)),
+        "validate": lambda: trainer_of(2, pp, strategy_options=options).validate(model, loader(4), verbose=False),
+        "resume": lambda: trainer_of(2, pp, strategy_options=options).fit(model, loader(4), ckpt_path=path),
+        "state_dict": model.state_dict,
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            said[name] = str(error)
+    new = Tiny()
+    failed.fit(new, loader(4), ckpt_path=path)
+    return said, sorted(new.state_dict()), [bool(p.isfinite().all()) for p in new.parameters()]
+
+
+IN_PARTS = {
+    "stages": (2, {}),
+    "tensor": (1, {"tensor_parallel_size": 2}),
+    "zero": (1, {"zero_stage": 3}),
+}
+
+
+@pytest.mark.parametrize(("pp", "options"), IN_PARTS.values(), ids=list(IN_PARTS))
+def test_a_module_that_a_failed_run_left_in_parts_is_refused(worlds, pp, options):
+    for said, names, finite in worlds.run(2, run_used_again, "training", pp, options, timeout=60):
+        assert set(said) == {"fit", "the same trainer", "validate", "resume", "state_dict"}
+        for message in said.values():
+            assert message.startswith("a run that failed or was stopped has left this FailsOnce in parts: ")
+            assert "of its 10 parameters (such as 'layers." in message
+            assert message.endswith("make a new module and load a checkpoint")
+        assert names == sorted(weights_of(Tiny())) and all(finite), "a trainer that failed trains another module"
+
+
+@pytest.mark.parametrize(("hook", "pp", "options"), [("setup", 2, {}), ("training", 1, {})], ids=["stages", "replicas"])
+def test_a_module_that_a_failed_run_left_whole_trains(worlds, hook, pp, options):
+    for said, *_ in worlds.run(2, run_used_again, hook, pp, options, timeout=60):
+        assert said == {}
+
+
 class Signals(Callback):
     def __init__(self, ranks, hook):
         self.ranks, self.hook, self.batches = ranks, hook, 0
