@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,12 +46,15 @@ class Carried(TorchFunctionMode):
                     self._read = f"{user_line()} reads {self._left[id(leaf)][0]} of shape {list(leaf.shape)}"
         return func(*args, **(kwargs or {}))
 
-    def refuse(self, kept: str, first: Variant, whole: Variant, twice: Recording | None) -> None:
+    def refuse(
+        self, kept: str, first: Variant, pairs: Mapping[int, int], whole: Variant, twice: Recording | None
+    ) -> None:
         """Refuse a step that reads one.
 
         Args:
             kept: What it keeps, and where.
             first: Of a microbatch.
+            pairs: The values that are alike in the two, by value of the batch.
             whole: Of the batch.
             twice: What the step does in two batches.
 
@@ -59,10 +62,12 @@ class Carried(TorchFunctionMode):
             StepError: It does.
         """
         small, large = first.recording.graph, whole.recording.graph
+        large_of = {one: other for other, one in pairs.items()}
         for node in twice.graph.nodes[len(small.nodes) :] if twice is not None else ():
             for value in node.inputs:
-                if value < len(small.values) and small.values[value].shape != large.values[value].shape:
-                    self._read = f"{node.line} reads a tensor of shape {list(large.values[value].shape)}"
+                known = large_of.get(value, value)
+                if value < len(small.values) and small.values[value].shape != large.values[known].shape:
+                    self._read = f"{node.line} reads a tensor of shape {list(large.values[known].shape)}"
         if self._read:
             raise StepError(
                 f"{kept}, and {self._read} that the batch before left on the module, whose samples a microbatch cannot"

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.microbatch import join, sizes_of
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.microbatch import sizes_of
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.transaction import Place
 

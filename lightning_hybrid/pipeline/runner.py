@@ -23,12 +23,12 @@ from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached
 from lightning_hybrid.pipeline.sharing import StepSharing
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, join, sizes_of, split
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, sizes_of, split
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.tree import map_leaves
@@ -124,7 +124,7 @@ class StepRunner:
         microbatches = split(batch, count, self.splitter)[0]
         train = name == "training_step"
         call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
-        variants, _ = self._choose(call, batch, microbatches)
+        variants, _ = self._choose(call, batch, microbatches, share_output=False)
         if self.watching_units:
             with contextlib.ExitStack() as watching:
                 for watch in self.watching_units:
@@ -191,7 +191,7 @@ class StepRunner:
             with context(), keyed, logs.microbatch(self._root, index):
                 return run()
 
-        variants, bookkeeping = self._choose(call, batch, microbatches)
+        variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
         sharing = StepSharing(
             self._group,
             self._randomness.device,
@@ -230,15 +230,17 @@ class StepRunner:
         self.plan.share_buffers(variants)
         return result
 
-    def _choose(self, call: Call, batch: Any, microbatches: Sequence[Any]) -> tuple[list[Variant], Bookkeeping | None]:
+    def _choose(
+        self, call: Call, batch: Any, microbatches: Sequence[Any], share_output: bool
+    ) -> tuple[list[Variant], Bookkeeping | EachMicrobatch | None]:
         """The recorded form of each microbatch, and how what they keep becomes that of the batch."""
         variants = self._choice.choose(call, microbatches)
-        bookkeeping = self._whole.begin(call, variants, batch, microbatches[0])
+        bookkeeping = self._whole.begin(call, variants, batch, microbatches, share_output=share_output)
         if bookkeeping is not None and len(variants) > 1:
             # Then each microbatch finds the modules as the batch does.
             apart = self._choice.choose(call, microbatches, apart=True)
             if apart != variants:
-                return apart, self._whole.begin(call, apart, batch, microbatches[0])
+                return apart, self._whole.begin(call, apart, batch, microbatches, share_output=share_output)
         return variants, bookkeeping
 
     def count(self, name: str, batch: Any) -> int:
@@ -292,7 +294,7 @@ class StepRunner:
         weights: Sequence[float],
         microbatches: Sequence[Any],
         train: bool,
-        bookkeeping: Bookkeeping | None,
+        bookkeeping: Bookkeeping | EachMicrobatch | None,
     ) -> StepResult:
         """Share what the ranks know, fill what is absent, and join the microbatches."""
         runs = [outcome.runs[index] for index in range(len(variants))]
@@ -301,16 +303,22 @@ class StepRunner:
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)
             if not train or not isinstance(run.result, Tensor):  # a bare loss is joined below
-                outputs.append(map_leaves(_detached, run.result))
+                outputs.append(map_leaves(detached, run.result))
         loss = None
         if train:
             parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
-        output = join(outputs, weights, sizes_of(microbatches)) if outputs else loss
-        if bookkeeping is not None:
+        name = variants[0].recording.graph.step
+        results = Results(name, outputs, content, weights, sizes_of(microbatches))
+        if bookkeeping is None:
+            output = results.joined()
+        else:
             with torch.set_grad_enabled(train or torch.is_grad_enabled()):
-                output = bookkeeping.finish(content, weights, output)
+                output = bookkeeping.finish(results)
+        if not outputs:
+            output = loss
+        check_content(name, output)
         return StepResult(output, loss, logged, outcome.spans)
 
 
@@ -334,10 +342,3 @@ def _loss_of(variant: Variant) -> int:
     loss = variant.assignment.graph.loss
     assert loss is not None
     return loss
-
-
-def _detached(leaf: Any) -> Any:
-    """A leaf of an output without its graph; None where its content was not asked for."""
-    if isinstance(leaf, Tensor):
-        return None if is_absent(leaf) else leaf.detach()
-    return leaf

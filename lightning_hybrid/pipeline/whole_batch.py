@@ -8,31 +8,37 @@ where it cannot, its lists are joined (``kept``).
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.carried import Carried
 from lightning_hybrid.pipeline.choice import Call, VariantChoice
-from lightning_hybrid.pipeline.executor import Variant, fill_placeholders
-from lightning_hybrid.pipeline.logs import replaced_log
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.once_more import OnceMore
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import AbsentFloat, is_absent, values_behind
+from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, completed, is_doubtful
+from lightning_hybrid.step.absent import AbsentFloat, values_behind
 from lightning_hybrid.step.absent_content import AbsentArray
-from lightning_hybrid.step.bookkeeping import BookkeepingReplay, Join, how_to_join, without_state
-from lightning_hybrid.step.installed import installed
-from lightning_hybrid.step.microbatch import batch_size_of
-from lightning_hybrid.step.numbers_read import operations
+from lightning_hybrid.step.bookkeeping import (
+    BookkeepingReplay,
+    Join,
+    alike,
+    how_to_join,
+    same_operations,
+    without_state,
+)
+from lightning_hybrid.step.microbatch import batch_size_of, sizes_of
+from lightning_hybrid.step.numbers_read import RETURNED
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageRun
-from lightning_hybrid.step.transaction import ModuleState, reachable
-from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside, unflatten
+from lightning_hybrid.step.transaction import reachable
+from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.watch import StepWatch
 
 # Where a step takes ever new ways, those known are forgotten now and then.
@@ -47,12 +53,14 @@ class _Form:
         kept: What it keeps, and where.
         replay: Runs its bookkeeping.
         joins: How each value that is kept or read is joined; that of the last microbatch stays where it is not known.
+        places: By microbatch, which of its values each of them is.
         without: Modules whose attributes are not its bookkeeping.
     """
 
     kept: str
     replay: BookkeepingReplay
     joins: Mapping[int, Join | None]
+    places: Sequence[Mapping[int, int]]
     without: set[nn.Module]
 
 
@@ -67,40 +75,70 @@ class WholeBatch:
         self._randomness = randomness
         self._forms: dict[tuple[Variant, ...], _Form] = {}
         self._unfit: set[tuple[Variant, ...]] = set()
+        self._doubtful: dict[tuple[Variant, int | None], bool] = {}
         self._checked: dict[tuple[Variant, ...], set[nn.Module]] = {}
 
-    def begin(self, call: Call, variants: Sequence[Variant], batch: Any, microbatch: Any) -> Bookkeeping | None:
+    def begin(
+        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], *, share_output: bool
+    ) -> Bookkeeping | EachMicrobatch | None:
         """Before a step: note what its bookkeeping starts from.
 
         Args:
             call: Of the step.
             variants: The recorded form of each microbatch.
             batch: The whole batch.
-            microbatch: The first microbatch.
+            microbatches: Its parts.
+            share_output: Whether what the step returns is read.
 
         Returns:
-            None if the step keeps nothing that must be joined, or tensors alone and cannot run on a whole batch.
+            None if nothing that the step keeps or returns needs its bookkeeping, or if that is tensors alone and the
+            step cannot run on a whole batch.
 
         Raises:
             StepError: It keeps numbers, and it cannot be known what one process would keep.
         """
         numbers = next((text for variant in variants if (text := variant.recording.numbers_kept)), "")
         tensors = [place for variant in variants for place, _ in variant.recording.kept] if len(variants) > 1 else []
+        returned = share_output and len(variants) > 1 and self._returns_doubtful(variants, microbatches)
         parts = tuple(variants)
-        if not (numbers or tensors) or parts in self._unfit:
+        if not (numbers or tensors or returned) or (parts in self._unfit and not numbers):
             return None
-        kept = numbers or f"{tensors[0]} keeps a tensor of the model"
+        kept = numbers or (f"{tensors[0]} keeps a tensor of the model" if tensors else f"{call.name} returns a list")
+        in_output_alone = not tensors and all(
+            RETURNED in text for variant in variants if (text := variant.recording.numbers_kept)
+        )
+        if parts in self._unfit:
+            return self._each_microbatch(call, variants, batch, microbatches, kept)
         try:
             whole = variants[0]
             if len(variants) > 1:
                 (whole,) = self._choice.choose(call, [batch])
-            form = self._form_of(call, variants, whole, kept, microbatch)
+            form = self._form_of(call, variants, whole, kept, microbatches[0])
         except Exception:  # of the package or of the user's own: the step need not run on a whole batch
-            if numbers:
+            if numbers and (len(variants) == 1 or not in_output_alone):
                 raise
             self._unfit.add(parts)
-            return None
-        return Bookkeeping(self._root, self._plan.names(), form, call, batch)
+            return self._each_microbatch(call, variants, batch, microbatches, kept) if numbers else None
+        give_up = None if numbers or tensors else partial(self._unfit.add, parts)
+        return Bookkeeping(self._root, self._plan.names(), form, call, batch, give_up)
+
+    def _returns_doubtful(self, variants: Sequence[Variant], microbatches: Sequence[Any]) -> bool:
+        pairs = dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True))
+        for variant, samples in pairs:
+            if (variant, samples) not in self._doubtful:
+                self._doubtful[variant, samples] = is_doubtful(variant.recording, samples)
+        return any(self._doubtful[pair] for pair in pairs)
+
+    def _each_microbatch(
+        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], kept: str
+    ) -> EachMicrobatch:
+        without = without_state(self._root, [variant.recording for variant in variants])
+        again = OnceMore(self._root, self._plan.names(), call, batch, kept, without)
+        replays = [self._replay(variant) for variant in variants]
+        return EachMicrobatch(again, replays, microbatches)
+
+    def _replay(self, variant: Variant) -> BookkeepingReplay:
+        return BookkeepingReplay(variant.recording, variant.assignment, self._root, self._randomness)
 
     def _form_of(self, call: Call, variants: Sequence[Variant], whole: Variant, kept: str, microbatch: Any) -> _Form:
         key = (whole, *variants)
@@ -112,7 +150,8 @@ class WholeBatch:
                 carried = Carried(self._root, form.without, batch_size_of(microbatch))
                 batches = microbatch, map_leaves(_copied, microbatch)
                 twice = self._record_twice(call, variants[0], batches, carried)
-                carried.refuse(kept, variants[0], whole, twice)
+                pairs = alike(variants[0].recording.graph, whole.recording.graph)
+                carried.refuse(kept, variants[0], pairs, whole, twice)
             self._forms[key] = form
         return self._forms[key]
 
@@ -168,13 +207,19 @@ class WholeBatch:
         """
         recording, first = whole.recording, variants[0]
         joins: dict[int, Join | None] = {}
+        places: list[dict[int, int]] = []
         if len(variants) > 1:
-            if any(_doing(variant) != _doing(whole) for variant in variants):
+            if not all(same_operations(variant.recording.graph, recording.graph) for variant in variants):
                 raise StepError(
                     f"{kept}, and does other operations on the whole batch than on a microbatch; set num_microbatches=1"
                 )
             small, large = first.recording.graph, recording.graph
-            joins = {value: how_to_join(value, small, large) for value in large.kept}
+            places = [alike(variant.recording.graph, large) for variant in variants]
+            returned = [v for v in large.returned if v != large.loss and all(v in pairs for pairs in places)]
+            joins = {value: how_to_join(value, small, large, places[0]) for value in (*large.kept, *returned)}
+            for value in returned:
+                if joins[value] is None and value not in large.kept:
+                    del joins[value]
             unknown = [value for value in recording.values_read if value in joins and joins[value] is None]
             if unknown:
                 described = recording.graph.values[unknown[0]]
@@ -185,13 +230,8 @@ class WholeBatch:
                     " over the samples, and sums, maxima and minima over samples are known: keep one of these, or set"
                     " num_microbatches=1"
                 )
-        replay = BookkeepingReplay(recording, whole.assignment, self._root, self._randomness)
         replays = [recording, *(variant.recording for variant in variants)]
-        return _Form(kept, replay, joins, without_state(self._root, replays))
-
-
-def _doing(variant: Variant) -> Any:
-    return operations(variant.recording), variant.recording.graph.kept
+        return _Form(kept, self._replay(whole), joins, places, without_state(self._root, replays))
 
 
 class Bookkeeping:
@@ -204,58 +244,49 @@ class Bookkeeping:
         form: _Form,
         call: Call,
         batch: Any,
+        give_up: Callable[[], None] | None,
     ) -> None:
-        """Args: root: the user's module. names: FQN by id of what it holds. form: of its step. Others as ``begin``."""
-        self._root, self._names, self._form = root, names, form
-        self._call, self._batch = call, batch
-        self._start = ModuleState(root, buffers=False, without=form.without)
-        self._versions = [tensor._version for tensor in tensors_inside(batch)]
+        """Set out.
+
+        Args:
+            root: The user's module.
+            names: FQN by id of what it holds.
+            form: Of its step.
+            call: Of the step.
+            batch: The whole batch.
+            give_up: Called where the step cannot run on the whole batch; None if that is an error.
+        """
+        self._form, self._call, self._batch, self._give_up = form, call, batch, give_up
+        self._again = OnceMore(root, names, call, batch, form.kept, form.without)
 
     def before_microbatch(self) -> None:
         """Each sees the modules as the batch found them."""
-        self._start.restore()
+        self._again.start_again()
 
-    def finish(self, contents: Sequence[Mapping[int, Tensor]], weights: Sequence[float], output: Any) -> Any:
+    def finish(self, results: Results) -> Any:
         """After the last microbatch: keep what one process would.
 
         Args:
-            contents: By microbatch, the shared values by index.
-            weights: Of the microbatches.
-            output: What the step returned, joined.
+            results: Of the microbatches.
 
         Returns:
-            The same, with the numbers of the whole batch.
+            What the step returned, with the numbers of the whole batch.
 
         Raises:
             StepError: The step cannot run on the whole batch.
         """
-        if [tensor._version for tensor in tensors_inside(self._batch)] != self._versions:
-            raise StepError(f"{self._form.kept}, and the step writes into its batch in place; let it write into a copy")
-        joined = self._joined(contents, weights)
-        replay, randomness = self._form.replay, self._form.replay.randomness
-        self._start.restore()
-        buffers = _Buffers(self._root, self._form.without)
-        replay.contents = joined
+        end = None if self._give_up is None else self._again.state()
         try:
-            with (
-                installed([replay], randomness) as current,
-                randomness.isolated(),
-                randomness.microbatch(self._call.number, self._call.first),
-                self._call.context(),
-                replaced_log(self._root, lambda *_, **__: None),
-                contextlib.redirect_stdout(io.StringIO()),  # the microbatches have printed
-            ):
-                run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
-        except Exception as error:
-            raise StepError(
-                f"{self._form.kept}, and the step failed on the whole batch where only what it keeps is computed"
-                f" ({type(error).__name__}: {error}); set num_microbatches=1"
-            ) from error
-        finally:
-            replay.contents = {}
-            buffers.restore()
-        fill_placeholders(run, joined)
-        return _completed(output, run.result)
+            self._again.check_batch()
+            joined = self._joined(results.contents, results.weights)
+            whole = self._again.run(self._form.replay, self._batch, 0, joined)
+        except StepError:
+            if self._give_up is None or end is None:
+                raise
+            end.restore()
+            self._give_up()
+            return results.joined()
+        return completed(results.joined(whole), whole)
 
     def _joined(self, contents: Sequence[Mapping[int, Tensor]], weights: Sequence[float]) -> dict[int, Tensor]:
         if len(contents) == 1:
@@ -264,40 +295,12 @@ class Bookkeeping:
         shares = [weight / total if total else 1 / len(weights) for weight in weights]
         joined = {}
         for value, join in self._form.joins.items():
-            parts = [known[value] for known in contents]
+            found = zip(contents, self._form.places, strict=True)
+            parts = [known[pairs[value]] for known, pairs in found if pairs.get(value) in known]
+            if len(parts) < len(contents):  # what is returned is not asked for
+                continue
             joined[value] = parts[-1] if join is None else join(parts, shares)
         return joined
-
-
-class _Buffers:
-    """The buffers that glue may write; the microbatches have done that."""
-
-    def __init__(self, root: nn.Module, without: set[nn.Module]) -> None:
-        passed = {id(module) for module in without}
-        holders = [module._buffers for module in root.modules() if id(module) not in passed]
-        self._holders = [(holder, dict(holder)) for holder in holders]
-        held = {id(b): b for holder in holders for b in holder.values() if b is not None and not is_absent(b)}
-        self._contents = [(b, b.detach().clone(), b._version) for b in held.values()]
-
-    def restore(self) -> None:
-        """Put them back as they were."""
-        for holder, members in self._holders:
-            holder.clear()
-            holder.update(members)
-        for buffer, content, version in self._contents:
-            if buffer._version != version:
-                buffer.detach().copy_(content)
-
-
-def _completed(output: Any, result: Any) -> Any:
-    """A joined output with those leaves that the whole batch gave; the other tensors were not asked for there."""
-    if isinstance(result, Tensor):
-        return output
-    leaves, spec = flatten(output)
-    whole = flatten(result)[0]
-    if len(leaves) != len(whole):
-        return output
-    return unflatten([o if is_absent(w) else _plain(w) for o, w in zip(leaves, whole, strict=True)], spec)
 
 
 def _copied(leaf: Any) -> Any:

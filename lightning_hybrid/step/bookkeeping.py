@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.graph import StepGraph
-from lightning_hybrid.step.microbatch import weighted_mean
+from lightning_hybrid.step.joined import weighted_mean
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording
@@ -85,15 +85,39 @@ _HANDED_ON = frozenset(
 )
 
 
-def how_to_join(value: int, part: StepGraph, whole: StepGraph) -> Join | None:
+def alike(part: StepGraph, whole: StepGraph) -> dict[int, int]:
+    """The values of a step on the whole batch that it makes on a microbatch too, each with that.
+
+    Operations that make a value per sample (``list(output)``) make more on the whole batch: those are nobody's like.
+    """
+    pairs: dict[int, int] = {}
+    for small, large in zip(part.nodes, whole.nodes, strict=True):
+        if len(small.outputs) == len(large.outputs):
+            pairs.update(zip(large.outputs, small.outputs, strict=True))
+    return pairs
+
+
+def same_operations(part: StepGraph, whole: StepGraph) -> bool:
+    """Whether a step does and keeps the same on a microbatch as on the whole batch."""
+    if [node.name for node in part.nodes] != [node.name for node in whole.nodes]:
+        return False
+    pairs = alike(part, whole)
+    if tuple(pairs.get(value) for value in whole.kept) != part.kept:
+        return False
+    nodes = zip(part.nodes, whole.nodes, strict=True)
+    return all(tuple(pairs.get(value, value) for value in large.inputs) == small.inputs for small, large in nodes)
+
+
+def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[int, int]) -> Join | None:
     """How the contents of a value in the microbatches make its content in the whole batch; None if that is not known.
 
     Args:
-        value: The same in both graphs.
+        value: In the graph of the whole batch.
         part: The step on a microbatch.
         whole: The step on all of them.
+        pairs: What is ``alike`` in the two.
     """
-    small, large = part.values[value], whole.values[value]
+    small, large = part.values[pairs.get(value, value)], whole.values[value]
     if large.dynamic and large.shape:
         return _concatenate(0)
     if small.shape != large.shape:
@@ -103,7 +127,7 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph) -> Join | None:
     if maker is not None:
         name, source = maker
         over = whole.values[source]
-        if over.dynamic or part.values[source].shape != over.shape:  # it is taken over the samples
+        if over.dynamic or part.values[pairs.get(source, source)].shape != over.shape:  # it is taken over the samples
             if name in _SUMS:
                 return lambda parts, _: torch.stack(list(parts)).sum(0).to(parts[0].dtype)
             if name in _MOST:
@@ -112,6 +136,12 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph) -> Join | None:
                 return lambda parts, _: torch.stack(list(parts)).amin(0)
     dtype = getattr(torch, large.dtype)
     return weighted_mean if dtype.is_floating_point or dtype.is_complex else None
+
+
+def is_of_all_samples(value: int, graph: StepGraph, samples: int) -> bool:
+    """Whether a value is a sum, maximum or minimum over the samples: joined otherwise than by their share."""
+    maker = _maker(value, graph)
+    return maker is not None and maker[0] in _SUMS | _MOST | _LEAST and samples in graph.values[maker[1]].shape
 
 
 def _maker(value: int, graph: StepGraph) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""Split a batch into microbatches, and join what the microbatches gave back.
+"""Split a batch into microbatches.
 
 A batch is split only where that provably is right: all its tensors agree on the size of their first dimension.
 """
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.tree import children_of, flatten, unflatten
+from lightning_hybrid.step.tree import children_of, flatten
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
@@ -143,50 +142,3 @@ def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
     children, build = parts
     columns = [_cut(child, size, counts) for child in children]
     return [build([column[index] for column in columns]) for index in range(len(counts))]
-
-
-def join(parts: Sequence[Any], weights: Sequence[float], counts: Sequence[int | None]) -> Any:
-    """One result out of what the microbatches returned.
-
-    Tensors with a batch dimension are concatenated, scalars averaged by the share of samples, lists of plain objects
-    concatenated, and anything else is that of the last microbatch.
-
-    Args:
-        parts: What each microbatch returned, of one structure.
-        weights: Share of the samples of each.
-        counts: Number of samples of each, if known.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    columns = [flatten(part)[0] for part in parts]
-    if len({len(column) for column in columns}) != 1:
-        return parts[-1]
-    joined = [_join_leaf([column[i] for column in columns], weights, counts) for i in range(len(columns[0]))]
-    return unflatten(joined, flatten(parts[-1])[1])
-
-
-def _join_leaf(parts: list[Any], weights: Sequence[float], counts: Sequence[int | None]) -> Any:
-    if not all(isinstance(part, Tensor) for part in parts):
-        if all(isinstance(part, float) and not isinstance(part, bool) for part in parts):
-            return sum(part * weight for part, weight in zip(parts, weights, strict=True))
-        return parts[-1]
-    if any(is_absent(part) for part in parts):
-        return parts[-1]
-    if parts[0].dim() == 0:
-        if parts[0].is_floating_point() or parts[0].is_complex():
-            return weighted_mean(parts, weights)
-        return torch.stack(parts).sum() if parts[0].dtype != torch.bool else parts[-1]
-    per_sample = all(count is None or part.shape[0] == count for part, count in zip(parts, counts, strict=True))
-    if per_sample and all(part.shape[1:] == parts[0].shape[1:] for part in parts):
-        return torch.cat(parts)
-    if all(part.shape == parts[0].shape for part in parts) and parts[0].is_floating_point():
-        return weighted_mean(parts, weights)
-    return torch.cat(parts) if all(part.shape[1:] == parts[0].shape[1:] for part in parts) else parts[-1]
-
-
-def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of ``weight * part``; the mean over samples if the weights are shares of the samples."""
-    total = parts[0] * weights[0]
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        total = total + part * weight
-    return total

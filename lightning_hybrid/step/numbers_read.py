@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.absent import AbsentFloat, ControlFlowError, branch_message, values_behind
 from lightning_hybrid.step.absent_content import AbsentArray
 from lightning_hybrid.step.held import computed_weights
-from lightning_hybrid.step.recording import Recording, StepError
+from lightning_hybrid.step.recording import Recording, ReturnedTensor, StepError
 from lightning_hybrid.step.transaction import Place, reachable
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.tree import flatten, map_leaves
 from lightning_hybrid.step.watch import StepWatch, user_line
 
 
@@ -111,6 +111,9 @@ def operations(recording: Recording) -> list[tuple[str, tuple[int, ...]]]:
     return [(node.name, node.inputs) for node in recording.graph.nodes]
 
 
+RETURNED = "what the step returns"
+
+
 class Kept(NamedTuple):
     """What a step leaves behind of the model.
 
@@ -118,11 +121,13 @@ class Kept(NamedTuple):
         places: Where values stay reachable from the modules.
         values: These, and those that numbers were read from if any of the numbers stays.
         numbers: Where the first such number stays and its line (empty if none does), and the values read.
+        returns: What the step returned, without its tensors.
     """
 
     places: tuple[tuple[Place, int], ...]
     values: tuple[int, ...]
     numbers: tuple[str, tuple[int, ...]]
+    returns: Any
 
 
 def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collection[nn.Module] = ()) -> Kept:
@@ -134,9 +139,13 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
         watch: Of the recording.
         without: Modules to pass over.
     """
+
+    def described(leaf: Any) -> Any:
+        return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
+
     places: list[tuple[Place, int]] = []
     numbers = ""
-    for place, leaf in [*reachable(root, without), *(("what the step returns", leaf) for leaf in flatten(result)[0])]:
+    for place, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
         if isinstance(leaf, FakeTensor):
             value = watch.mark_of(leaf)
             if isinstance(place, Place) and value is not None:
@@ -149,7 +158,7 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
         places = [(place, value) for place, value in places if place not in computed]
     read = tuple(watch.values_read)
     values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
-    return Kept(tuple(places), tuple(values), (numbers, read))
+    return Kept(tuple(places), tuple(values), (numbers, read), map_leaves(described, result))
 
 
 def _is_absent_number(leaf: Any) -> bool:

@@ -388,7 +388,7 @@ class RecordWatch(StepWatch):
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)
-        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, self._looks.first)
+        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, self._looks.first, kept.returns)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -47,6 +47,14 @@ class Template:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReturnedTensor:
+    """A tensor in what a step returned: its shape, and which value it is (None if it is made of the batch alone)."""
+
+    shape: tuple[int, ...]
+    value: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Recording:
     """A step graph together with what replay needs of the user's containers.
 
@@ -63,6 +71,7 @@ class Recording:
         numbers_kept: Where a number read from the model stays after the step, and the line; empty if none does.
         values_read: The values that numbers were read from.
         looks_at: What the step looks at that may be another one in the next batch; empty if nothing is known.
+        returns: What the step returned, with a ``ReturnedTensor`` in place of each tensor.
         bound: Where the user's code keeps the ``apply`` of autograd functions.
     """
 
@@ -77,6 +86,7 @@ class Recording:
     numbers_kept: str = ""
     values_read: tuple[int, ...] = ()
     looks_at: str = ""
+    returns: Any = None
     bound: Sequence[BoundFunction] = ()
 
 

@@ -20,7 +20,8 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.microbatch import batch_size_of, join, sizes_of, split
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.microbatch import batch_size_of, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.undone import perturbed, undone
 

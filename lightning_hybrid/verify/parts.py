@@ -21,7 +21,8 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join, sizes_of, split
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
 from lightning_hybrid.verify.dealt import DealtLoader, deal
@@ -182,8 +183,7 @@ class PartsReference:
         return self._predicted[0][index][-1]
 
     def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
-        sizes = sizes_of(batches)
-        whole = batches[0]
+        sizes, whole = sizes_of(batches), batches[0]
         if len(batches) > 1:
             known = [size or 0 for size in sizes]
             whole = join(batches, [size / max(sum(known), 1) for size in known], sizes)

@@ -1,0 +1,106 @@
+"""What the microbatches return, put together to what one process returns for the whole batch."""
+
+from collections import OrderedDict, namedtuple
+
+import numpy
+import pytest
+import torch
+
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.recording import StepError
+
+ROWS = torch.arange(16.0).reshape(8, 2)
+NAMES = [f"s{i}" for i in range(8)]
+EVEN, UNEVEN, ONES = [2, 2, 2, 2], [3, 3, 2], [1] * 8
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def joined(function, counts, **options):
+    ends = numpy.cumsum(counts)
+    parts = [function(ROWS[end - n : end], NAMES[end - n : end]) for end, n in zip(ends, counts, strict=True)]
+    return join(parts, [n / 8 for n in counts], counts, **options)
+
+
+def same(ours, theirs):
+    assert type(ours) is type(theirs), (ours, theirs)
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        return all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs)
+        return all(map(same, ours, theirs))
+    torch.testing.assert_close(ours, theirs) if not isinstance(ours, str | type(None)) else None
+    assert isinstance(ours, torch.Tensor | float | numpy.ndarray) or ours == theirs, (ours, theirs)
+    return True
+
+
+PER_SAMPLE = {
+    "rows": lambda x, names: x,
+    "names beside rows": lambda x, names: {"names": names, "o": x},
+    "list of rows": lambda x, names: list(x),
+    "tuple of names and rows": lambda x, names: (names, x),
+    "dict per sample": lambda x, names: [{"name": n, "o": o} for n, o in zip(names, x, strict=True)],
+    "dict by name": lambda x, names: dict(zip(names, x, strict=True)),
+    "dict by name, in a dict": lambda x, names: {"o": OrderedDict(zip(names, x, strict=True)), "kind": "x"},
+    "numbers": lambda x, names: x.int().tolist(),
+    "array": lambda x, names: x.numpy(),
+    "named tuple": lambda x, names: Pair(x, names),
+    "tuple of scalars per sample": lambda x, names: [(n, float(o[0])) for n, o in zip(names, x, strict=True)],
+    "mean": lambda x, names: {"mean": x.mean(), "number": float(x.mean())},
+    "plain": lambda x, names: {"kind": "regression", "none": None, "scale": 0.1, "index": 7},
+    "columns": lambda x, names: {"c": [x[:, 0], x[:, 1], x], "fixed": (x * 2, x.sum(1), x)},
+}
+
+
+@pytest.mark.parametrize("counts", [EVEN, UNEVEN, ONES], ids=["even", "uneven", "ones"])
+@pytest.mark.parametrize("step", PER_SAMPLE.values(), ids=PER_SAMPLE)
+def test_what_one_process_returns(step, counts):
+    assert same(joined(step, counts), step(ROWS, NAMES))
+
+
+@pytest.mark.parametrize("counts", [EVEN, UNEVEN, [5, 3]])
+def test_tensors_with_the_samples_in_another_dimension(counts):
+    def wide(x, names):
+        return torch.cat([x, x, x], 1).T, x.T.unsqueeze(2).repeat(2, 1, 5)
+
+    assert same(joined(wide, counts), wide(ROWS, NAMES))
+
+
+def test_sizes_of_all_microbatches_decide_whether_a_list_has_an_entry_per_sample():
+    def columns(x, names):
+        return [x[:, 0], x[:, 1]]
+
+    assert same(joined(columns, [2, 2, 2, 1, 1]), columns(ROWS, NAMES))
+    assert len(joined(columns, EVEN)) == 8  # as many as samples in each of them: an entry per sample
+    assert same(joined(columns, EVEN, whole=columns(ROWS, NAMES)), columns(ROWS, NAMES))
+
+
+def test_tuples_of_as_many_columns_as_samples_stay():
+    def columns(x, names):
+        return x[:, 0], x[:, 1]
+
+    assert same(joined(columns, EVEN), columns(ROWS, NAMES))
+    assert same(joined(lambda x, names: tuple(names), EVEN), tuple(NAMES))
+
+
+def test_tensors_that_are_the_same_in_all_microbatches_stay():
+    weight = torch.randn(3, 2)
+    assert same(joined(lambda x, names: weight, EVEN), weight)
+
+
+def test_lists_whose_length_the_values_decide_are_concatenated():
+    def found(x, names):
+        return [name for name in names if name in ("s1", "s6", "s7")]
+
+    assert joined(found, EVEN) == ["s1", "s6", "s7"]
+
+
+def test_what_cannot_be_put_together_is_refused_by_name():
+    def padded(x, names):
+        return {"tokens": [x.new_zeros(len(x) * 2 + int(x[0, 0]), 1 + int(x[0, 0]))]}
+
+    last = joined(padded, EVEN)["tokens"][0]
+    assert last.shape == (16, 13)
+    with pytest.raises(StepError, match=r"predict_step returns \['tokens'\]\[0\].*\[4, 1\].*\[16, 13\].*one entry per"):
+        joined(padded, EVEN, step="predict_step")
