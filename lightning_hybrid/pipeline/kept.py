@@ -1,8 +1,8 @@
 """Values of a step that stay reachable from the user's module, joined over the microbatches.
 
 ``self.outputs.append(prediction)`` runs once per microbatch; the user expects one entry per step. Where a step cannot
-run on the whole batch (``whole_batch``), lists that grew are joined entry by entry, and an attribute that is bound anew
-keeps the value of the last microbatch.
+run on the whole batch (``whole_batch``), lists that grew by an entry per sample stay, others are joined entry by entry,
+and an attribute that is bound anew keeps the value of the last microbatch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.joined import has_rows, join
 from lightning_hybrid.step.microbatch import sizes_of
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.transaction import Place
@@ -35,10 +35,13 @@ class KeptValues:
         number = len(weights)
         if number == 1:
             return
+        sizes = sizes_of(microbatches)
         for holder, before in self._lists.values():
             grown = holder[before:]
             if grown and len(grown) % number == 0:
-                each, sizes = len(grown) // number, sizes_of(microbatches)
+                each = len(grown) // number
+                if each > 1 and all(size == each and not any(has_rows(e, each) for e in grown) for size in sizes):
+                    continue  # one entry per sample
                 columns = [grown[place::each] for place in range(each)]
                 holder[before:] = [join([_plain(part) for part in column], weights, sizes) for column in columns]
 

@@ -117,7 +117,7 @@ class _Join:
             return len(whole) != lengths[0]
         if lengths != list(self.counts):
             return False
-        return isinstance(parts[0], list) or not any(_has_rows(entry, lengths[0]) for entry in parts[0])
+        return isinstance(parts[0], list) or not any(has_rows(entry, lengths[0]) for entry in parts[0])
 
     def _entries(self, parts: list[Any], whole: Any) -> Any:
         """Containers of one form, entry by entry."""
@@ -212,7 +212,7 @@ class _Join:
         return fitting[0] if alone else None
 
 
-def _has_rows(entry: Any, count: int) -> bool:
+def has_rows(entry: Any, count: int) -> bool:
     """Whether an entry of a tuple has all samples itself; then the tuple is no list of samples."""
     if isinstance(entry, Tensor | numpy.ndarray):
         return count in entry.shape

@@ -125,6 +125,32 @@ def assert_alike(ours, theirs, where="output"):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=lambda text: f"{where}: {text}")
 
 
+class KeepsRows(Predicts):
+    """An entry per sample: the step does more on the whole batch than on a microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.outputs = [], []
+
+    def validation_step(self, batch, batch_idx):
+        out = self(batch["x"])
+        self.rows.extend(out)
+        self.outputs.append(out)
+
+
+def validate(size):
+    ignore_warnings()
+    module, options = KeepsRows(), {"num_microbatches": 4} if size > 1 else {}
+    trainer_of(size, size, strategy_options=options).validate(module, data(), verbose=False)
+    return module.rows, module.outputs
+
+
+def test_rows_kept_one_by_one_are_those_of_one_process(worlds):
+    [expected] = worlds.run(1, validate, 1)
+    for kept in worlds.run(2, validate, 2):
+        assert_alike(kept, expected)
+
+
 @pytest.mark.parametrize("make", PREDICTIONS, ids=lambda make: make.__name__)
 def test_predictions_are_those_of_one_process(worlds, make):
     [expected] = worlds.run(1, predict, make, 1)
