@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
+from lightning_hybrid.step.backward_hooks import SET_UP
 from lightning_hybrid.step.bound_functions import users_functions
 from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
 from lightning_hybrid.step.graph import SINK, Node
@@ -291,6 +292,13 @@ class ReplayWatch(StepWatch):
                 made = self._received[only.value] if known else self._placeholder(only.value)
                 self.mark(made, only.value)
                 return made
+        if node.name == SET_UP:
+            raise StepError(
+                f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so"
+                " that no rank sees where it begins and ends; register the hook on modules inside it, before the first"
+                " batch (by register_full_backward_hook of each, not of all modules), or set pipeline_parallel_size=1"
+                " and num_microbatches=1"
+            )
         return put_together(template, leaves, self._here_or_not, self.mark, self._rewrite)
 
     def _here_or_not(self, value: int) -> Tensor:

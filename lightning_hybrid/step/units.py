@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE
+from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.partition import node_cost
-from lightning_hybrid.step.recording import Recording
+from lightning_hybrid.step.recording import Recording, StepError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
 
@@ -25,6 +26,9 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
         root: The user's LightningModule.
         num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
         opened: FQNs of modules to descend into whatever their size.
+
+    Raises:
+        StepError: Modules with full backward hooks, which are never opened, leave too few.
     """
     total = _count(root)
     units: dict[str, nn.Module] = {}
@@ -36,16 +40,26 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
         seen.add(id(module))
         size = _count(module)
         if size == 0:
+            if fqn and has_backward_hooks(module):
+                units[fqn] = module
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened or size * num_stages > total
         is_open |= _is_listened_to(module)
-        if (can_open(module) and is_open) or isinstance(module, _CONTAINERS):
+        if not fqn or (can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}" if fqn else name, child)
         elif fqn:
             units[fqn] = module
 
     descend("", root)
+    whole = [fqn for fqn, unit in units.items() if has_backward_hooks(unit) and _has_parts(unit)]
+    count = sum(_count(unit) > 0 for unit in units.values())
+    if whole and count < num_stages:
+        raise StepError(
+            f"{whole[0]} has a full backward hook, which sees where it begins and ends, so that it must lie on one"
+            f" stage; {num_stages} stages need as many modules with parameters, and there are {count} such; register"
+            " the hook on modules inside it, or set pipeline_parallel_size to less"
+        )
     return units
 
 
@@ -55,7 +69,11 @@ def _is_listened_to(module: nn.Module) -> bool:
 
 
 def can_open(module: nn.Module) -> bool:
-    """Whether there is something smaller inside ``module`` that could be a unit."""
+    """Whether there is something smaller inside ``module`` that could be a unit, and it may lie on several stages."""
+    return not has_backward_hooks(module) and _has_parts(module)
+
+
+def _has_parts(module: nn.Module) -> bool:
     return any(_count(child) for child in module.children())
 
 

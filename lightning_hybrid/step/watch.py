@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
 from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
 from lightning_hybrid.step.asides import given_on, returning_asides
+from lightning_hybrid.step.backward_hooks import backward_hooks_inside
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
@@ -295,24 +296,28 @@ class Current:
         self.watch: StepWatch | None = None
 
 
+@contextlib.contextmanager
 def watched_units(
     current: Current, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Make each call of these units one event of the current run, seen above its forward and below its hooks."""
+    with backward_hooks_inside(units) as hooked:
 
-    def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        name, members = "@" + fqn, owned[fqn]
-        run = returning_asides(original)
+        def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            name, members = "@" + fqn, owned[fqn]
+            whole = hooked.get(fqn, original)
+            run = returning_asides(whole)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            watch = current.watch
-            if watch is None or watch.inside_unit or fqn not in watch.units:
-                return original(*args, **kwargs)
-            return given_on(watch.call(name, members, run, args, kwargs))
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                watch = current.watch
+                if watch is None or watch.inside_unit or fqn not in watch.units:
+                    return whole(*args, **kwargs)
+                return given_on(watch.call(name, members, run, args, kwargs))
 
-        return forward
+            return forward
 
-    return replaced_forwards(units, wrap)
+        with replaced_forwards(units, wrap):
+            yield
 
 
 def watched_sinks(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:

@@ -74,6 +74,16 @@ class ScalesLoss(Regression):
         (loss * 0.5).backward()
 
 
+class DampsInBackwardHooks(Regression):
+    """Full backward hooks of layers on each stage change the gradients that go on."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers[1:]:
+            layer.register_full_backward_hook(lambda module, given, taken: tuple(0.5 * grad for grad in given))
+        self.head.register_full_backward_pre_hook(lambda module, taken: tuple(2 * grad for grad in taken))
+
+
 OPTIMIZATION = [
     WarmsUpInStep,
     StepsEveryOther,
@@ -83,6 +93,7 @@ OPTIMIZATION = [
     LooksBeforeStep,
     ZeroesToZero,
     ScalesLoss,
+    DampsInBackwardHooks,
 ]
 
 
