@@ -217,9 +217,9 @@ class ReplayWatch(StepWatch):
             return self._skip(node, leaves)
         if stale:
             raise StepError(
-                f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch left on the"
-                " module and that lives on a later stage until the step ends; keep it for the next batch only, or set"
-                " num_microbatches=1"
+                f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch or batch left"
+                " on the module, and whose content is on a later stage; keep it in a plain attribute, not in a buffer,"
+                " and set num_microbatches=1, or set pipeline_parallel_size=1"
             )
         if replace:
             leaves = [self._present(leaf) for leaf in leaves]

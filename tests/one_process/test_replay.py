@@ -6,7 +6,9 @@ from models import HAND_WRITTEN, HUGGING_FACE, Dropouts, GPT2Dropout, Layers, ba
 from one_process.in_process import assert_same_gradients, cut, keyed, pipeline, reference
 from torch import nn
 
+from lightning_hybrid.step.absent import make_absent
 from lightning_hybrid.step.partition import PartitionError
+from lightning_hybrid.step.recording import StepError
 
 # What must be shared because several stages read it; of all other cases nothing may be.
 SHARED = {
@@ -152,3 +154,11 @@ def test_write_through_a_view_from_another_stage_is_refused():
     with pytest.raises(PartitionError, match=r"mul_ on stage 1 writes into a view of a tensor from stage 0"):
         pipeline(module, step, 2)
     assert_same_gradients(pipeline(module, step, 1).grads, reference(module, step).grads)
+
+
+def test_a_tensor_left_by_a_later_stage_cannot_be_read_by_an_earlier_one():
+    module, batch = make(Layers), batch_of("vectors", range(4))
+    left = make_absent(torch.zeros_like(batch["x"]))
+    again = step_on(module, {**batch, "x": batch["x"] - left})
+    with pytest.raises(StepError, match=r"an earlier microbatch or batch left.*plain attribute.*num_microbatches=1"):
+        pipeline(module, step_on(module, batch), 2, again=again)
