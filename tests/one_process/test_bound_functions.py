@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 import pytest
-import torch
+from autograd_functions import Reverse
 from models import WIDTH, Layers, batch_of
 from one_process.in_process import assert_same_gradients, cut, pipeline, reference
 from torch import nn
@@ -15,18 +15,6 @@ from torch.autograd.function import _SingleLevelFunction
 
 from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.recording import StepError
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, strength):
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -ctx.strength * gradient, None
-
 
 reverse = super(_SingleLevelFunction, Reverse).apply
 

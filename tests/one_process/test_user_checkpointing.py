@@ -2,32 +2,12 @@
 
 import pytest
 import torch
+from autograd_functions import ByHand
 from fairscale.nn.checkpoint import checkpoint_wrapper
 from one_process.in_process import assert_same_gradients, keyed, pipeline
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-
-class ByHand(torch.autograd.Function):
-    """Runs a function again in the backward, from the state in which the generator was."""
-
-    @staticmethod
-    def forward(ctx, run, x, *parameters):
-        ctx.run, ctx.state = run, torch.get_rng_state()
-        ctx.save_for_backward(x, *parameters)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, *parameters = ctx.saved_tensors
-        now, x = torch.get_rng_state(), x.detach().requires_grad_()
-        torch.set_rng_state(ctx.state)
-        with torch.enable_grad():
-            out = ctx.run(x)
-        torch.set_rng_state(now)
-        return None, *torch.autograd.grad(out, [x, *parameters], gradient)
 
 
 class Block(nn.Module):

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from autograd_functions import Reverse
 from layouts import each
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -223,17 +224,6 @@ def test_datasets_that_deal_themselves_out(worlds):
 
 
 # --- functions with a gradient of their own --------------------------------------------------------------------------
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, strength):
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -ctx.strength * gradient, None
 
 
 class Quantise(torch.autograd.Function):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
+from autograd_functions import ByHand
 from layouts import each_under
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch import nn
@@ -64,27 +65,6 @@ class ChecksWhenTraining(Regression):
         loss = F.mse_loss(checkpoint(self.forward, x, use_reentrant=False, preserve_rng_state=False), y)
         self.log("loss", loss)
         return loss
-
-
-class ByHand(torch.autograd.Function):
-    """A checkpoint as older libraries write it."""
-
-    @staticmethod
-    def forward(ctx, run, x, *parameters):
-        ctx.run, ctx.state = run, torch.get_rng_state()
-        ctx.save_for_backward(x, *parameters)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, *parameters = ctx.saved_tensors
-        now, x = torch.get_rng_state(), x.detach().requires_grad_()
-        torch.set_rng_state(ctx.state)
-        with torch.enable_grad():
-            out = ctx.run(x)
-        torch.set_rng_state(now)
-        return None, *torch.autograd.grad(out, [x, *parameters], gradient)
 
 
 class Again(nn.Module):
