@@ -31,7 +31,7 @@ class Results:
         outputs: What each returned, without its graph; empty if that is the loss alone.
         contents: By microbatch, the shared values by index.
         weights: Shares of the samples.
-        sizes: Numbers of samples, if known.
+        sizes: Numbers of samples, if known; empty with the outputs.
     """
 
     step: str

@@ -310,7 +310,7 @@ class StepRunner:
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
         name = variants[0].recording.graph.step
-        results = Results(name, outputs, content, weights, sizes_of(microbatches))
+        results = Results(name, outputs, content, weights, sizes_of(microbatches) if outputs else ())
         if bookkeeping is None:
             output = results.joined()
         else:

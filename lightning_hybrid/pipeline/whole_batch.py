@@ -305,7 +305,3 @@ class Bookkeeping:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
