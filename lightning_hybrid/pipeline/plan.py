@@ -18,6 +18,7 @@ from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.pipeline.exchange import broadcast_buffer
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
+from lightning_hybrid.pipeline.misplaced import refuse_misplaced
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks
@@ -287,14 +288,7 @@ class StagePlan:
                 f"{recording.graph.step} writes {shared[0]!r} in some batches only, and did not when it was first"
                 " recorded, so that every rank has its own; write it in every batch, or in on_train_batch_end"
             )
-        for fqn, stages in assignment.holders.items():
-            held = self.ranks_of(fqn)
-            missing = [stage for stage in stages if stage % self.num_ranks not in held]
-            if missing:
-                raise StepError(
-                    f"{recording.graph.step} reads {fqn!r} on stages {missing}, but the training step put it on"
-                    f" pipeline ranks {list(held)}; use it in the same order in both, or set pipeline_parallel_size=1"
-                )
+        refuse_misplaced(assignment, self.homes, self.num_ranks, self.ranks_of)
         return assignment
 
     def drop_foreign(self) -> None:
