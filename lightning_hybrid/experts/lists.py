@@ -30,6 +30,7 @@ from lightning_hybrid.experts.adapters import (
 )
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.step.transaction import Content
 from lightning_hybrid.step.tree import map_leaves
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -177,7 +178,7 @@ def _own(leaf: Any) -> Any:
 def _as_before(module: nn.Module) -> Iterator[None]:
     """What the block notes on itself inside is forgotten: attributes, buffers, and the generators' states."""
     attributes = {inner: dict(inner.__dict__) for inner in module.modules()}
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [Content(buffer) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):  # others are keyed
             yield
@@ -185,7 +186,5 @@ def _as_before(module: nn.Module) -> Iterator[None]:
         for inner, before in attributes.items():
             inner.__dict__.clear()
             inner.__dict__.update(before)
-        for buffer, version, content in buffers:
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(content)
+        for content in buffers:
+            content.restore()

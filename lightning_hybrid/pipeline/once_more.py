@@ -16,7 +16,7 @@ from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bookkeeping import BookkeepingReplay
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.step.transaction import Content, ModuleState
 from lightning_hybrid.step.tree import tensors_inside
 
 
@@ -105,13 +105,12 @@ class _Buffers:
         holders = [module._buffers for module in root.modules() if id(module) not in passed]
         self._holders = [(holder, dict(holder)) for holder in holders]
         held = {id(b): b for holder in holders for b in holder.values() if b is not None and not is_absent(b)}
-        self._contents = [(b, b.detach().clone(), b._version) for b in held.values()]
+        self._contents = [Content(buffer) for buffer in held.values()]
 
     def restore(self) -> None:
         """Put them back as they were."""
         for holder, members in self._holders:
             holder.clear()
             holder.update(members)
-        for buffer, content, version in self._contents:
-            if buffer._version != version:
-                buffer.detach().copy_(content)
+        for content in self._contents:
+            content.restore()

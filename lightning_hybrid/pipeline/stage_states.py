@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.step.transaction import Content, ModuleState
 
 
 class StageStates:
@@ -33,8 +33,8 @@ class StageStates:
         self._last = max(stages)
         self._forwards_left = num_forwards
         self._buffers = buffers
-        self._contents: dict[int, tuple[Tensor, Tensor, int]] = {}  # by id of a buffer: it, its content, its version
-        self._states: dict[int, tuple[ModuleState, list[tuple[Any, Any]]]] = {}
+        self._contents: dict[int, Content] = {}  # by id of a buffer: the last one known
+        self._states: dict[int, tuple[ModuleState, list[tuple[Any, Content | None]]]] = {}
         self._start = self._now() if len(stages) > 1 else None
 
     def enter(self, stage: int) -> None:
@@ -51,23 +51,23 @@ class StageStates:
         if not self._forwards_left and stage != self._last:
             self._restore(*self._states[self._last])
 
-    def _now(self) -> tuple[ModuleState, list[tuple[Any, Any]]]:
+    def _now(self) -> tuple[ModuleState, list[tuple[Any, Content | None]]]:
         held = [holder.get(name) for holder, name in self._buffers]
         state = ModuleState(self._root, buffers=False)
         return state, [(buffer, self._content(buffer)) for buffer in held]
 
-    def _content(self, buffer: Any) -> Any:
+    def _content(self, buffer: Any) -> Content | None:
         if not isinstance(buffer, Tensor):
             return None
         known = self._contents.get(id(buffer))
-        if known is None or known[2] != buffer._version:
-            self._contents[id(buffer)] = known = buffer, buffer.detach().clone(), buffer._version
-        return known[1]
+        if known is None or not known.is_here():
+            self._contents[id(buffer)] = known = Content(buffer)
+        return known
 
-    def _restore(self, state: ModuleState, held: list[tuple[Any, Any]]) -> None:
+    def _restore(self, state: ModuleState, held: list[tuple[Any, Content | None]]) -> None:
         state.restore()
         for (holder, name), (buffer, content) in zip(self._buffers, held, strict=True):
             holder[name] = buffer
-            if isinstance(buffer, Tensor) and self._content(buffer) is not content:
-                buffer.detach().copy_(content)
-                self._contents[id(buffer)] = buffer, content, buffer._version
+            if content is not None:
+                content.restore()
+                self._contents[id(buffer)] = content

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import FAKE_MODE, make_fresh, make_view
+from lightning_hybrid.step.tree import memory_of
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _BY_CONTENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -95,12 +96,12 @@ class KnownKernels:
         if len(self._known) == _MOST:
             self._known.clear()
         made = [_Made(tuple(t.shape), t.stride(), t.dtype, t.fake_device) for t in results]
-        memories = {_memory(tensor) for tensor in results}
+        memories = {memory_of(tensor) for tensor in results}
         if is_view:
-            if type(out) is FakeTensor and memories == {_memory(args[0])} and out.dtype is args[0].dtype:
+            if type(out) is FakeTensor and memories == {memory_of(args[0])} and out.dtype is args[0].dtype:
                 self._known[key] = _Seen(made[0], int(out.storage_offset()))
             return
-        fresh = len(memories) == len(made) and memories.isdisjoint(_memory(tensor) for tensor in _tensors(args))
+        fresh = len(memories) == len(made) and memories.isdisjoint(memory_of(tensor) for tensor in _tensors(args))
         if fresh and not any(tensor.storage_offset() for tensor in results):
             self._known[key] = made if type(out) is tuple else made[0]
 
@@ -147,7 +148,3 @@ def _tensors(values: Any) -> list[Tensor]:
         for tensor in (_tensors(value) if isinstance(value, list | tuple) else [value])
         if isinstance(tensor, Tensor)
     ]
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

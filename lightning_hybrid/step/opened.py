@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, exchange, make_absent
 from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.tree import memory_of
+from lightning_hybrid.step.units import BufferOf
 from lightning_hybrid.step.user_functions import COLLECTIVE, written_by
 from lightning_hybrid.step.watch import user_line
 
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
-_WRITES = frozenset(f"__{name}__" for name in _IN_PLACE)
+_WRITES = frozenset({*(f"__{name}__" for name in _IN_PLACE), "__set__"})  # of `tensor.data`
 
 
 class OpenedForWriting:
@@ -25,12 +28,18 @@ class OpenedForWriting:
         buffers: FQNs of those that are buffers.
     """
 
-    def __init__(self, names: Mapping[int, tuple[str, bool]], mark_of: Callable[[Tensor], int | None]) -> None:
-        """Args: names: see ``buffer_names``. mark_of: the value that a tensor is."""
+    def __init__(self, buffers: Mapping[int, BufferOf], mark_of: Callable[[Tensor], int | None]) -> None:
+        """Args: buffers: see ``buffers_of``. mark_of: the value that a tensor is."""
         self.buffers: set[str] = set()
-        self._names = names
+        self._names = {buffer.memory: buffer.name for buffer in buffers.values()}
         self._mark_of = mark_of
         self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._detached: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by id: of what
+
+    def note_detached(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Note an operation on the batch alone whose result has the memory of what it was given."""
+        if name in ("get_data", "detach") and isinstance(result, Tensor):
+            self._detached[id(result)] = weakref.ref(args[0]), result
 
     def open(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make absent what an operation on values of the model is about to write.
@@ -47,13 +56,14 @@ class OpenedForWriting:
     def _open(self, name: str, target: Any) -> None:
         if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self._mark_of(target) is not None:
             return
-        if target._is_view():
+        memory = memory_of(target)
+        if memory in self._names:  # a buffer, or a view of one: it is recorded again as what has a home
+            self.buffers.add(self._names[memory])
+        elif target._is_view() or (id(target) in self._detached and self._detached[id(target)][0]() is not None):
             raise StepError(
                 f"{user_line()}: {name} writes a value of the model into a view of a tensor made from the batch;"
                 " write into the tensor itself (x[index] = value)"
             )
-        if id(target) in self._names:
-            self.buffers.add(self._names[id(target)][0])
         absent = make_absent(target)
         exchange(target, absent)
         self._swapped.append((target, absent))

@@ -38,8 +38,8 @@ from lightning_hybrid.step.stand_in import (
     run_on_stand_ins,
 )
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState, Place
-from lightning_hybrid.step.tree import flatten
-from lightning_hybrid.step.units import buffer_names, owned_members
+from lightning_hybrid.step.tree import flatten, memory_of
+from lightning_hybrid.step.units import BufferOf, buffers_of, owned_members
 from lightning_hybrid.step.user_functions import unseen_functions_refused
 from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line
 
@@ -92,7 +92,7 @@ def record(
         with randomness.isolated(), absent_members(owners) as names:
             owned = {fqn: owned_members(unit, names) for fqn, unit in units.items()}
             sinks = find_sinks(root)
-            buffers = buffer_names(root, units)
+            buffers = buffers_of(root, units)
             watch = RecordWatch(
                 names, costs, buffers, SinkRehearsal(sinks), units, looks, randomness, whole_graph=whole_graph
             )
@@ -141,7 +141,7 @@ class RecordWatch(StepWatch):
         self,
         parameters: Mapping[int, str],
         costs: CostWatch,
-        buffers: Mapping[int, tuple[str, bool]],
+        buffers: Mapping[int, BufferOf],
         rehearsal: SinkRehearsal,
         units: Mapping[str, nn.Module],
         looks: Looks,
@@ -149,7 +149,7 @@ class RecordWatch(StepWatch):
         *,
         whole_graph: bool,
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. buffers: see ``buffer_names``. The others: of the recording."""
+        """Args: parameters: FQN by id of the stand-ins. buffers: see ``buffers_of``. The others: of the recording."""
         super().__init__(parameters, randomness)
         self._buffers = buffers
         self._rehearsal = rehearsal
@@ -207,7 +207,9 @@ class RecordWatch(StepWatch):
             self._refuse_untracked(name, tensors)
             if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
                 self._looks.note("the content of the batch")
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            self.opened.note_detached(name, args, result)
+            return result
         asked = asked_of(name, leaves, self.mark_of, self.parameters)
         self.opened.open(name, args, kwargs)
         parameters = tuple(dict.fromkeys((*direct, *owned)))
@@ -216,7 +218,7 @@ class RecordWatch(StepWatch):
         for tensor in tensors:
             if id(tensor) in self.parameters:
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
-                self._member_memory[_memory(tensor)] = self.parameters[id(tensor)]
+                self._member_memory[memory_of(tensor)] = self.parameters[id(tensor)]
         if name == "backward":
             raise StepError(
                 f"{user_line()}: the step calls backward() itself, which starts from values of one stage and should end"
@@ -244,9 +246,9 @@ class RecordWatch(StepWatch):
         if name == "__set__" or (name.startswith("_foreach_") and name.endswith("_")):
             writes = [tensors[0]]
             if id(tensors[0]) in self.parameters:
-                self._member_memory[_memory(tensors[0])] = self.parameters[id(tensors[0])]
+                self._member_memory[memory_of(tensors[0])] = self.parameters[id(tensors[0])]
         # Also through `parameter.data` and other views.
-        members = {id(t): self.parameters.get(id(t), self._member_memory.get(_memory(t))) for t in writes}
+        members = {id(t): self.parameters.get(id(t), self._member_memory.get(memory_of(t))) for t in writes}
         written_names = tuple(dict.fromkeys(member for member in members.values() if member is not None))
         written: list[tuple[int, int]] = []
         for tensor in {id(t): t for t in writes}.values():
@@ -291,9 +293,9 @@ class RecordWatch(StepWatch):
     def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
         """A buffer that a unit may write, read around it, is right at the unit's home only."""
         for tensor in tensors:
-            name, inside = self._buffers.get(id(tensor), ("", False))
-            if inside:
-                self._found_buffers.add(name)
+            buffer = self._buffers.get(id(tensor))
+            if buffer is not None and buffer.inside:
+                self._found_buffers.add(buffer.name)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
         """The result on stand-ins, and whether its shape depends on data."""
@@ -329,12 +331,12 @@ class RecordWatch(StepWatch):
         dtype, where = str(like.dtype).removeprefix("torch."), str(like.device)
         self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic, where))
         self.mark(tensor, index)
-        self._by_memory.setdefault(_memory(tensor), []).append(tensor)
+        self._by_memory.setdefault(memory_of(tensor), []).append(tensor)
         return index
 
     def _sharing_memory(self, writes: list[Tensor]) -> tuple[int, ...]:
         """The values that are seen to change when these tensors are written."""
-        others = [other for t in writes for other in self._by_memory.get(_memory(t), ()) if other is not t]
+        others = [other for t in writes for other in self._by_memory.get(memory_of(t), ()) if other is not t]
         return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
 
     def _refuse_untracked(self, name: str, tensors: list[Tensor]) -> None:
@@ -389,10 +391,3 @@ class RecordWatch(StepWatch):
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)
         return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, self._looks.first, kept.returns)
-
-
-def _memory(tensor: Tensor) -> int:
-    """The same for tensors that are views of one another, `.data` included."""
-    if tensor.layout is torch.strided:
-        return int(tensor.untyped_storage()._cdata)
-    return id(tensor)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.tree import memory_of
 
 # What belongs to the machinery around a module and not to its own state.
 _NOT_STATE = frozenset(
@@ -98,6 +99,28 @@ class ArgumentState:
             _set_generator(generator, state)
 
 
+class Content:
+    """What a tensor held at one moment, by content and memory: `tensor.data = other` moves no version."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Args: tensor: a buffer."""
+        self._tensor, self._memory, self._version = tensor, tensor.detach(), tensor._version
+        self._content = tensor.detach().clone()
+
+    def is_here(self) -> bool:
+        """Whether nobody has written to the tensor since."""
+        return self._tensor._version == self._version and memory_of(self._tensor) == memory_of(self._memory)
+
+    def restore(self) -> None:
+        """Put it back, to its own place."""
+        if self.is_here():
+            return
+        if memory_of(self._tensor) != memory_of(self._memory):
+            self._tensor.data = self._memory
+        self._tensor.detach().copy_(self._content)
+        self._version = self._tensor._version
+
+
 class ModuleState(ArgumentState):
     """The state of all modules under a root at one moment."""
 
@@ -110,7 +133,7 @@ class ModuleState(ArgumentState):
             without: Modules whose state does not.
         """
         super().__init__(())
-        self._buffers: list[tuple[Tensor, Tensor, int]] = []
+        self._buffers: list[Content] = []
         seen: set[int] = set()
         passed = {id(module) for module in without}  # metrics change their hash with their state
         for module in root.modules():
@@ -121,15 +144,14 @@ class ModuleState(ArgumentState):
             for buffer in module._buffers.values():
                 if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
                     seen.add(id(buffer))
-                    self._buffers.append((buffer, buffer.detach().clone(), buffer._version))
+                    self._buffers.append(Content(buffer))
             self._note(module.__dict__, seen, 0, top=True)
 
     def restore(self) -> None:
         """Put everything back as it was, keeping the identity of containers and tensors."""
         super().restore()
-        for buffer, content, version in self._buffers:
-            if buffer._version != version:
-                buffer.detach().copy_(content)
+        for content in self._buffers:
+            content.restore()
 
 
 def reachable(

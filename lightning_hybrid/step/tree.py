@@ -161,3 +161,8 @@ def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
     parts = children_of(value)
     inner: list[Any] = parts[0] if parts is not None else list(getattr(value, "__dict__", {}).values())
     return [tensor for part in inner for tensor in tensors_inside(part, seen)]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The same for tensors that are views of one another, `.data` included."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from lightning_hybrid.step.absent import WHOLE_SHAPE
 from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.partition import node_cost
 from lightning_hybrid.step.recording import Recording, StepError
+from lightning_hybrid.step.tree import memory_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
 
@@ -108,7 +110,21 @@ def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))
 
 
-def buffer_names(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, tuple[str, bool]]:
-    """FQN of each buffer by id, and whether it lives inside a unit."""
+class BufferOf(NamedTuple):
+    """A buffer of the user's module.
+
+    Attributes:
+        name: Its FQN.
+        inside: Whether it lives inside a unit.
+        memory: See ``memory_of``.
+    """
+
+    name: str
+    inside: bool
+    memory: int
+
+
+def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferOf]:
+    """The buffers of a module, by their id."""
     inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
-    return {id(buffer): (name, id(buffer) in inside) for name, buffer in root.named_buffers()}
+    return {id(b): BufferOf(name, id(b) in inside, memory_of(b)) for name, b in root.named_buffers()}

@@ -48,6 +48,71 @@ class Centred(Regression):
         return self.head(out)
 
 
+class Rebound(Regression):
+    """Gives buffers new contents, of which torch counts no version: of the batch, and of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(FEATURES))
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch):
+        x, y = batch
+        if self.training:
+            self.shift.data = 0.5 * self.shift + 0.5 * x.mean(0)
+        loss = F.mse_loss(self(x - self.shift), y) / self.scale
+        if self.training:
+            self.scale.data = 0.9 * self.scale + 0.1 * loss.detach()
+        return loss
+
+
+class Aliased(Regression):
+    """Writes buffers by other names, which torch does not call views."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(FEATURES))
+        self.register_buffer("spread", torch.ones(FEATURES))
+
+    def loss(self, batch):
+        x, y = batch
+        for layer in self.layers:
+            x = layer(x)
+        if self.training:
+            self.center.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.spread.detach().copy_(1 + x.detach().std(0))
+        return F.mse_loss(self.head((x - self.center) / self.spread), y)
+
+
+class InPart(Regression):
+    """Writes some rows of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("means", torch.zeros(3, FEATURES))
+
+    def loss(self, batch):
+        x, y = batch
+        for layer in self.layers:
+            x = layer(x)
+        if self.training:
+            self.means.data[0] = x.detach().mean(0)
+            with torch.no_grad():
+                self.means[1].mul_(0.9).add_(x[0])
+        return F.mse_loss(self.head(x - self.means.mean(0)), y)
+
+
+class WritesThroughData(Regression):
+    """Writes the model's values into a tensor of its own, by another name."""
+
+    def loss(self, batch):
+        x, y = batch
+        out = self(x)
+        sums = torch.zeros_like(out)
+        sums.data.add_(out.detach())
+        return F.mse_loss(out - sums.mean(), y)
+
+
 class Hooked(Regression):
     """A hook on each value between two layers, of which some are sent from stage to stage."""
 
@@ -59,7 +124,7 @@ class Hooked(Regression):
         return self.head(x)
 
 
-@each_under("module", [Quantised, Centred], [STAGES, COMBINED])
+@each_under("module", [Quantised, Centred, Rebound, Aliased, InPart], [STAGES, COMBINED])
 def test_one_content_for_all_who_read_and_write(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
@@ -69,3 +134,9 @@ def test_one_content_for_all_who_read_and_write(worlds, module, layout):
 def test_a_hook_sees_the_gradient_of_a_value_once(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
+
+
+def test_a_write_that_would_be_lost_is_refused(worlds):
+    report = check(worlds, WritesThroughData, STAGES)
+    assert report.outcome == "refused", str(report)
+    assert "test_written_buffers.py" in str(report) and "write into the tensor itself" in str(report)
