@@ -208,6 +208,8 @@ class GlobalReads(TorchFunctionMode):
         leaves, plain = flatten_call(args, kwargs)
         ranks = [self._ranks_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         if all(one is None for one in ranks):
+            if name in _AUTOGRAD:
+                self._has_gradient, self._stand_ins = {}, {}
             return func(*args, **kwargs)
         if name in _AUTOGRAD:
             raise GlobalReadError(

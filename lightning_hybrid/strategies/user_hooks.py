@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
-# Hooks that run while the module may be in parts, on every rank, and in which no step runs.
+# Hooks that run while the module may be in parts, on every rank, and in which no training step runs.
 _ROUNDS = ("train", "validation", "test", "predict")
 _HOOKS = (
     "on_fit_start",
@@ -25,10 +25,16 @@ _HOOKS = (
     "on_sanity_check_start",
     "on_sanity_check_end",
     "configure_gradient_clipping",
+    "backward",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    *(f"on_{round}_model_{mode}" for round in _ROUNDS[1:] for mode in ("eval", "train", "zero_grad")),
     *(f"on_{round}_{when}_{end}" for round in _ROUNDS for when in ("epoch", "batch") for end in ("start", "end")),
     *(f"on_{round}_start" for round in _ROUNDS),
     *(f"on_{round}_end" for round in _ROUNDS[1:]),
 )
+# In it the training step and the step of the optimizer run; what is before and after them is watched.
+_AROUND_STEP = "optimizer_step"
 
 
 def read_globally(
@@ -55,14 +61,15 @@ def read_globally(
     """
     undo = contextlib.ExitStack()
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        for name in _HOOKS:
+        for name in (*_HOOKS, _AROUND_STEP):
             original = getattr(user, name, None)
             calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
             of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
+            watched = _watched_around_step if name == _AROUND_STEP else _watched
             undo.enter_context(
-                _replaced(user, name, _watched(user, name, original, trainer, reads, in_parts, complete, passes))
+                _replaced(user, name, watched(user, name, original, trainer, reads, in_parts, complete, passes))
             )
     return undo.close
 
@@ -84,8 +91,63 @@ def _watched(
         if not in_parts():
             return original(*args, **kwargs)
         # What is cleared next are the gradients of the optimizer step before, which are complete.
-        is_complete = name == "on_before_zero_grad" or complete()
+        is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad") or complete()
         with reads.hook(where, is_complete=is_complete), _lightning_of_its_own(trainer, reads):
+            result = original(*args, **kwargs)
+            passes()
+            return result
+
+    return hook
+
+
+def _watched_around_step(
+    user: Any,
+    name: str,
+    original: Callable[..., Any],
+    trainer: pl.Trainer,
+    reads: Reads,
+    in_parts: Callable[[], bool],
+    complete: Callable[[], bool],
+    passes: Callable[[], None],
+) -> Callable[..., Any]:
+    before = f"{type(user).__name__}.{name}"
+    after = f"{before} after a step"
+
+    @functools.wraps(original)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        if not in_parts():
+            return original(*args, **kwargs)
+        with contextlib.ExitStack() as replaced, contextlib.ExitStack() as watching:
+            is_watched = False
+
+            def watch(where: str) -> None:
+                nonlocal is_watched
+                watching.enter_context(reads.hook(where, is_complete=complete()))
+                watching.enter_context(_lightning_of_its_own(trainer, reads))
+                is_watched = True
+
+            def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+                @functools.wraps(function)
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    nonlocal is_watched
+                    if not is_watched:  # inside another one
+                        return function(*args, **kwargs)
+                    passes()
+                    is_watched = False
+                    watching.close()
+                    result = function(*args, **kwargs)
+                    watch(after)
+                    return result
+
+                return call
+
+            owners = [(trainer.strategy, _AROUND_STEP), *((optimizer, "step") for optimizer in trainer.optimizers)]
+            for owner, step in owners:
+                replaced.enter_context(_replaced(owner, step, unwatched(getattr(owner, step))))
+            # The closure may be called by hand.
+            args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
+            kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
+            watch(before)
             result = original(*args, **kwargs)
             passes()
             return result
@@ -116,6 +178,8 @@ def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
             unwatched(logger, "log_metrics", reads.known)
         unwatched(trainer, "save_checkpoint")
         unwatched(trainer.precision_plugin, "clip_gradients")
+        for optimizer in trainer.optimizers:
+            unwatched(optimizer, "zero_grad")
         for name in ("lightning_module_state_dict", "optimizer_state", "make_whole"):
             unwatched(strategy, name)
         yield
