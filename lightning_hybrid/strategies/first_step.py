@@ -60,14 +60,15 @@ def record_first_step(
     if not is_overridden(name, module):
         return False
     batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
-    check_count(batch, num_microbatches)
+    is_fitting = name == "training_step"
+    if is_fitting:  # evaluation takes as many microbatches as there are samples
+        check_count(batch, num_microbatches)
     reason = why_whole(batch, splitter)
     if reason and runner.plan.num_ranks > 1:
         rank_zero_warn(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
-    is_fitting = name == "training_step"
     was_training = {part: part.training for part in module.modules()}
     if not is_fitting:
         module.eval()

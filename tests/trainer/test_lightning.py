@@ -101,6 +101,23 @@ def test_validation_before_first_training_step(worlds):
         assert_same(weights, expected)
 
 
+def run_small_batches(size, pp):
+    ignore_warnings()
+    model = AllSteps()
+    trainer = trainer_of(size, pp, strategy_options={"num_microbatches": 4} if size > 1 else {})
+    before = trainer.predict(model, loader(1, 5))
+    trainer.fit(model, loader(4), loader(1, 3))
+    fitted = float(trainer.callback_metrics["val"])
+    tested = trainer.test(model, loader(2, 5), verbose=False)
+    return before, trainer.predict(model, loader(1, 5)), fitted, tested, weights_of(model)
+
+
+def test_evaluation_takes_batches_of_fewer_samples_than_microbatches(worlds):
+    [expected] = worlds.run(1, run_small_batches, 1, 1)
+    for ours in worlds.run(2, run_small_batches, 2, 2):
+        torch.testing.assert_close(ours, expected)
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
