@@ -34,6 +34,7 @@ from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
+from lightning_hybrid.strategies.whole_graph import log_graph_of_whole
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 
@@ -119,9 +120,10 @@ class SteppingStrategy(FolderStrategy):
         return self.lightning_module.trainer
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device."""
+        """Move the module to this rank's device; loggers then see it, before it is in parts."""
         assert self.lightning_module is not None
         move_to_device(self.lightning_module, self.root_device)
+        log_graph_of_whole(self._trainer, self.lightning_module, is_empty=self._empty is not None)
 
     # -- what is done around units ------------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
 _NOT_THE_USERS = frozenset({"optimizer_step", "on_exception"})
+# Lightning's own callbacks that count the ranks with other data.
+_COUNTS_DATA = (".throughput_monitor",)
 _CALLERS = ("_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_callback_hooks")
 
 
@@ -103,7 +105,7 @@ class UserWorld:
             owners = (trainer.lightning_module, trainer.datamodule, *trainer.callbacks)
             hooks = [getattr(owner, hook_name, None) for owner in owners]
             homes = [getattr(hook, "__module__", None) or "" for hook in hooks if hook is not None]
-            self._written[key] = any(not home.startswith(NOT_OF_THE_USER) for home in homes)
+            self._written[key] = any(not h.startswith(NOT_OF_THE_USER) or h.endswith(_COUNTS_DATA) for h in homes)
         return self._written[key]
 
     def show_to_loader(self, loader: object) -> None:

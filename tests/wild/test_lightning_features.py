@@ -19,14 +19,17 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     RichProgressBar,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
     TQDMProgressBar,
     WeightAveraging,
     device_stats_monitor,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.tuner import Tuner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wild.featured import LAYOUTS, SHARED_OUT, Net, check
 
 EVERYWHERE = {**LAYOUTS, **SHARED_OUT}
@@ -216,6 +219,27 @@ def shown(run):
     return run.numbers(trainer, module)
 
 
+def graph(run):
+    module = Shown()
+    trainer = run.trainer(logger=TensorBoardLogger(run.folder, log_graph=True))
+    trainer.fit(module, run.data(), run.val_data())
+    trainer.validate(module, run.val_data(), verbose=False)
+    trainer.strategy.barrier()
+    events = EventAccumulator(trainer.logger.log_dir).Reload()
+    return run.numbers(trainer, module, nodes=len(events.Graph().node))
+
+
+def throughput(run):
+    module = Net()
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch["x"]), window_size=2)
+    trainer = run.trainer(callbacks=[monitor], logger=CSVLogger(run.folder, flush_logs_every_n_steps=1))
+    trainer.fit(module, run.data(), run.val_data())
+    replicas = 1 if run.plain else trainer.strategy.layout.data_parallel_size
+    # Samples of all ranks per second, by those of one replica.
+    counted = monitor._throughputs[RunningStage.TRAINING].world_size / replicas
+    return run.numbers(trainer, module, counted=counted)
+
+
 def device_stats(run):
     module = Net()
     trainer = run.trainer(callbacks=[DeviceStatsMonitor()], logger=CSVLogger(run.folder, flush_logs_every_n_steps=1))
@@ -270,6 +294,8 @@ CALLBACKS = [
     early_stopping,
     best_and_last,
     shown,
+    graph,
+    throughput,
     device_stats,
     rich,
     simple_profiler,

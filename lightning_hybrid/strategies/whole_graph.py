@@ -1,0 +1,38 @@
+"""The graph of a module that a logger draws, traced while the module is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+
+def log_graph_of_whole(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> None:
+    """Let each logger log its graph now, and not when Lightning asks: the module may be in parts then.
+
+    Args:
+        trainer: About to run.
+        module: With its weights, unless it was built empty.
+        is_empty: Whether it was.
+    """
+    for logger in trainer.loggers:
+        vars(logger).pop("log_graph", None)  # of a run that failed before Lightning asked
+        if not is_empty:
+            logger.log_graph(module)
+        elif getattr(logger, "_log_graph", False):
+            rank_zero_warn(
+                f"{type(logger).__name__}(log_graph=True) runs the whole module on one rank, and this one was built"
+                " with empty_init=True; no graph is logged: call logger.log_graph(module) after the run"
+            )
+        logger.log_graph = _Once(logger)
+
+
+class _Once:
+    """Does nothing when Lightning logs the graph, and is gone after that."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        self._logger.__dict__.pop("log_graph", None)
