@@ -95,8 +95,11 @@ class CutReads(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
         places = [place for place, leaf in enumerate(leaves) if self._is_cut(leaf)]
+        given: dict[int, Tensor] = {}  # the parameters, by id of the whole
         for place in places:
-            leaves[place] = self._whole(leaves[place], self._cut[id(leaves[place])])
+            local = leaves[place]
+            leaves[place] = self._whole(local, self._cut[id(local)])
+            given[id(leaves[place])] = local
         if places:
             args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         out = func(*args, **kwargs)
@@ -106,6 +109,7 @@ class CutReads(TorchFunctionMode):
             for whole, version, *_ in list(self._origins.values()):
                 if whole._version != version:  # also through views
                     self._write_back(whole)
+            return given.get(id(out), out)  # `layer.weight += x` sets the module's parameter to what this gives
         return out
 
     def _shape_of(self, local: Tensor) -> Tensor:

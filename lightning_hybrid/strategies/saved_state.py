@@ -79,7 +79,7 @@ class StagedStrategy(MeshStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        refuse_callbacks(trainer, self.layout.world_size, self.layout.pipeline_parallel_size)
+        refuse_callbacks(trainer, self.layout)
         self._failures = Failures(trainer, self.mesh)
 
     def on_train_start(self) -> None:

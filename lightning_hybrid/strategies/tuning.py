@@ -10,20 +10,23 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 
 
-def refuse_callbacks(trainer: Any, world_size: int, num_stages: int) -> None:
+def refuse_callbacks(trainer: Any, layout: ParallelLayout) -> None:
     """Refuse what cannot be made to agree over ranks, before anything has changed.
 
     Args:
         trainer: About to run.
-        world_size: Number of ranks.
-        num_stages: Of the pipeline.
+        layout: Of its ranks.
 
     Raises:
         ValueError: There is such a callback.
     """
+    world_size, num_stages = layout.world_size, layout.pipeline_parallel_size
+    shares = layout.tensor_parallel_size * layout.context_parallel_size
+    shares *= layout.data_shard_size * layout.expert_parallel_size
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder) and world_size > 1:
             raise ValueError(
@@ -31,11 +34,12 @@ def refuse_callbacks(trainer: Any, world_size: int, num_stages: int) -> None:
                 " out of memory in the middle of a step leaves the others waiting for it; find the batch size of one"
                 " replica with devices=1 and Lightning's own strategy, or set it yourself, and remove the callback"
             )
-        if isinstance(callback, ModelPruning) and num_stages > 1:
+        if isinstance(callback, ModelPruning) and (num_stages > 1 or shares > 1):
+            holders = f"{num_stages} pipeline ranks" if num_stages > 1 else f"{world_size} ranks"
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
-                f" each of {num_stages} pipeline ranks holds its own part; prune after fit, when the module is whole,"
-                " or set pipeline_parallel_size=1"
+                f" each of {holders} holds its own part; prune after fit, when the module is whole, or train with"
+                " replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1, zero_stage=0"
             )
 
 

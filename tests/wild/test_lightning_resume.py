@@ -317,8 +317,17 @@ def tuner_batch_size(run):
     Tuner(run.trainer()).scale_batch_size(Sized())
 
 
-def pruning(run):
-    run.trainer(callbacks=[ModelPruning("l1_unstructured", amount=0.5)]).fit(Net(), run.data())
+def pruning(run, **strategy):
+    pruned = ModelPruning("l1_unstructured", amount=0.5)
+    run.trainer(callbacks=[pruned], strategy_options=strategy).fit(Net(), run.data())
+
+
+def pruning_shards(run):
+    pruning(run, zero_stage=1)
+
+
+def pruning_over_tensor_ranks(run):
+    pruning(run, tensor_parallel_size=2)
 
 
 @EVERYWHERE
@@ -334,6 +343,12 @@ def test_the_search_for_a_batch_size_is_refused(worlds, tmp_path, feature, layou
 @STAGES
 def test_pruning_is_refused_with_stages(worlds, tmp_path, layout):
     for said in refusal(worlds, tmp_path, pruning, layout):
+        assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
+
+
+@pytest.mark.parametrize("feature", [pruning_shards, pruning_over_tensor_ranks])
+def test_pruning_is_refused_where_layers_are_shared(worlds, tmp_path, feature):
+    for said in refusal(worlds, tmp_path, feature, "dp2"):
         assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
 
 
