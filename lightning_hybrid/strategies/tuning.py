@@ -39,7 +39,7 @@ def refuse_callbacks(trainer: Any, layout: ParallelLayout) -> None:
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
                 f" each of {holders} holds its own part; prune after fit, when the module is whole, or train with"
-                " replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1, zero_stage=0"
+                " replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
             )
 
 
