@@ -48,8 +48,8 @@ _NEEDS_CONTENT = _READS | {
     "bincount",
     "repeat_interleave",
 }
-# Their first argument gives a dtype and a device, no content.
-_LIKE_FIRST = frozenset({"new_tensor", "new_zeros", "new_ones", "new_full", "new_empty"})
+# Its first argument gives a dtype and a device, no content.
+_LIKE_FIRST = frozenset({"new_tensor"})
 # Their second one gives a shape or a dtype.
 _LIKE_SECOND = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
 _AUTOGRAD = frozenset({"backward", "grad"})

@@ -65,6 +65,30 @@ class ScaledByNorm(torch.optim.SGD):
         return loss
 
 
+class ScaledByRows(torch.optim.Optimizer):
+    """Keeps one number for each row of a parameter, made by the gradient's own `new_zeros`."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["rows"] = p.grad.new_zeros((p.shape[0],) + (1,) * (p.dim() - 1))
+                    state["scale"] = p.grad.new_ones(())
+                rows = p.grad.square().reshape(p.shape[0], -1).mean(1).view_as(state["rows"])
+                state["rows"].lerp_(rows, 0.5)
+                state["scale"].mul_(0.9)
+                p.addcdiv_(p.grad, state["rows"].sqrt() + 1e-3, value=-group["lr"])
+                p.sub_(p.grad * state["scale"])
+        return loss
+
+
 class SharpnessAware(torch.optim.Optimizer):
     """Climbs by the normalised gradient, and descends by the gradient found there: the closure runs twice."""
 

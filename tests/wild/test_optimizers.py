@@ -5,7 +5,7 @@ from layouts import each_under, under
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from wild.bases import BOTH, REPLICAS, STAGES, Manual, Regression
-from wild.hand_written import Lamb, ScaledByNorm
+from wild.hand_written import Lamb, ScaledByNorm, ScaledByRows
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 # --- the forms of configure_optimizers -------------------------------------------------------------------------------
@@ -202,7 +202,12 @@ class WithScaledByNorm(Regression):
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
 
 
-NOT_ELEMENTWISE = [WithAdafactor, WithMuon, WithLamb, WithScaledByNorm]
+class WithScaledByRows(Regression):
+    def configure_optimizers(self):
+        return ScaledByRows(self.parameters())
+
+
+NOT_ELEMENTWISE = [WithAdafactor, WithMuon, WithLamb, WithScaledByNorm, WithScaledByRows]
 
 
 @each_under("module", NOT_ELEMENTWISE, [STAGES, BOTH])
