@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,6 +78,7 @@ def asking(
         watched_functions(current, bound),
         adopted_checkpoints(current, randomness),
         slow_attention(),
+        no_inference_mode(),
     ):
         yield
 
@@ -100,6 +102,24 @@ def drawing_as_stages(root: nn.Module, randomness: KeyedRandomness, step: int, m
         randomness.each_draw(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def no_inference_mode() -> Iterator[None]:
+    """Let ``torch.inference_mode`` in a step be ``torch.no_grad``: its tensors do not tell when they are written."""
+    enter = torch.inference_mode.__enter__
+
+    def enter_no_grad(self: Any) -> None:
+        if not self.mode:
+            return enter(self)
+        self._inference_mode_context = torch.no_grad()
+        self._inference_mode_context.__enter__()
+
+    torch.inference_mode.__enter__ = enter_no_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
