@@ -156,7 +156,7 @@ class VariantChoice:
         """Which ways they take, one after the other; everything is as before afterwards."""
         units = self._plan.units()
         inside = {part for unit in units.values() for part in unit.modules()}
-        start = ModuleState(self._root, without=inside)
+        start = ModuleState(self._root, without=inside, unhooked=inside)
         states = {key: plain_state(self._known[key].around) for key in dict.fromkeys(keys)}
         names = self._plan.names()
         chosen: list[Variant] = []
@@ -164,7 +164,7 @@ class VariantChoice:
             for place, (microbatch, key) in enumerate(zip(microbatches, keys, strict=True)):
                 if apart:
                     start.restore()
-                before = start if apart or not place else ModuleState(self._root, without=inside)
+                before = start if apart or not place else ModuleState(self._root, without=inside, unhooked=inside)
                 known = self._known[key]
                 variant = self._way(call, microbatch, place, known, units, names)
                 if variant is None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import memory_of
@@ -124,15 +125,24 @@ class Content:
 class ModuleState(ArgumentState):
     """The state of all modules under a root at one moment."""
 
-    def __init__(self, root: nn.Module, *, buffers: bool = True, without: Collection[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        buffers: bool = True,
+        without: Collection[nn.Module] = (),
+        unhooked: Collection[nn.Module] = (),
+    ) -> None:
         """What modules hold now.
 
         Args:
             root: The user's LightningModule.
             buffers: Whether buffers belong to the state to put back.
             without: Modules whose state does not.
+            unhooked: Those among them that lose again what hooks they get.
         """
         super().__init__(())
+        self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
         self._buffers: list[Content] = []
         seen: set[int] = set()
         passed = {id(module) for module in without}  # metrics change their hash with their state
@@ -152,6 +162,17 @@ class ModuleState(ArgumentState):
         super().restore()
         for content in self._buffers:
             content.restore()
+        if RemovableHandle.next_id != self._first_hook:
+            for module in self._unhooked:
+                _remove_hooks(module, self._first_hook)
+
+
+def _remove_hooks(module: nn.Module, first: int) -> None:
+    """Those that have this number or a later one; torch counts the hooks of all modules."""
+    for name, hooks in module.__dict__.items():
+        if hooks and "_hooks" in name and isinstance(hooks, dict):
+            for number in [number for number in hooks if isinstance(number, int) and number >= first]:
+                del hooks[number]
 
 
 def reachable(

@@ -1,4 +1,4 @@
-"""Modes of torch that a step enters by itself."""
+"""Hooks that a step puts on layers, and modes of torch that it enters by itself."""
 
 import torch
 from layouts import each_under
@@ -22,6 +22,32 @@ class Blocks(Regression):
         return F.mse_loss(self(batch[0]), batch[1])
 
 
+# --- hooks that the step itself puts on layers ------------------------------------------------------------------------
+
+
+class HooksAtFirst(Blocks):
+    """Collects what its layers return, by hooks that the first call puts there."""
+
+    def __init__(self):
+        super().__init__()
+        self.hooked = False
+        self.collected = None
+
+    def collect(self, module, args, output):
+        self.collected.append(output)
+
+    def loss(self, batch):
+        if not self.hooked:
+            for layer in self.layers:
+                layer.register_forward_hook(self.collect)
+            self.hooked = True
+        self.collected = collected = []
+        loss = super().loss(batch)
+        self.collected = None
+        assert len(collected) == 4, len(collected)
+        return loss + sum(0.1 * (place + 1) * hidden.square().mean() for place, hidden in enumerate(collected))
+
+
 # --- modes of torch inside of the step --------------------------------------------------------------------------------
 
 
@@ -41,7 +67,7 @@ class CountsInInferenceMode(Blocks):
         return F.mse_loss(prediction, batch[1])
 
 
-@each_under("module", [CountsInInferenceMode], LAYOUTS[:3])
+@each_under("module", [HooksAtFirst, CountsInInferenceMode], LAYOUTS[:3])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
