@@ -29,6 +29,7 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
+from lightning_hybrid.step.side_ways import with_their_like
 from lightning_hybrid.step.tree import flatten, tensors_inside
 from lightning_hybrid.step.units import can_open, choose_units, to_open
 
@@ -226,7 +227,8 @@ class StagePlan:
         while True:
             units = choose_units(self._root, self.num_stages, self._opened)
             recording = record_once()
-            missed = {unit for unit in recording.unopened if can_open(units[unit])} - self._opened
+            entered = with_their_like(recording.entered, units) if self.num_stages > 1 else set()
+            missed = {unit for unit in recording.unopened | entered if can_open(units[unit])} - self._opened
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
                 branches.check(recording, record_once)

@@ -178,8 +178,12 @@ class LikeUnits:
         self._costs.flops += known.flops
         self._costs.moved_bytes += known.moved_bytes
         self._costs.drawing.update((fqn + relative, None) for relative in known.drawing)
+        made: dict[int, Tensor] = {}  # a tensor may be there twice
+        for _, like, _ in known.leaves:
+            if like is not None and id(like) not in made:
+                made[id(like)] = _another(like)
         given = [
-            leaves[place] if place is not None else plain if like is None else _another(like)
+            leaves[place] if place is not None else plain if like is None else made[id(like)]
             for place, like, plain in known.leaves
         ]
         return unflatten(given, known.spec), known.dynamic
@@ -190,11 +194,13 @@ class LikeUnits:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
+        aside = self._costs.read_aside
         out, dynamic = execute()
         out_leaves, out_spec = flatten(out)
         described = [_describe(leaf, leaves) for leaf in out_leaves]
         repeatable = (
             [tensor._version for tensor in tensors] == versions
+            and self._costs.read_aside == aside
             and not any(isinstance(left, FakeTensor) for _, left in reachable(unit, plain=False))
             and all(description is not None for description in described)
         )

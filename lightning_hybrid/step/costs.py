@@ -25,6 +25,8 @@ class CostWatch(TorchDispatchMode):
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules in whose own code a random kernel ran, in order.
         guessed: Whether a kernel ran whose result has a shape that depends on values.
+        given_to: Told of the arguments of each kernel, while a unit runs.
+        read_aside: How many of them had reached their unit on a side way.
     """
 
     _known: ClassVar = KnownKernels()
@@ -36,6 +38,8 @@ class CostWatch(TorchDispatchMode):
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
         self.guessed = False
+        self.given_to: Callable[[Any], int] | None = None
+        self.read_aside = 0
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
         self._kinds: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
@@ -45,6 +49,8 @@ class CostWatch(TorchDispatchMode):
         if func is _DEVICE and len(args) == 1 and type(args[0]) is FakeTensor and not _is_in_kernel(args[0]):
             return args[0].fake_device  # two thirds of what comes here; a stand-in would say the same after a detour
         kwargs = kwargs or {}
+        if self.given_to is not None:
+            self.read_aside += self.given_to(args)
         key = self._known.key_of(func, args, kwargs)
         out = None if key is None else self._known.again(key, args)
         if out is None:

@@ -29,6 +29,7 @@ from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss, no_loss
+from lightning_hybrid.step.side_ways import SideWays
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import (
     NO_FAKE_KERNEL,
@@ -168,6 +169,7 @@ class RecordWatch(StepWatch):
         self._member_memory: dict[int, str] = {}  # of parameters and tracked buffers: their FQN
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
+        self.side_ways = SideWays(parameters, self.mark_of, costs)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Everything that came from a parameter is absent while recording."""
@@ -212,9 +214,6 @@ class RecordWatch(StepWatch):
             return result
         asked = asked_of(name, leaves, self.mark_of, self.parameters)
         self.opened.open(name, args, kwargs)
-        parameters = tuple(dict.fromkeys((*direct, *owned)))
-        for parameter in parameters:
-            self._bytes.setdefault(parameter, 0)
         for tensor in tensors:
             if id(tensor) in self.parameters:
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
@@ -233,11 +232,16 @@ class RecordWatch(StepWatch):
             through = gone_through(self._nodes, made, args, kwargs, self.mark_of, self.parameters)
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
-        if name.startswith("@") and self._alike is not None:
-            unit, arguments = self.units[name[1:]], leaves[:given]
-            out, dynamic = self._alike.run(name[1:], unit, arguments, spec, lambda: self._run(name, run, args, kwargs))
-        else:
-            out, dynamic = self._run(name, run, args, kwargs)
+        unit = name[1:] if name.startswith("@") else None
+        with self.side_ways.watched(unit, tensors, owned):
+            if unit is not None and self._alike is not None:
+                arguments = unit, self.units[unit], leaves[:given], spec
+                out, dynamic = self._alike.run(*arguments, lambda: self._run(name, run, args, kwargs))
+            else:
+                out, dynamic = self._run(name, run, args, kwargs)
+        parameters = tuple(dict.fromkeys((*direct, *owned, *self.side_ways.members)))
+        for parameter in parameters:
+            self._bytes.setdefault(parameter, 0)
         dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
 
         # A tensor whose version moved was written in place: the object now is a new value. Binding `.data` moves none,
@@ -261,7 +265,9 @@ class RecordWatch(StepWatch):
             written.append((next(i for i, leaf in enumerate(leaves) if leaf is tensor), value))
         aliases = self._sharing_memory(writes)
         out_leaves, out_spec = flatten(out)
-        described = tuple(self._describe(leaf, leaves, dynamic) for leaf in out_leaves)
+        once = {id(leaf): leaf for leaf in out_leaves}  # a tensor may be there twice
+        known = {key: self._describe(leaf, leaves, dynamic) for key, leaf in once.items()}
+        described = tuple(known[id(leaf)] for leaf in out_leaves)
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
         places = tuple(place for place, _ in held)
         self._templates.append(Template(described, out_spec, tuple(written), places, asked))
@@ -390,4 +396,6 @@ class RecordWatch(StepWatch):
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)
-        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, self._looks.first, kept.returns)
+        looked = self._looks.first
+        entered = frozenset(self.side_ways.units)
+        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, looked, kept.returns, entered=entered)

@@ -73,6 +73,7 @@ class Recording:
         looks_at: What the step looks at that may be another one in the next batch; empty if nothing is known.
         returns: What the step returned, with a ``ReturnedTensor`` in place of each tensor.
         bound: Where the user's code keeps the ``apply`` of autograd functions.
+        entered: Units that read values of the step that they were not given as tensors; they should be opened.
     """
 
     graph: StepGraph
@@ -88,6 +89,7 @@ class Recording:
     looks_at: str = ""
     returns: Any = None
     bound: Sequence[BoundFunction] = ()
+    entered: frozenset[str] = frozenset()
 
 
 def find_loss(result: Any) -> Any:

@@ -68,13 +68,16 @@ def put_together(
         rewrite: Makes a tensor that the operation writes in place the value that was written.
     """
     result: list[Any] = []
+    known: dict[int, Tensor] = {}  # a tensor may be there twice
     for leaf in template.leaves:
         if leaf.input is not None:
             result.append(leaves[leaf.input])
         elif leaf.value is None:
             result.append(leaf.constant)
         else:
-            result.append(made(leaf.value))
+            if leaf.value not in known:
+                known[leaf.value] = made(leaf.value)
+            result.append(known[leaf.value])
     for leaf, described in zip(result, template.leaves, strict=True):
         if described.value is not None:
             mark(leaf, described.value)
@@ -279,6 +282,12 @@ class ReplayWatch(StepWatch):
 
     def _arrived(self, value: int) -> Tensor:
         """What another stage sent."""
+        if value not in self._received:
+            raise StepError(
+                f"{user_line()}: stage {self._stage} reads a value of stage {self._value_stage[value]} that nothing"
+                " sends, or that was computed from what reached a module on a side way (in an object, say); hand that"
+                " over as a tensor, name a cut inside that module in pipeline_cuts, or set pipeline_parallel_size=1"
+            )
         tensor = self._received[value]
         self.mark(tensor, value)
         return tensor

@@ -1,4 +1,4 @@
-"""Hooks that a step puts on layers, and modes of torch that it enters by itself."""
+"""Layers that are given more than tensors, that give a tensor twice, and hooks that a step puts on them."""
 
 import torch
 from layouts import each_under
@@ -48,6 +48,89 @@ class HooksAtFirst(Blocks):
         return loss + sum(0.1 * (place + 1) * hidden.square().mean() for place, hidden in enumerate(collected))
 
 
+# --- what a layer returns ---------------------------------------------------------------------------------------------
+
+
+class Gives(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x).tanh()
+        return x, (x.sin(), x)
+
+
+class GivesTwice(Blocks):
+    """Each layer returns its result also as the last of those that later layers skip to."""
+
+    def make(self):
+        return Gives(FEATURES, FEATURES)
+
+    def forward(self, x):
+        skipped = []
+        for layer in self.layers:
+            x, more = layer(x)
+            skipped += more
+        return self.head(x + 0.1 * sum(skipped))
+
+
+# --- what a layer is given --------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """No container that anybody knows."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+    def of(self, place):
+        return self.rows[place]
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x, memory, place):
+        return x + self.outer((self.inner(x) + memory.of(place)).tanh())
+
+
+class Prefixed(Blocks):
+    """Values of the first stage reach all layers inside of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.prefix = nn.Embedding(4, FEATURES)
+
+    def make(self):
+        return Remembers()
+
+    def forward(self, x):
+        memory = Memory(self.prefix.weight.sin().unbind())
+        for place, layer in enumerate(self.layers):
+            x = layer(x, memory, place)
+        return self.head(x)
+
+
+class Biased(nn.Linear):
+    def forward(self, x, positions):
+        return x + (super().forward(x) + positions(torch.arange(FEATURES)).squeeze(-1)).tanh()
+
+
+class HandsOnAModule(Blocks):
+    """Each layer calls a module with parameters that it is handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(FEATURES, 1)
+
+    def make(self):
+        return Biased(FEATURES, FEATURES)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, self.positions)
+        return self.head(x)
+
+
 # --- modes of torch inside of the step --------------------------------------------------------------------------------
 
 
@@ -67,7 +150,7 @@ class CountsInInferenceMode(Blocks):
         return F.mse_loss(prediction, batch[1])
 
 
-@each_under("module", [HooksAtFirst, CountsInInferenceMode], LAYOUTS[:3])
+@each_under("module", [GivesTwice, Prefixed, HandsOnAModule, HooksAtFirst, CountsInInferenceMode], LAYOUTS[:3])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)

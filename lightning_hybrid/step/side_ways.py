@@ -1,0 +1,69 @@
+"""What a unit reads beside its arguments and its own members.
+
+It may come in an object that the unit is given (a cache with the keys of a learned prefix), or belong to another module
+(a table of positions that all layers are handed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.step.costs import CostWatch
+
+
+class SideWays:
+    """Sees what the kernels inside a unit are given.
+
+    Attributes:
+        units: The units that read values of the step so: to be opened, so that what they read is seen.
+        members: FQNs of what the unit that ran last reads of other modules.
+    """
+
+    def __init__(
+        self, parameters: Mapping[int, str], mark_of: Callable[[Tensor], int | None], costs: CostWatch
+    ) -> None:
+        """Args: parameters: FQN by id of the stand-ins. mark_of: which value a tensor is. costs: sees the kernels."""
+        self._parameters, self._mark_of, self._costs = parameters, mark_of, costs
+        self.units: dict[str, None] = {}
+        self.members: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def watched(self, unit: str | None, given: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
+        """While an operation runs; ``unit`` is None where it is none, and its arguments are all that it reads."""
+        self.members = {}
+        if unit is None:
+            yield
+            return
+        known = {id(tensor) for tensor in given}
+        own = frozenset(owned)
+
+        def given_to(arguments: Any) -> int:
+            found = 0
+            for argument in arguments:
+                for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+                    if not isinstance(tensor, Tensor) or id(tensor) in known:
+                        continue
+                    member = self._parameters.get(id(tensor))
+                    if member is not None and member not in own:
+                        self.members[member] = None
+                        found += 1
+                    elif member is None and self._mark_of(tensor) is not None:
+                        self.units[unit] = None
+                        found += 1
+            return found
+
+        self._costs.given_to = given_to
+        try:
+            yield
+        finally:
+            self._costs.given_to = None
+
+
+def with_their_like(entered: Iterable[str], units: Mapping[str, nn.Module]) -> set[str]:
+    """These units and all of the same classes: layers are given the same things."""
+    kinds = {type(units[fqn]) for fqn in entered}
+    return {fqn for fqn, unit in units.items() if type(unit) in kinds}
