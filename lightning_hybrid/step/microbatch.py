@@ -129,11 +129,15 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     return _cut(batch, size, counts), [part / size for part in counts]
 
 
+def _is_one(item: Any) -> bool:
+    return isinstance(item, _PLAIN) or (isinstance(item, Tensor) and not item.dim())
+
+
 def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
     if isinstance(value, Tensor):
         return list(value.split(counts)) if value.dim() else [value] * len(counts)
-    if type(value) in (list, tuple) and len(value) == size and all(isinstance(item, _PLAIN) for item in value):
-        # One plain object per sample: file names, captions.
+    if type(value) in (list, tuple) and len(value) == size and all(_is_one(item) for item in value):
+        # One plain object or number per sample: file names, captions, labels.
         starts = [sum(counts[:index]) for index in range(len(counts))]
         return [value[start : start + part] for start, part in zip(starts, counts, strict=True)]
     parts = children_of(value)

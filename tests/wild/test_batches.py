@@ -127,6 +127,19 @@ class OnLists(Regression):
         return F.mse_loss(a, y) + (a - b).square().mean()
 
 
+class OnListsOfNumbers(Regression):
+    """One tensor without dimensions per sample."""
+
+    def shared_step(self, batch):
+        x, targets = batch
+        return F.mse_loss(self(x).squeeze(1), torch.stack(targets))
+
+
+def as_list_of_numbers(samples):
+    x, y = columns(samples)[:2]
+    return x, list(y.flatten().unbind())
+
+
 def as_named(samples):
     x, y, names = columns(samples)
     return Example(x, y, None, names)
@@ -170,6 +183,7 @@ SPLIT = [
     (OnTuplesWithNone, as_tuple_with_none),
     (OnNestedDicts, as_nested_dict),
     (OnLists, as_views),
+    (OnListsOfNumbers, as_list_of_numbers),
 ]
 
 
