@@ -396,6 +396,5 @@ class RecordWatch(StepWatch):
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)
-        looked = self._looks.first
-        entered = frozenset(self.side_ways.units)
+        looked, entered = self._looks.first, frozenset(self.side_ways.units)
         return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, looked, kept.returns, entered=entered)
