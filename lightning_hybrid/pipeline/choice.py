@@ -15,6 +15,7 @@ import io
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,13 @@ class VariantChoice:
         if all(self._does_the_same(self._known[key]) for key in dict.fromkeys(keys)):
             return [self._known[key].latest for key in keys]
         return self._rehearse(call, microbatches, keys, apart=apart)
+
+    def runs_on(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
+        """Runs the step on a microbatch, which each of so many runs finds as it came; the last one writes into it."""
+        if times == 1 or call.name not in self._writes_batch:
+            return partial(call.on, microbatch)
+        found = [microbatch, *(map_leaves(_copied, microbatch) for _ in range(times - 1))]
+        return lambda: call.on(found.pop())
 
     def _does_the_same(self, known: _Known) -> bool:
         return not known.latest.recording.looks_at and plain_state(known.around) == known.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +24,14 @@ class OnceMore:
     """Runs one step so; made before the step runs."""
 
     def __init__(
-        self, root: nn.Module, names: Mapping[int, str], call: Call, batch: Any, kept: str, without: set[nn.Module]
+        self,
+        root: nn.Module,
+        names: Mapping[int, str],
+        call: Call,
+        batch: Any,
+        microbatches: Sequence[Any],
+        kept: str,
+        without: set[nn.Module],
     ) -> None:
         """Take down how the modules are.
 
@@ -33,13 +40,15 @@ class OnceMore:
             names: FQN by id of what it holds.
             call: Of the step.
             batch: The whole batch.
+            microbatches: What the step runs on.
             kept: What the step keeps, and where; for messages.
             without: Modules whose attributes are not its bookkeeping.
         """
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self.kept, self._without = kept, without
         self._start = self.state()
-        self._versions = [tensor._version for tensor in tensors_inside(batch)]
+        self._watched = tensors_inside((batch, microbatches))
+        self._versions = [tensor._version for tensor in self._watched]
 
     def state(self) -> ModuleState:
         """What the modules hold now."""
@@ -55,7 +64,7 @@ class OnceMore:
         Raises:
             StepError: It has.
         """
-        if [tensor._version for tensor in tensors_inside(self._batch)] != self._versions:
+        if [tensor._version for tensor in self._watched] != self._versions:
             raise StepError(f"{self.kept}, and the step writes into its batch in place; let it write into a copy")
 
     def run(self, replay: BookkeepingReplay, batch: Any, place: int, contents: Mapping[int, Tensor]) -> Any:

@@ -181,7 +181,6 @@ class StepRunner:
             weights = train.weigh(microbatches)
         first = self._replica * count
         call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
-        steps = [partial(call.on, microbatch) for microbatch in microbatches]
         logs = LogCapture(count)
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
@@ -192,6 +191,7 @@ class StepRunner:
                 return run()
 
         variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
+        steps = [self._choice.runs_on(call, microbatch, len(self.plan.stages)) for microbatch in microbatches]
         sharing = StepSharing(
             self._group,
             self._randomness.device,

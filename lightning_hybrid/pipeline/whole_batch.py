@@ -120,7 +120,7 @@ class WholeBatch:
             self._unfit.add(parts)
             return self._each_microbatch(call, variants, batch, microbatches, kept) if numbers else None
         give_up = None if numbers or tensors else partial(self._unfit.add, parts)
-        return Bookkeeping(self._root, self._plan.names(), form, call, batch, give_up)
+        return Bookkeeping(self._root, self._plan.names(), form, call, batch, microbatches, give_up)
 
     def _returns_doubtful(self, variants: Sequence[Variant], microbatches: Sequence[Any]) -> bool:
         pairs = dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True))
@@ -133,7 +133,7 @@ class WholeBatch:
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], kept: str
     ) -> EachMicrobatch:
         without = without_state(self._root, [variant.recording for variant in variants])
-        again = OnceMore(self._root, self._plan.names(), call, batch, kept, without)
+        again = OnceMore(self._root, self._plan.names(), call, batch, microbatches, kept, without)
         replays = [self._replay(variant) for variant in variants]
         return EachMicrobatch(again, replays, microbatches)
 
@@ -244,6 +244,7 @@ class Bookkeeping:
         form: _Form,
         call: Call,
         batch: Any,
+        microbatches: Sequence[Any],
         give_up: Callable[[], None] | None,
     ) -> None:
         """Set out.
@@ -254,10 +255,11 @@ class Bookkeeping:
             form: Of its step.
             call: Of the step.
             batch: The whole batch.
+            microbatches: What the step runs on.
             give_up: Called where the step cannot run on the whole batch; None if that is an error.
         """
         self._form, self._call, self._batch, self._give_up = form, call, batch, give_up
-        self._again = OnceMore(root, names, call, batch, form.kept, form.without)
+        self._again = OnceMore(root, names, call, batch, microbatches, form.kept, form.without)
 
     def before_microbatch(self) -> None:
         """Each sees the modules as the batch found them."""

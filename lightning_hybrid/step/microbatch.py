@@ -135,7 +135,11 @@ def _is_one(item: Any) -> bool:
 
 def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
     if isinstance(value, Tensor):
-        return list(value.split(counts)) if value.dim() else [value] * len(counts)
+        if not value.dim():
+            return [value] * len(counts)
+        parts = value.split(counts)
+        # What one microbatch writes in place is nothing that another one saved for its backward.
+        return list(parts) if value.requires_grad else [part.data for part in parts]
     if type(value) in (list, tuple) and len(value) == size and all(_is_one(item) for item in value):
         # One plain object or number per sample: file names, captions, labels.
         starts = [sum(counts[:index]) for index in range(len(counts))]

@@ -140,6 +140,19 @@ def as_list_of_numbers(samples):
     return x, list(y.flatten().unbind())
 
 
+class WritesIntoIts(Regression):
+    """Changes its samples in place, as augmentations do; a layer saves the result for its backward."""
+
+    def shared_step(self, batch):
+        x, y = batch
+        x.mul_(0.5)
+        return F.mse_loss(self(x), y)
+
+
+def as_pair(samples):
+    return columns(samples)[:2]
+
+
 def as_named(samples):
     x, y, names = columns(samples)
     return Example(x, y, None, names)
@@ -316,6 +329,12 @@ UNSPLIT = [
     (OnSparse, as_sparse),
     (OnTexts, as_texts),
 ]
+
+
+@under(LAYOUTS)
+def test_a_step_that_writes_into_its_batch(worlds, layout):
+    report = check(worlds, WritesIntoIts, layout, make_data=Loaders(as_pair))
+    assert report.outcome == "same", str(report)
 
 
 @each_under("module,collate", UNSPLIT, BY_LAYOUT, slow=[TENSOR])
