@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.tree import flatten_call, rebuild_call
+from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call
 
 _IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
 _SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
@@ -48,6 +48,7 @@ class CutReads(TorchFunctionMode):
         self._parts, self._note, self._meet = parts, note, meet
         cut = parts.names
         self._cut = {id(parameter): name for name, parameter in parameters.items() if name in cut}
+        self._locals = [parameter for name, parameter in parameters.items() if name in cut]
         self._wholes: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id of the local tensor: it, version, the whole
         self._origins: dict[int, tuple[Tensor, int, Tensor, str]] = {}  # by id of the whole, and its FQN
 
@@ -62,6 +63,17 @@ class CutReads(TorchFunctionMode):
                 for name, value in entries.items():
                     if isinstance(value, Tensor):
                         entries[name] = self._parts.whole_like(parameter, value)
+
+    def is_part(self, tensor: Tensor) -> bool | None:
+        """Whether this rank has a part of what is meant by a tensor; None for the memory of one under no known name."""
+        if self._is_cut(tensor):
+            return True
+        memories = {memory_of(local) for local in self._locals if not is_absent(local)}
+        return None if not is_absent(tensor) and memory_of(tensor) in memories else False
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole of a parameter of which this rank has a part, or what is given; collective."""
+        return self._whole(tensor, self._cut[id(tensor)]) if self._is_cut(tensor) else tensor
 
     def __enter__(self) -> Any:
         """See wholes from now on; what was seen before may have changed."""

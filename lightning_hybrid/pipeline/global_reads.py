@@ -115,7 +115,11 @@ class GlobalReads(TorchFunctionMode):
             RanksDisagree: Some ranks read what others do not.
         """
         if self._hook is not None:
-            yield
+            outer, self._hook = self._hook, name
+            try:
+                yield
+            finally:
+                self._hook = outer
             return
         self._hook, self._is_complete, self._elements = name, is_complete, 0
         try:
@@ -134,6 +138,21 @@ class GlobalReads(TorchFunctionMode):
                 return value
             contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
             return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
+
+    def is_here(self, tensor: Tensor) -> bool | None:
+        """Whether a tensor is on all ranks; None if it is not here, and nobody knows where it is."""
+        if not self._contents.is_noted(tensor) and is_absent(tensor):
+            return None
+        return self._contents.ranks_of(tensor) is None
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank of the pipeline says; collective."""
+        return self._contents.told(mine)
+
+    def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+        """The contents of tensors, in CPU memory if they were sent; collective. A rank that does not keep gets none."""
+        assert self._hook is not None
+        return self._contents.for_file(self._hook, tensors, self._most_elements, keep=keep)
 
     def note_whole(self, whole: Tensor, fqn: str) -> None:
         """A tensor, joined of the parts that tensor ranks hold of a parameter or its gradient, is where those are."""

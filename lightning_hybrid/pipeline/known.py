@@ -171,6 +171,38 @@ class Contents:
         if hook in self._reading or self._calls[hook] <= _COMPARED_CALLS:
             self.meet(hook, "leaves the hook")
 
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank says; collective."""
+        rows: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(rows, mine, group=self._group)
+        return rows
+
+    def for_file(self, hook: str, tensors: Sequence[Tensor], most_elements: int, *, keep: bool) -> list[Tensor]:
+        """The contents of tensors in CPU memory, on the first rank if it keeps them; elsewhere empty; collective.
+
+        Args:
+            hook: For messages.
+            tensors: The same on every rank.
+            most_elements: How many are sent at a time.
+            keep: Whether this rank wants them.
+        """
+        keep = keep and self._rank == 0
+        contents: dict[int, Tensor] = {}
+        sent: list[list[Tensor]] = [[]]
+        for tensor in tensors:
+            ranks = self.ranks_of(tensor)
+            if ranks is None or 0 in ranks:
+                contents[id(tensor)] = tensor
+            elif sum(other.numel() for other in sent[-1]) + tensor.numel() > most_elements:
+                sent.append([tensor])
+            else:
+                sent[-1].append(tensor)
+        for some in sent:
+            for tensor, content in zip(some, self.fetch(hook, "a checkpoint", some) if some else [], strict=True):
+                if keep:
+                    contents[id(tensor)] = content.to("cpu", copy=True)
+        return [contents[id(tensor)] if keep else torch.empty(0, dtype=tensor.dtype) for tensor in tensors]
+
     def fetch(self, hook: str, why: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The contents of tensors that are not everywhere, each from the first rank that has it; collective.
 

@@ -103,8 +103,10 @@ class Averages:
         prefix = "module." if average is not copy else ""
 
         def state_dict(*_: Any, **__: Any) -> dict[str, Any]:
-            own = {name: value for name, value in nn.Module.state_dict(average).items() if not name.startswith(prefix)}
-            return {**(own if prefix else {}), **{prefix + name: value for name, value in gather(copy).items()}}
+            with torch._C.DisableTorchFunction():  # a user's class of such a callback may save it in a hook of its own
+                state = nn.Module.state_dict(average)
+                own = {name: value for name, value in state.items() if not name.startswith(prefix)}
+                return {**(own if prefix else {}), **{prefix + name: value for name, value in gather(copy).items()}}
 
         def load_state_dict(state: Any, strict: bool = True, **_: Any) -> None:
             load_module_state(average, state, parts, strict=strict, prefix=prefix)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from torch import Tensor
 
 
 class Reads(Protocol):
@@ -18,3 +20,12 @@ class Reads(Protocol):
 
     def adopt_state(self, state: Mapping[Any, Any]) -> None:
         """An optimizer's state of a parameter is where the parameter is."""
+
+    def is_here(self, tensor: Tensor) -> bool | None:
+        """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank says that has a part of this copy of the module; collective over them."""
+
+    def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+        """The whole contents of tensors that are not here, for a rank that keeps them; collective."""

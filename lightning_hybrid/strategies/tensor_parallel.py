@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.layout import LayoutError
@@ -21,6 +21,7 @@ from lightning_hybrid.parts.reads import CutReads
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
+from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.tensor.authority import wishes_by_unit
@@ -315,6 +316,22 @@ class HookReads:
     def known(self, value: Any) -> Any:
         """As ``GlobalReads.known``."""
         return value if self._stages is None else self._stages.known(value)
+
+    def is_here(self, tensor: Tensor) -> bool | None:
+        """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""
+        if self._cuts is not None and (known := self._cuts.is_part(tensor)) is not False:
+            return None if known is None else False
+        return not is_absent(tensor) if self._stages is None else self._stages.is_here(tensor)
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank says that has a part of this copy of the module; collective over them."""
+        said = self._contents.told(mine)
+        return said if self._stages is None else [each for row in self._stages.told(said) for each in row]
+
+    def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+        """As ``GlobalReads.for_file``."""
+        wholes = list(tensors) if self._cuts is None else [self._cuts.whole(tensor) for tensor in tensors]
+        return wholes if self._stages is None else self._stages.for_file(wholes, keep=keep)
 
     def adopt_state(self, state: Mapping[Any, Any]) -> None:
         """As ``GlobalReads.adopt_state``."""

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from lightning_hybrid.strategies.reading import Reads
+from lightning_hybrid.strategies.saved_by_hooks import SavedByHooks
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 # Hooks that run while the module may be in parts, on every rank, and in which no training step runs.
@@ -60,6 +61,10 @@ def read_globally(
         Undoes it.
     """
     undo = contextlib.ExitStack()
+
+    def watched(user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return _watched(user, name, original, trainer, reads, in_parts, complete, passes)
+
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in (*_HOOKS, _AROUND_STEP):
             original = getattr(user, name, None)
@@ -67,10 +72,12 @@ def read_globally(
             of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
-            watched = _watched_around_step if name == _AROUND_STEP else _watched
+            around = _watched_around_step if name == _AROUND_STEP else _watched
             undo.enter_context(
-                _replaced(user, name, watched(user, name, original, trainer, reads, in_parts, complete, passes))
+                _replaced(user, name, around(user, name, original, trainer, reads, in_parts, complete, passes))
             )
+    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watched).members():
+        undo.enter_context(_replaced(owner, name, function))
     return undo.close
 
 

@@ -1,0 +1,212 @@
+"""What hooks of the user add to a checkpoint while the module is in parts: whole in the file, or refused.
+
+Their reads are answered as in other hooks (`user_hooks.py`). Beyond that, a tensor which they leave in the checkpoint
+may lie on other ranks, or in parts on several. When Lightning has put the checkpoint together, each of them is given
+its whole content on the rank that writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.held import Held
+from lightning_hybrid.strategies.reading import Reads
+from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, Held)
+_ADVICE = (
+    "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
+    " and on every rank alike"
+)
+
+Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
+
+
+class SavedByHooks:
+    """Runs the hooks of one trainer that add to its checkpoints, and makes whole what they have added."""
+
+    def __init__(self, trainer: pl.Trainer, reads: Reads, in_parts: Callable[[], bool], watched: Watched) -> None:
+        """Say how hooks are run.
+
+        Args:
+            trainer: Of this run.
+            reads: Of this run.
+            in_parts: Whether the module is not whole now.
+            watched: Puts reads around a hook of someone, by its name.
+        """
+        self._trainer, self._reads, self._in_parts, self._watched = trainer, reads, in_parts, watched
+        self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
+
+    def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Who is to have which other function under which name."""
+        trainer: Any = self._trainer
+        found = [(trainer.lightning_module, "on_save_checkpoint")]
+        found += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
+        if trainer.datamodule is not None:
+            found.append((trainer.datamodule, "state_dict"))
+        hooks = [(user, name, getattr(user, name)) for user, name in found]
+        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(NOT_OF_THE_USER)]
+        for user, name, original in hooks:
+            yield (
+                user,
+                name,
+                self._noted(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
+            )
+        if hooks:
+            connector = trainer._checkpoint_connector
+            yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
+
+    def _noted(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of which is known what it adds."""
+
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if self._added is None:
+                return original(*args, **kwargs)
+            if self._is_cut_off:  # nothing will be written, and the ranks that would be asked are gone
+                return {}
+            is_state = where.endswith(".state_dict")
+            checkpoint = None if is_state else args[-1] if args else kwargs["checkpoint"]
+            before = {id(leaf) for _, leaf in _leaves(checkpoint)}
+            with torch._C._EnableTorchFunction():  # who saves in another hook reads there too
+                result = watched(*args, **kwargs)
+            for _, leaf in _leaves(result if is_state else checkpoint):
+                if id(leaf) not in before and not isinstance(leaf, _PLAIN):
+                    self._added.setdefault(id(leaf), (leaf, where))
+            return result
+
+        return hook
+
+    def _completed(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Lightning's way to put a checkpoint together, with whole tensors in what hooks added."""
+
+        @functools.wraps(original)
+        def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            if not self._in_parts() or self._added is not None:
+                return original(*args, **kwargs)
+            self._added = {}
+            try:
+                checkpoint = original(*args, **kwargs)
+                if self._is_cut_off:
+                    return checkpoint
+                with self._reads.hook("trainer.save_checkpoint"), torch._C.DisableTorchFunction():
+                    return self._whole(checkpoint, self._added)
+            finally:
+                self._added = None
+
+        return dump_checkpoint
+
+    @property
+    def _is_cut_off(self) -> bool:
+        strategy: Any = self._trainer.strategy
+        return bool(strategy._cut_off)
+
+    def _whole(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
+        """The checkpoint with whole tensors, on the rank that writes; collective over the ranks of a copy.
+
+        Raises:
+            CheckpointError: A content cannot be had, or some ranks add what others do not; on every rank of the copy.
+        """
+        tensors: dict[int, Tensor] = {}
+        named: list[str] = []
+        refused: list[str] = []
+        for path, leaf in _leaves(checkpoint):
+            if id(leaf) not in added:
+                continue
+            name = f"checkpoint{''.join(f'[{key!r}]' for key in path)}, which {added[id(leaf)][1]} adds,"
+            if not isinstance(leaf, Tensor):
+                if any(self._reads.is_here(tensor) is not True for tensor in _inside(leaf)):
+                    refused.append(f"{name} is a {type(leaf).__name__} that holds tensors of other ranks, or parts")
+                continue
+            is_here = self._reads.is_here(leaf)
+            if is_here is None:
+                refused.append(
+                    f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
+                    " a part of the content, and which was made in no hook that follows it"
+                )
+            elif not is_here and id(leaf) not in tensors:
+                tensors[id(leaf)] = leaf
+                named.append(name)
+        said = self._reads.told((refused, named))
+        if problems := [each for others, _ in said for each in others]:
+            raise CheckpointError(f"{problems[0]}; {_ADVICE}")
+        if lone := [name for _, names in said for name in names if any(name not in others for _, others in said)]:
+            raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
+        writes = bool(self._trainer.strategy.is_global_zero)
+        contents = dict(zip(tensors, self._reads.for_file(list(tensors.values()), keep=writes), strict=True))
+        return _rebuilt(checkpoint, {key: _like(tensors[key], value) for key, value in contents.items()})
+
+    @property
+    def _rank(self) -> int:
+        return int(self._trainer.global_rank)
+
+
+def _like(leaf: Tensor, content: Tensor) -> Tensor:
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(content.detach(), requires_grad=leaf.requires_grad)
+    return content.requires_grad_(leaf.requires_grad) if content.is_leaf else content
+
+
+def _leaves(
+    value: Any, path: tuple[Any, ...] = (), around: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What builtin containers hold, with its place."""
+    if type(value) not in _CONTAINERS or id(value) in around:
+        yield path, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in items:
+        yield from _leaves(child, (*path, key), (*around, id(value)))
+
+
+def _rebuilt(value: Any, contents: dict[int, Tensor], around: tuple[int, ...] = ()) -> Any:
+    """The same with other tensors; containers that hold none of them stay the user's own objects."""
+    if type(value) not in _CONTAINERS or id(value) in around:
+        return contents.get(id(value), value)
+    around = (*around, id(value))
+    if isinstance(value, dict):
+        built = {key: _rebuilt(child, contents, around) for key, child in value.items()}
+        if all(built[key] is child for key, child in value.items()):
+            return value
+        result = copy.copy(value)
+        result.update(built)
+        return result
+    children = [_rebuilt(child, contents, around) for child in value]
+    if all(new is old for new, old in zip(children, value, strict=True)):
+        return value
+    return type(value)(children)
+
+
+class _Finder(pickle.Pickler):
+    """Goes through an object as the file would, and keeps the tensors that it comes by."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.found.append(value)
+            return len(self.found)
+        return None
+
+
+def _inside(value: Any) -> list[Tensor]:
+    """The tensors that an object would bring into the file, as far as it can be pickled at all."""
+    finder = _Finder()
+    with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
+        finder.dump(value)
+    return finder.found
