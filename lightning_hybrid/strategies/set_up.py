@@ -27,6 +27,7 @@ from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
+from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
 from lightning_hybrid.strategies.options import Options, check_module, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
@@ -40,11 +41,9 @@ from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
 from lightning_hybrid.strategies.synced_norms import synced_norms
 from lightning_hybrid.strategies.tensor_parallel import (
-    HookReads,
     KeyedDraws,
     TensorPlanner,
     describe_tensor_plans,
-    summarize_wholes,
     warn_across_nodes,
 )
 from lightning_hybrid.strategies.user_hooks import read_globally

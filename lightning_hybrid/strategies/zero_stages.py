@@ -23,8 +23,8 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.gradients import stage_of_gradient
+from lightning_hybrid.strategies.hook_reads import steps_on_parts
 from lightning_hybrid.strategies.options import Options
-from lightning_hybrid.strategies.tensor_parallel import steps_on_parts
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.at_rest import StatesAtRest

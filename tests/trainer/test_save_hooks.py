@@ -56,13 +56,14 @@ def saved(folder, size, pp, strategy):
     module = Adds(f"{folder}/hook.ckpt")
     options = {"callbacks": [keeps, Notes()], "enable_checkpointing": True, "strategy_options": strategy}
     trainer = trainer_of(size, pp, **options)
-    trainer.fit(module, loader(4 // (trainer.world_size)))
+    replicas = size // pp // strategy.get("tensor_parallel_size", 1)
+    trainer.fit(module, loader(4 // replicas, replicas=1 if replicas == 1 else None))
     module.average = {}
     trainer.save_checkpoint(f"{folder}/end.ckpt")
 
 
 def additions(path):
-    checkpoint = SavedFolder(path).checkpoint() if path.is_dir() else torch.load(path, weights_only=True)
+    checkpoint = SavedFolder(path).checkpoint() if path.is_dir() else torch.load(path, weights_only=False)
     mine = checkpoint["mine"]
     flat = {f"average.{name}": value for name, value in mine["average"].items()}
     flat |= {f"doubled.{number}": value for number, value in enumerate(mine["doubled"])}
