@@ -157,7 +157,7 @@ class SavedByHooks:
 def _like(leaf: Tensor, content: Tensor) -> Tensor:
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(content.detach(), requires_grad=leaf.requires_grad)
-    return content.requires_grad_(leaf.requires_grad) if content.is_leaf else content
+    return content.detach().requires_grad_(leaf.requires_grad and leaf.is_leaf)  # without what is noted on it
 
 
 def _leaves(

@@ -63,7 +63,7 @@ def saved(folder, size, pp, strategy):
 
 
 def additions(path):
-    checkpoint = SavedFolder(path).checkpoint() if path.is_dir() else torch.load(path, weights_only=False)
+    checkpoint = SavedFolder(path).checkpoint() if path.is_dir() else torch.load(path, weights_only=True)
     mine = checkpoint["mine"]
     flat = {f"average.{name}": value for name, value in mine["average"].items()}
     flat |= {f"doubled.{number}": value for number, value in enumerate(mine["doubled"])}
