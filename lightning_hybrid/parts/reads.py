@@ -9,11 +9,12 @@ What is not read is not sent. All these ranks must read the same; they run the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.held import HeldParts
@@ -63,6 +64,32 @@ class CutReads(TorchFunctionMode):
                 for name, value in entries.items():
                     if isinstance(value, Tensor):
                         entries[name] = self._parts.whole_like(parameter, value)
+
+    @contextlib.contextmanager
+    def following(self, states: Iterable[Mapping[Any, Any]], copies: Iterable[nn.Module]) -> Iterator[None]:
+        """Also what optimizers keep of parameters, and the parameters of copies of the module, are whole ones inside.
+
+        Args:
+            states: Of optimizers, by parameter.
+            copies: In parts as the module is.
+        """
+        before = self._cut
+        self._cut = dict(before)
+        held: list[Tensor] = []  # ids are of what lives
+        for name, parameter in (named for other in copies for named in other.named_parameters()):
+            if name in before.values():
+                self._cut[id(parameter)] = name
+        for parameter, entries in (entry for state in states for entry in state.items()):
+            if id(parameter) in before and not is_absent(parameter) and isinstance(entries, dict):
+                like = [value for value in entries.values() if isinstance(value, Tensor)]
+                held += like
+                with torch._C.DisableTorchFunction():
+                    self._cut |= {id(value): before[id(parameter)] for value in like if value.shape == parameter.shape}
+        try:
+            yield
+        finally:
+            self._cut = before
+            held.clear()
 
     def is_part(self, tensor: Tensor) -> bool | None:
         """Whether this rank has a part of what is meant by a tensor; None for the memory of one under no known name."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.pipeline.known import Contents, Ranks, covers
@@ -138,6 +138,12 @@ class GlobalReads(TorchFunctionMode):
                 return value
             contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
             return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
+
+    def adopt_copy(self, other: nn.Module) -> None:
+        """The parameters of a copy of the module, in parts as it is, are where those of the module are."""
+        for fqn, parameter in other.named_parameters():
+            if fqn in self._holders:
+                self._contents.place(parameter, self._holders[fqn], fqn)
 
     def is_here(self, tensor: Tensor) -> bool | None:
         """Whether a tensor is on all ranks; None if it is not here, and nobody knows where it is."""

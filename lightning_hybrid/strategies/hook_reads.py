@@ -91,6 +91,22 @@ class HookReads:
         """As ``GlobalReads.known``."""
         return value if self._stages is None else self._stages.known(value)
 
+    @contextlib.contextmanager
+    def following(self, states: Sequence[Mapping[Any, Any]], copies: Sequence[nn.Module]) -> Iterator[None]:
+        """What runs inside also reads whole states of optimizers, and whole copies of the module.
+
+        Args:
+            states: By parameter.
+            copies: In parts as the module is.
+        """
+        if self._stages is not None:
+            for state in states:
+                self._stages.adopt_state(state)
+            for other in copies:
+                self._stages.adopt_copy(other)
+        with contextlib.nullcontext() if self._cuts is None else self._cuts.following(states, copies):
+            yield
+
     def is_here(self, tensor: Tensor) -> bool | None:
         """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""
         if self._cuts is not None and (known := self._cuts.is_part(tensor)) is not False:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Reads(Protocol):
@@ -20,6 +20,11 @@ class Reads(Protocol):
 
     def adopt_state(self, state: Mapping[Any, Any]) -> None:
         """An optimizer's state of a parameter is where the parameter is."""
+
+    def following(
+        self, states: Sequence[Mapping[Any, Any]], copies: Sequence[nn.Module]
+    ) -> AbstractContextManager[None]:
+        """What runs inside also reads whole states of optimizers, and whole copies of the module."""
 
     def is_here(self, tensor: Tensor) -> bool | None:
         """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""

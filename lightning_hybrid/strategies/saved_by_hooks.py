@@ -98,12 +98,16 @@ class SavedByHooks:
             if not self._in_parts() or self._added is not None:
                 return original(*args, **kwargs)
             self._added = {}
+            strategy: Any = self._trainer.strategy
+            states = [optimizer.state for optimizer in strategy.optimizers]
+            copies = [] if strategy._averages is None else strategy._averages.copies
             try:
-                checkpoint = original(*args, **kwargs)
-                if self._is_cut_off:
-                    return checkpoint
-                with self._reads.hook("trainer.save_checkpoint"), torch._C.DisableTorchFunction():
-                    return self._whole(checkpoint, self._added)
+                with self._reads.following(states, copies):
+                    checkpoint = original(*args, **kwargs)
+                    if self._is_cut_off:
+                        return checkpoint
+                    with self._reads.hook("trainer.save_checkpoint"), torch._C.DisableTorchFunction():
+                        return self._whole(checkpoint, self._added)
             finally:
                 self._added = None
 
@@ -121,6 +125,7 @@ class SavedByHooks:
             CheckpointError: A content cannot be had, or some ranks add what others do not; on every rank of the copy.
         """
         tensors: dict[int, Tensor] = {}
+        here: dict[int, Tensor] = {}
         named: list[str] = []
         refused: list[str] = []
         for path, leaf in _leaves(checkpoint):
@@ -137,7 +142,9 @@ class SavedByHooks:
                     f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
                     " a part of the content, and which was made in no hook that follows it"
                 )
-            elif not is_here and id(leaf) not in tensors:
+            elif is_here:
+                here[id(leaf)] = _bare(leaf, leaf)
+            elif id(leaf) not in tensors:
                 tensors[id(leaf)] = leaf
                 named.append(name)
         said = self._reads.told((refused, named))
@@ -146,18 +153,23 @@ class SavedByHooks:
         if lone := [name for _, names in said for name in names if any(name not in others for _, others in said)]:
             raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
         writes = bool(self._trainer.strategy.is_global_zero)
-        contents = dict(zip(tensors, self._reads.for_file(list(tensors.values()), keep=writes), strict=True))
-        return _rebuilt(checkpoint, {key: _like(tensors[key], value) for key, value in contents.items()})
+        wholes = self._reads.for_file(list(tensors.values()), keep=writes)
+        for (key, leaf), whole in zip(tensors.items(), wholes, strict=True):
+            here[key] = _bare(leaf, whole)
+        return _rebuilt(checkpoint, here)
 
     @property
     def _rank(self) -> int:
         return int(self._trainer.global_rank)
 
 
-def _like(leaf: Tensor, content: Tensor) -> Tensor:
+def _bare(leaf: Tensor, content: Tensor) -> Tensor:
+    """The content as a tensor of the user's kind; what is noted on tensors of a run would be pickled with them."""
+    if content is leaf and not any(name.startswith("_hybrid") for name in leaf.__dict__):
+        return leaf
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(content.detach(), requires_grad=leaf.requires_grad)
-    return content.detach().requires_grad_(leaf.requires_grad and leaf.is_leaf)  # without what is noted on it
+    return content.detach().requires_grad_(leaf.requires_grad)
 
 
 def _leaves(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of
 
 from lightning_hybrid.checkpoint.folder import CheckpointError
@@ -100,6 +100,36 @@ def test_hooks_add_whole_tensors_and_numbers(worlds, tmp_path, size, pp, strateg
         assert_same(found, expected)
 
 
+class AddsStates(Tiny):
+    """What the optimizer keeps, and an average of the weights that a callback of Lightning's keeps."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        state = self.trainer.optimizers[0].state
+        [average] = [each for each in self.trainer.callbacks if isinstance(each, EMAWeightAveraging)]
+        checkpoint["means"] = [entry["exp_avg"] * 2 for entry in state.values()]
+        checkpoint["average"] = [p.detach().clone() for p in average._average_model.module.parameters()]
+        checkpoint["norm"] = float(sum(entry["exp_avg_sq"].norm() for entry in state.values()))
+
+
+def saved_states(path, size, strategy):
+    ignore_warnings()
+    callbacks = [EMAWeightAveraging(decay=0.7, device=None), Saves(path)]
+    trainer = trainer_of(size, 1, strategy_options=strategy, callbacks=callbacks)
+    trainer.fit(AddsStates(), loader(4 // size, replicas=1 if size == 1 else None))
+
+
+def test_hooks_add_states_of_which_replicas_hold_parts(worlds, tmp_path):
+    worlds.run(1, saved_states, str(tmp_path / "one.ckpt"), 1, {})
+    worlds.run(2, saved_states, str(tmp_path / "parts.ckpt"), 2, {"zero_stage": 3})
+    expected, found = (torch.load(tmp_path / name, weights_only=True) for name in ("one.ckpt", "parts.ckpt"))
+    for name in ("means", "average"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-10)
+
+
 class AddsModules(Tiny):
     def on_save_checkpoint(self, checkpoint):
         checkpoint["copy"] = copy.deepcopy(self.layers)
@@ -109,6 +139,16 @@ class AddsOnFirst(Tiny):
     def on_save_checkpoint(self, checkpoint):
         if self.trainer.is_global_zero:
             checkpoint["last"] = self.layers[-1].weight
+
+
+class AddsOwnStates(Tiny):
+    """Each stage has the states of its own parameters, so their number is another on each."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["means"] = [entry["exp_avg"] for entry in self.trainer.optimizers[0].state.values()]
 
 
 class Saves(Callback):
@@ -121,6 +161,7 @@ class Saves(Callback):
 
 REFUSED = {AddsModules: "checkpoint['copy'], which AddsModules.on_save_checkpoint adds, is a Sequential that holds"}
 REFUSED |= {AddsOnFirst: "checkpoint['last'], which AddsOnFirst.on_save_checkpoint adds, is added by some ranks"}
+REFUSED |= {AddsOwnStates: "which AddsOwnStates.on_save_checkpoint adds, is added by some ranks"}
 
 
 def refused(folder, name):
