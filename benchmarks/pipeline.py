@@ -7,20 +7,24 @@ One training step of a GPT with 8 microbatches, all after warm-up, one computing
 
     one process   a plain torch loop over the microbatches, then AdamW
     hybrid3d      the unmodified LightningModule through a real Trainer, batch to batch
-    zero bubble   the same with schedule="zero_bubble"; with --zero-bubble
+    --also NAME   the same with other schedules: "zero_bubble", "eager_1f1b"
     torch 1F1B    torch.distributed.pipelining, the model cut by hand into two PipelineStages
     halves        two processes that know nothing of each other, each with its stage's arithmetic for all
                   microbatches: the ceiling, with whatever two busy cores take from each other
+    with pauses   halves that sleep as long as a pipeline waits, a piece before each forward and backward: what waiting
+                  itself costs on this machine, whoever waits (a virtual core that sleeps has to be given back to it)
 
 Must be reached, with m microbatches and p stages:
     CPU seconds of hybrid3d <= 1.05 x one process
     wall of halves / wall of hybrid3d >= 0.92 x m / (m + p - 1), the rest being the bubble that 1F1B has by itself
     hybrid3d no slower than torch's pipeline, wall and CPU
+    CPU seconds of hybrid3d <= 1.05 x halves with pauses, where waiting costs
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from functools import partial
 
 import torch
@@ -60,22 +64,30 @@ def torch_1f1b(turn: Turn, args: argparse.Namespace) -> None:
         optimizer.step()
 
 
-def halves(turn: Turn, args: argparse.Namespace) -> None:
+def halves(turn: Turn, args: argparse.Namespace, *, pauses: bool = False) -> None:
     module = _model(args).stages(STAGES)[turn.rank]
     optimizer = optimizer_of(module.parameters())
     text, following = batch_of(args.batch, args.length)
     inner = torch.randn(args.batch, args.length, args.width)
     n = args.microbatches
+    pause = 0.0
     while True:
         turn.border()
+        begin = time.perf_counter()
         optimizer.zero_grad()
-        if turn.rank == 0:
-            for part, gradient in zip(text.chunk(n), inner.chunk(n), strict=True):
-                module(part).backward(gradient)
-        else:
-            for part, target in zip(inner.chunk(n), following.chunk(n), strict=True):
-                (loss_of(module(part.clone().requires_grad_()), target) / n).backward()
+        for part, given, target in zip(text.chunk(n), inner.chunk(n), following.chunk(n), strict=True):
+            if pause:
+                time.sleep(pause)
+            if turn.rank == 0:
+                out, gradient = module(part), given
+            else:
+                out, gradient = loss_of(module(given.clone().requires_grad_()), target) / n, None
+            if pause:
+                time.sleep(pause)
+            out.backward(gradient)
         optimizer.step()
+        if pauses and not pause:  # of 1F1B's bubble; known after the first step, which warms up
+            pause = (time.perf_counter() - begin) * (STAGES - 1) / n / (2 * n)
 
 
 def _model(args: argparse.Namespace) -> SmallGPT:
@@ -91,7 +103,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="per turn")
-    parser.add_argument("--zero-bubble", action="store_true")
+    parser.add_argument("--also", nargs="+", default=[], metavar="SCHEDULE", help="other schedules to run beside 1F1B")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     if args.profile:
@@ -105,12 +117,12 @@ def main() -> None:
         Variant("hybrid3d", partial(hybrid3d, args=args)),
         Variant("torch 1F1B", partial(torch_1f1b, args=args)),
         Variant("halves", partial(halves, args=args), mean_of_ranks=True),
+        Variant("with pauses", partial(halves, args=args, pauses=True), mean_of_ranks=True),
     ]
-    if args.zero_bubble:
-        variants.append(Variant("zero bubble", partial(hybrid3d, args=args, schedule="zero_bubble")))
+    variants += [Variant(name, partial(hybrid3d, args=args, schedule=name)) for name in args.also]
     results = compare(variants, ranks=STAGES, rounds=args.rounds, steps=args.steps)
     print_table(f"GPT of {args.layers} blocks of width {args.width}, {args.microbatches} microbatches", results)
-    alone, ours, torchs, ceiling, *others = results
+    alone, ours, torchs, ceiling, paused, *others = results
     bound = args.microbatches / (args.microbatches + STAGES - 1)
     verdict("CPU, hybrid3d / one process", ratios(ours.cpu, alone.cpu), at_most=1.05)
     verdict(
@@ -120,6 +132,7 @@ def main() -> None:
     )
     verdict("wall, hybrid3d / torch 1F1B", ratios(ours.wall, torchs.wall), at_most=1.0)
     verdict("CPU, hybrid3d / torch 1F1B", ratios(ours.cpu, torchs.cpu), at_most=1.0)
+    verdict("CPU, hybrid3d / halves with pauses", ratios(ours.cpu, paused.cpu), at_most=1.05)
     for other in others:
         verdict(f"wall, {other.name} / hybrid3d", ratios(other.wall, ours.wall), at_most=1.0)
 

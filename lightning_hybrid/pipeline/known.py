@@ -143,8 +143,7 @@ class Contents:
             ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
-        texts: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(texts, f"{what}{why and f' for {why}'} ({line})", group=self._group)
+        texts = self.told(f"{what}{why and f' for {why}'} ({line})")
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: who computes what in which order, without running any of it.
 
-Read in this order: `actions` (the alphabet), `generators` (GPipe, 1F1B, interleaved 1F1B, zero bubble), `portals`
-(which stages hand values to which), `simulator` (when would it run), `program` (sends and receives added), `checker`
-(proof that it runs to the end), `picture` (the swim-lane of a simulated or measured timeline).
+Read in this order: `actions` (the alphabet), `generators` (GPipe, 1F1B, eager 1F1B, interleaved 1F1B, zero bubble),
+`portals` (which stages hand values to which), `simulator` (when would it run), `program` (sends and receives added),
+`checker` (proof that it runs to the end), `picture` (the swim-lane of a simulated or measured timeline).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)
@@ -19,6 +19,7 @@ from lightning_hybrid.schedule.checker import check_program, check_schedule
 from lightning_hybrid.schedule.errors import ScheduleError
 from lightning_hybrid.schedule.generators import (
     SCHEDULE_NAMES,
+    eager_1f1b,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -51,6 +52,7 @@ __all__ = [
     "chain",
     "check_program",
     "check_schedule",
+    "eager_1f1b",
     "forward_only",
     "gpipe",
     "interleaved_1f1b",

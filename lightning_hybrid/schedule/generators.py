@@ -46,12 +46,24 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     if stages_per_rank != 1:
         return interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank)
     _check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    rows = []
-    for rank in range(num_ranks):
-        forwards = [Action(Kind.F, rank, m) for m in range(num_microbatches)]
-        backwards = [Action(Kind.B, rank, m) for m in range(num_microbatches)]
-        rows.append(_alternate(forwards, backwards, warmup=num_ranks - rank - 1))
-    return _schedule("1f1b", num_ranks, num_microbatches, 1, rows)
+    return _one_stage_each("1f1b", num_ranks, num_microbatches, warmup_per_rank=1)
+
+
+def eager_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """1F1B that starts with twice the forwards (eager-1F1B, Zhuang et al. 2022).
+
+    The bubble of 1F1B, but what a rank needs was sent a forward or more before, so that neither transfers nor forwards
+    and backwards of uneven length make it wait. Rank r holds at most `2 * (num_ranks - r) - 1` microbatches.
+
+    Raises:
+        ValueError: a size is below 1, or a rank has several stages.
+    """
+    # rank 0  F0 F1 F2 F3 F4 .. B0 F5 B1 .. B2 .. B3    warm-up of 4 forwards
+    # rank 1  .. F0 F1 F2 .. B0 F3 B1 F4 B2             warm-up of 2
+    # rank 2  .. .. F0 B0 F1 B1 F2 B2                   no warm-up
+    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    _check_one_stage("eager_1f1b", stages_per_rank)
+    return _one_stage_each("eager_1f1b", num_ranks, num_microbatches, warmup_per_rank=2)
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -92,11 +104,7 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     # rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     # rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     _check_sizes(num_ranks, num_microbatches, stages_per_rank)
-    if stages_per_rank != 1:
-        raise ValueError(
-            f"schedule='zero_bubble' runs one stage per rank, not stages_per_rank={stages_per_rank}; set"
-            " stages_per_rank=1 or schedule='interleaved_1f1b'"
-        )
+    _check_one_stage("zero_bubble", stages_per_rank)
     rows = []
     for rank, whole in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):
         row: list[Action] = []
@@ -129,6 +137,7 @@ def forward_only(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
 _GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "zero_bubble": zero_bubble,
 }
@@ -152,6 +161,24 @@ def _check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int) ->
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"a schedule needs {name} >= 1 but got {name}={size}")
+
+
+def _check_one_stage(name: str, stages_per_rank: int) -> None:
+    if stages_per_rank != 1:
+        raise ValueError(
+            f"schedule={name!r} runs one stage per rank, not stages_per_rank={stages_per_rank}; set"
+            " stages_per_rank=1 or schedule='interleaved_1f1b'"
+        )
+
+
+def _one_stage_each(name: str, num_ranks: int, num_microbatches: int, warmup_per_rank: int) -> Schedule:
+    """Each rank starts with `warmup_per_rank` forwards more than the rank behind it."""
+    rows = []
+    for rank in range(num_ranks):
+        forwards = [Action(Kind.F, rank, m) for m in range(num_microbatches)]
+        backwards = [Action(Kind.B, rank, m) for m in range(num_microbatches)]
+        rows.append(_alternate(forwards, backwards, warmup=warmup_per_rank * (num_ranks - rank - 1)))
+    return _schedule(name, num_ranks, num_microbatches, 1, rows)
 
 
 def _groups(num_microbatches: int, least: int) -> list[range]:

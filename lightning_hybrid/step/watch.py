@@ -25,6 +25,7 @@ from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, br
 from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
 from lightning_hybrid.step.asides import given_on, returning_asides
 from lightning_hybrid.step.backward_hooks import backward_hooks_inside
+from lightning_hybrid.step.compiled_code import Uncompiled, compiled_inside
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
@@ -113,6 +114,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self.run_token = object()
         self._randomness = randomness
         self.inside_unit = False
+        self._uncompiled = Uncompiled()
         self.recompute_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
@@ -137,6 +139,16 @@ class StepWatch(TorchFunctionMode, ABC):
     @abstractmethod
     def is_dynamic(self, value: int) -> bool:
         """Whether the shape of a value depends on data."""
+
+    def __enter__(self) -> Any:
+        """Watch from now on."""
+        self._uncompiled.on()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Watch no longer."""
+        super().__exit__(*exception)
+        self._uncompiled.off()
 
     def mark_of(self, tensor: Tensor) -> int | None:
         """Index of the value that ``tensor`` is in this run; None if it is batch-only."""
@@ -251,9 +263,13 @@ class StepWatch(TorchFunctionMode, ABC):
         watched = randomness is not None and randomness.watched
         if randomness is not None:
             randomness.watched = False
+        if not self.is_recording:
+            self._uncompiled.pause()
         try:
             return self.event(name, original, args, kwargs, owned)
         finally:
+            if not self.is_recording:
+                self._uncompiled.go_on()
             self.inside_unit = False
             if randomness is not None:
                 randomness.watched = watched
@@ -305,7 +321,7 @@ def watched_units(
 
         def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
             name, members = "@" + fqn, owned[fqn]
-            whole = hooked.get(fqn, original)
+            whole = hooked.get(fqn, compiled_inside(units[fqn], original))
             run = returning_asides(whole)
 
             def forward(*args: Any, **kwargs: Any) -> Any:

@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards, unwatched
 from lightning_hybrid.step.units import choose_units
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.tensor.traced import Entered, why_not_traced
-from lightning_hybrid.tensor.units import compiled_modules
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -97,7 +97,7 @@ class CompiledUnits:
             randomness: Which keys these.
         """
         self._randomness, self._shards, self._drawing = randomness, shards, drawing
-        by_user = compiled_modules(self._root)
+        by_user = compiled_modules(self._root, () if units is None else units.values())
         plans = {} if shards is None else shards.plans
         dealt = any(plan.positions is not None for plan in plans.values())
         outside = any(plan.outside for plan in plans.values())

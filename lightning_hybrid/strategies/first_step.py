@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.step.compiled_code import compiled_around
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
 from lightning_hybrid.strategies.early_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.example_batch import take_example
@@ -83,4 +84,15 @@ def record_first_step(
     finally:
         for part, mode_before in was_training.items():
             part.training = mode_before
+    _warn_of_compiled(module, runner)
     return True
+
+
+def _warn_of_compiled(module: pl.LightningModule, runner: StepRunner) -> None:
+    around = compiled_around(module, runner.plan.units().values())
+    if around:
+        names = ", ".join(fqn or type(module).__name__ for fqn in around)
+        rank_zero_warn(
+            f"{names}: you compiled it as a whole, and its layers run one by one here; it runs uncompiled. Set"
+            " compile='units' to compile each layer, or compile the layers in place of it"
+        )

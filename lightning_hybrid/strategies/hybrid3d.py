@@ -38,7 +38,7 @@ class Hybrid3DStrategy(SetUpStrategy):
             or of what its context rank has of it.
         num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
             four times the number of stages with them.
-        schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b" or "zero_bubble".
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -79,8 +80,12 @@ class StagedStrategy(MeshStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        refuse_callbacks(trainer, self.layout)
+        refuse_callbacks(trainer, self.layout, is_recorded=self._needs_runner())
         self._failures = Failures(trainer, self.mesh)
+
+    @abc.abstractmethod
+    def _needs_runner(self) -> bool:
+        """Whether steps run from a recording, and not as the module's own."""
 
     def on_train_start(self) -> None:
         """Let searches decide alike on all ranks."""

@@ -14,19 +14,19 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 
 
-def refuse_callbacks(trainer: Any, layout: ParallelLayout) -> None:
+def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
     """Refuse what cannot be made to agree over ranks, before anything has changed.
 
     Args:
         trainer: About to run.
         layout: Of its ranks.
+        is_recorded: Steps run from a recording, which names the parameters that each layer has.
 
     Raises:
         ValueError: There is such a callback.
     """
     world_size, num_stages = layout.world_size, layout.pipeline_parallel_size
-    shares = layout.tensor_parallel_size * layout.context_parallel_size
-    shares *= layout.data_shard_size * layout.expert_parallel_size
+    in_parts = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder) and world_size > 1:
             raise ValueError(
@@ -34,12 +34,13 @@ def refuse_callbacks(trainer: Any, layout: ParallelLayout) -> None:
                 " out of memory in the middle of a step leaves the others waiting for it; find the batch size of one"
                 " replica with devices=1 and Lightning's own strategy, or set it yourself, and remove the callback"
             )
-        if isinstance(callback, ModelPruning) and (num_stages > 1 or shares > 1):
+        if isinstance(callback, ModelPruning) and (in_parts or is_recorded):
             holders = f"{num_stages} pipeline ranks" if num_stages > 1 else f"{world_size} ranks"
+            why = f"each of {holders} holds its own part" if in_parts else "recorded steps compute with the old ones"
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
-                f" each of {holders} holds its own part; prune after fit, when the module is whole, or train with"
-                " replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
+                f" {why}; prune after fit, when the module is whole, or train with replicas alone:"
+                " pipeline_parallel_size=1, stages_per_rank=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
             )
 
 

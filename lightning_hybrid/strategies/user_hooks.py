@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,10 +62,7 @@ def read_globally(
         Undoes it.
     """
     undo = contextlib.ExitStack()
-
-    def watched(user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        return _watched(user, name, original, trainer, reads, in_parts, complete, passes)
-
+    watch = _HookWatch(trainer, reads, in_parts, complete, passes)
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in (*_HOOKS, _AROUND_STEP):
             original = getattr(user, name, None)
@@ -72,94 +70,88 @@ def read_globally(
             of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
-            around = _watched_around_step if name == _AROUND_STEP else _watched
-            undo.enter_context(
-                _replaced(user, name, around(user, name, original, trainer, reads, in_parts, complete, passes))
-            )
-    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watched).members():
+            watched = watch.around_step if name == _AROUND_STEP else watch.watched
+            undo.enter_context(_replaced(user, name, watched(user, name, original)))
+    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched).members():
         undo.enter_context(_replaced(owner, name, function))
     return undo.close
 
 
-def _watched(
-    user: Any,
-    name: str,
-    original: Callable[..., Any],
-    trainer: pl.Trainer,
-    reads: Reads,
-    in_parts: Callable[[], bool],
-    complete: Callable[[], bool],
-    passes: Callable[[], None],
-) -> Callable[..., Any]:
-    where = f"{type(user).__name__}.{name}"
+@dataclasses.dataclass(frozen=True)
+class _HookWatch:
+    """Puts reads around hooks of the user; attributes as ``read_globally`` is given them."""
 
-    @functools.wraps(original)
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        if not in_parts():
-            return original(*args, **kwargs)
-        # What is cleared next are the gradients of the optimizer step before, which are complete.
-        is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad") or complete()
-        with reads.hook(where, is_complete=is_complete), _lightning_of_its_own(trainer, reads):
-            result = original(*args, **kwargs)
-            passes()
-            return result
+    trainer: pl.Trainer
+    reads: Reads
+    in_parts: Callable[[], bool]
+    complete: Callable[[], bool]
+    passes: Callable[[], None]
 
-    return hook
+    def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook in which no training step runs."""
+        where = f"{type(user).__name__}.{name}"
 
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if not self.in_parts():
+                return original(*args, **kwargs)
+            # What is cleared next are the gradients of the optimizer step before, which are complete.
+            is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad") or self.complete()
+            with self.reads.hook(where, is_complete=is_complete), _lightning_of_its_own(self.trainer, self.reads):
+                result = original(*args, **kwargs)
+                self.passes()
+                return result
 
-def _watched_around_step(
-    user: Any,
-    name: str,
-    original: Callable[..., Any],
-    trainer: pl.Trainer,
-    reads: Reads,
-    in_parts: Callable[[], bool],
-    complete: Callable[[], bool],
-    passes: Callable[[], None],
-) -> Callable[..., Any]:
-    before = f"{type(user).__name__}.{name}"
-    after = f"{before} after a step"
+        return hook
 
-    @functools.wraps(original)
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        if not in_parts():
-            return original(*args, **kwargs)
-        with contextlib.ExitStack() as replaced, contextlib.ExitStack() as watching:
-            is_watched = False
+    def around_step(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that runs the training step, and the step of the optimizer: watched before and after them."""
+        before = f"{type(user).__name__}.{name}"
+        after = f"{before} after a step"
 
-            def watch(where: str) -> None:
-                nonlocal is_watched
-                watching.enter_context(reads.hook(where, is_complete=complete()))
-                watching.enter_context(_lightning_of_its_own(trainer, reads))
-                is_watched = True
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if not self.in_parts():
+                return original(*args, **kwargs)
+            with contextlib.ExitStack() as replaced, contextlib.ExitStack() as watching:
+                is_watched = False
 
-            def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-                @functools.wraps(function)
-                def call(*args: Any, **kwargs: Any) -> Any:
+                def watch(where: str) -> None:
                     nonlocal is_watched
-                    if not is_watched:  # inside another one
-                        return function(*args, **kwargs)
-                    passes()
-                    is_watched = False
-                    watching.close()
-                    result = function(*args, **kwargs)
-                    watch(after)
-                    return result
+                    watching.enter_context(self.reads.hook(where, is_complete=self.complete()))
+                    watching.enter_context(_lightning_of_its_own(self.trainer, self.reads))
+                    is_watched = True
 
-                return call
+                def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+                    @functools.wraps(function)
+                    def call(*args: Any, **kwargs: Any) -> Any:
+                        nonlocal is_watched
+                        if not is_watched:  # inside another one
+                            return function(*args, **kwargs)
+                        self.passes()
+                        is_watched = False
+                        watching.close()
+                        result = function(*args, **kwargs)
+                        watch(after)
+                        return result
 
-            owners = [(trainer.strategy, _AROUND_STEP), *((optimizer, "step") for optimizer in trainer.optimizers)]
-            for owner, step in owners:
-                replaced.enter_context(_replaced(owner, step, unwatched(getattr(owner, step))))
-            # The closure may be called by hand.
-            args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
-            kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
-            watch(before)
-            result = original(*args, **kwargs)
-            passes()
-            return result
+                    return call
 
-    return hook
+                owners = [
+                    (self.trainer.strategy, _AROUND_STEP),
+                    *((optimizer, "step") for optimizer in self.trainer.optimizers),
+                ]
+                for owner, step in owners:
+                    replaced.enter_context(_replaced(owner, step, unwatched(getattr(owner, step))))
+                # The closure may be called by hand.
+                args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
+                kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
+                watch(before)
+                result = original(*args, **kwargs)
+                self.passes()
+                return result
+
+        return hook
 
 
 @contextlib.contextmanager

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.alike import UnitKinds
+from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.tensor.authority import Wishes, check_done
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.patterns import TensorPlanError
 from lightning_hybrid.tensor.plan import Deal, UnitPlan
-from lightning_hybrid.tensor.units import Calls, compiled_modules
+from lightning_hybrid.tensor.units import Calls
 from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts, whole_shape
 from lightning_hybrid.tensor.vocabulary_proof import cross_entropy_failure
 

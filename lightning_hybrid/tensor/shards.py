@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.draws import AroundDraw
@@ -26,7 +27,6 @@ from lightning_hybrid.tensor.outside import OutsideReads
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.ranks import GroupRanks, paired
 from lightning_hybrid.tensor.traced import Entered, traced_forwards
-from lightning_hybrid.tensor.units import compiled_modules
 
 
 class ModelShards:

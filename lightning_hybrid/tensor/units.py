@@ -18,12 +18,6 @@ from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def compiled_modules(root: nn.Module) -> set[int]:
-    """Ids of modules that run as part of a compiled one."""
-    tops = [m for m in root.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None]
-    return {id(module) for top in tops for module in top.modules()}
-
-
 @dataclass
 class Calls:
     """What a recording shows of the tensor units.

@@ -5,6 +5,7 @@ from lightning_hybrid.schedule import (
     Kind,
     chain,
     check_schedule,
+    eager_1f1b,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -94,6 +95,37 @@ def test_1f1b_holds_few_activations_where_gpipe_holds_all():
     assert check_schedule(forward_only(4, 8), portals) == (0, 0, 0, 0)
 
 
+def test_eager_1f1b_starts_with_twice_the_forwards():
+    assert eager_1f1b(3, 6).rows() == (
+        "0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5 0R",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5 1R",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5 2R",
+    )
+    assert eager_1f1b(3, 1).rows() == ("0F0 0B0 0R", "1F0 1B0 1R", "2F0 2B0 2R")
+    assert make_schedule("eager_1f1b", 3, 4) == eager_1f1b(3, 4)
+    with pytest.raises(
+        ValueError, match=r"schedule='eager_1f1b' runs one stage per rank.*stages_per_rank=2.*interleaved"
+    ):
+        eager_1f1b(2, 4, 2)
+    with pytest.raises(ValueError, match="num_microbatches=0"):
+        eager_1f1b(2, 0)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_eager_1f1b_waits_for_no_transfer_but_the_first_and_the_last(p):
+    for m in (1, 2, 4, 7, 16):
+        schedule, portals = eager_1f1b(p, m), chain(p)
+        assert check_schedule(schedule, portals) == tuple(min(2 * (p - rank) - 1, m) for rank in range(p))
+        for seconds in (0.0, 0.5):  # no more than half a forward, or half a forward and a backward
+            costs = {"forward_seconds": 1.0, "backward_seconds": 2.0, "transfer_seconds": seconds}
+            ends_of_the_pipeline = 2 * (p - 1) * seconds
+            assert simulate(schedule, portals, **costs).makespan_seconds == pytest.approx(
+                3.0 * (m + p - 1) + ends_of_the_pipeline
+            )
+    late = simulate(one_f_one_b(4, 8), chain(4), forward_seconds=1.0, backward_seconds=2.0, transfer_seconds=0.5)
+    assert late.makespan_seconds == pytest.approx(3.0 * 11 + 16 * 0.5)  # 1F1B waits for 16 of them
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
 def test_every_schedule_sums_gradients_in_ascending_order_and_reduces_right_after(name):
     for p, m, v in [(1, 3, 2), (2, 5, 1), (3, 7, 2), (4, 6, 3)]:
@@ -109,7 +141,7 @@ def test_schedules_by_name():
     assert make_schedule("1f1b", 2, 4) == one_f_one_b(2, 4)
     assert make_schedule("1f1b", 2, 4, 2) == interleaved_1f1b(2, 4, 2)
     assert make_schedule("interleaved_1f1b", 2, 4) == one_f_one_b(2, 4)
-    with pytest.raises(ValueError, match="'zigzag'; choose one of 'gpipe', '1f1b', 'interleaved_1f1b'"):
+    with pytest.raises(ValueError, match="'zigzag'; choose one of 'gpipe', '1f1b', 'eager_1f1b'"):
         make_schedule("zigzag", 2, 4)
     with pytest.raises(ValueError, match="num_microbatches=0"):
         make_schedule("gpipe", 2, 0)

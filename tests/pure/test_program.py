@@ -16,6 +16,7 @@ from lightning_hybrid.schedule import (
     chain,
     check_program,
     check_schedule,
+    eager_1f1b,
     gpipe,
     lower,
     made_by,
@@ -56,12 +57,13 @@ def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("kind", ["chain", "skips", "all pairs"])
-def test_split_backwards_are_proved_too(kind, p):
+def test_schedules_of_one_stage_per_rank_are_proved_too(kind, p):
     portals = portals_of(kind, p)
     for m in range(1, 10) if kind == "chain" else (1, 2, 5):
-        schedule = zero_bubble(p, m)
-        check_schedule(schedule, portals)
-        check_programs(schedule, portals)
+        for generate in (zero_bubble, eager_1f1b):
+            schedule = generate(p, m)
+            check_schedule(schedule, portals)
+            check_programs(schedule, portals)
 
 
 def test_gradients_leave_before_those_of_the_weights_are_made():

@@ -13,6 +13,7 @@ from lightning_hybrid.step.absent import is_absent
 
 GPIPE = {"schedule": "gpipe"}
 ONE_F_ONE_B = {"schedule": "1f1b"}
+EAGER = {"schedule": "eager_1f1b"}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 
 
@@ -54,6 +55,7 @@ GRID = [
     Run("UNet", pp=2, dp=2, strategy=INTERLEAVED),
     Run("InPlace", pp=2, dp=2, strategy=INTERLEAVED),
     Run("AuxiliaryLosses", pp=4),
+    Run("AuxiliaryLosses", pp=2, dp=2, microbatches=4, strategy=EAGER),
     covered(Run("GlueParameters", pp=2, dp=2)),
     Run("GlueParameters", pp=2),
     covered(Run("Containers", pp=2, dp=2, strategy=GPIPE)),

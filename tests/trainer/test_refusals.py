@@ -188,6 +188,7 @@ def test_control_flow_that_nothing_shows_stops_before_its_step_changes_anything(
     [
         ({"schedule": "zigzag"}, ValueError, ["zigzag", "gpipe", "1f1b"]),
         ({"schedule": "zero_bubble", "stages_per_rank": 2}, ValueError, ["stages_per_rank=2", "interleaved_1f1b"]),
+        ({"schedule": "eager_1f1b", "stages_per_rank": 2}, ValueError, ["eager_1f1b", "interleaved_1f1b"]),
         ({"num_microbatches": 0}, ValueError, ["num_microbatches=0", "1 or more"]),
         ({"num_microbatches": "four"}, ValueError, ["num_microbatches='four'", "'auto'"]),
         ({"num_microbatches": 2.0}, ValueError, ["num_microbatches=2.0"]),

@@ -143,7 +143,8 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 
 
 SCHEDULES = pytest.mark.parametrize(
-    ("name", "stages_per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)]
+    ("name", "stages_per_rank"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("eager_1f1b", 1)],
 )
 
 

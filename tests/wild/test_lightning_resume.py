@@ -330,6 +330,10 @@ def pruning_over_tensor_ranks(run):
     pruning(run, tensor_parallel_size=2)
 
 
+def pruning_microbatches(run):
+    pruning(run, num_microbatches=2)
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("feature", [batch_size_finder, tuner_batch_size])
 def test_the_search_for_a_batch_size_is_refused(worlds, tmp_path, feature, layout):
@@ -346,8 +350,8 @@ def test_pruning_is_refused_with_stages(worlds, tmp_path, layout):
         assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
 
 
-@pytest.mark.parametrize("feature", [pruning_shards, pruning_over_tensor_ranks])
-def test_pruning_is_refused_where_layers_are_shared(worlds, tmp_path, feature):
+@pytest.mark.parametrize("feature", [pruning_shards, pruning_over_tensor_ranks, pruning_microbatches])
+def test_pruning_is_refused_where_layers_are_shared_or_recorded(worlds, tmp_path, feature):
     for said in refusal(worlds, tmp_path, feature, "dp2"):
         assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
 
