@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from granted_time import granted_seconds
 from world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, stack_path
 
 DEFAULT_TIMEOUT = 60.0
@@ -163,17 +164,15 @@ class _World:
         self._send(task)
         reports: dict[int, Report] = {}
         bad: list[int] = []
-        end = time.monotonic() + timeout
-        while len(reports) < self.size:
+        end = granted_seconds() + timeout
+        while len(reports) < self.size and (left := end - granted_seconds()) > 0:
             running = {self._connections[i]: i for i in range(self.size) if i not in reports}
-            ready = wait(list(running), max(0.0, end - time.monotonic()))
-            if not ready:
-                break
+            ready = wait(list(running), left)
             for connection in ready:
                 index = running[connection]
                 reports[index] = self._receive(index)
                 if reports[index].outcome == "failed":
-                    end = min(end, time.monotonic() + grace) if not bad else end
+                    end = min(end, granted_seconds() + grace) if not bad else end
                     bad.append(index)
         if bad or len(reports) < self.size:
             raise RankError(self._describe(reports, bad, timeout))
