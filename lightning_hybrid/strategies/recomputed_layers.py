@@ -40,7 +40,8 @@ def recompute_layers(
     layers = find_layers(recording.units)
     if not layers:
         raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
-    policies = _policies(root, recompute, layers, compiled=compiled)
+    by_user = compiled_modules(root, recording.units.values())
+    policies = _policies(recompute, layers, by_user, compiled=compiled)
     stages: dict[str, set[int]] = {}
     for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
         if node.unit is not None:
@@ -61,16 +62,15 @@ def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: b
     layers = find_layers(dict(root.named_children()))
     if not layers:
         raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
-    policies = _policies(root, recompute, layers, compiled=compiled)
+    policies = _policies(recompute, layers, compiled_modules(root), compiled=compiled)
     return Recomputation(layers, policies)
 
 
 def _policies(
-    root: nn.Module, recompute: Recompute, layers: dict[str, nn.Module], *, compiled: bool
+    recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
 ) -> dict[str, Policy]:
     """Nobody can look into what is compiled: there, whole layers are computed again."""
     policies = layer_policies(recompute, list(layers))
-    by_user = compiled_modules(root)
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
             policies[fqn] = "full"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class TensorPlanner:
         self.summary = ""
         self._calls = Calls()
         self._units: dict[str, nn.Module] = {}
+        self._watched: Collection[nn.Module] = ()
         self._read_by_step: dict[str, str] = {}
         self._uses: dict[str, Use] = {}
 
@@ -73,7 +74,7 @@ class TensorPlanner:
     def watching(self, variant: Variant) -> Iterator[None]:
         """See the units while the step is recorded inside."""
         units = variant.recording.units
-        self._units = find_layers(units)
+        self._units, self._watched = find_layers(units), list(units.values())
         for node in variant.recording.graph.nodes:
             if node.unit is None:
                 self._read_by_step.update(dict.fromkeys(node.parameters, node.line))
@@ -132,6 +133,7 @@ class TensorPlanner:
             self._context,
             wishes_by_unit(self._module, self._units, self._yours, self._own),
             self._uses,
+            self._watched,
         )
         if cache is not None:
             self.summary = f"plans of layers: {cache.summary(cache.save())}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -39,6 +39,7 @@ def plan_units(
     context: int = 1,
     wishes: Mapping[str, Wishes] | None = None,
     uses: Mapping[str, Use] | None = None,
+    watched: Collection[nn.Module] = (),
 ) -> dict[str, UnitPlan]:
     """A proved plan for each unit.
 
@@ -53,6 +54,7 @@ def plan_units(
         context: Number of context ranks.
         wishes: What plans ask for each unit.
         uses: What the step does with each parameter, by its first FQN in the root; what is cut by vocabulary follows.
+        watched: The step's units; what the user compiled around them runs as it is written.
 
     Raises:
         TensorPlanError: The user's plan cannot be followed, or is not proved.
@@ -63,13 +65,14 @@ def plan_units(
     cuts = {name: cut for name, cut in cuts.items() if name not in said}
     parameters = dict(root.named_parameters())
     heads = {name: parameters[name].shape[cut.dim] for name, cut in cuts.items() if cut.is_head}
+    compiled = compiled_modules(root, watched)
     failures = {length: cross_entropy_failure(length, size) for length in set(heads.values())}
     wrong = {name: failures[length] for name, length in heads.items()}
     kept |= {name: failure for name, failure in wrong.items() if failure is not None}
     cuts = {name: cut for name, cut in cuts.items() if name not in kept}
     while True:
         finder = partial(find, deal=deal, context=context)
-        plans = _planned(root, units, calls, read_by_step, size, finder, wishes or {}, cuts, kept)
+        plans = _planned(root, units, calls, read_by_step, size, finder, wishes or {}, cuts, kept, compiled)
         refused = _refused(root, units, calls, plans, cuts)
         if not refused:
             return plans
@@ -99,8 +102,9 @@ def _planned(
     wishes: Mapping[str, Wishes],
     cuts: Mapping[str, VocabularyCut],
     kept: Mapping[str, str],
+    compiled: Collection[int],
 ) -> dict[str, UnitPlan]:
-    shared, compiled = _shared(root, units), compiled_modules(root)
+    shared = _shared(root, units)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     elsewhere = {names[key] for key in _outside_of_units(root, units)}
     plans: dict[str, UnitPlan] = {}
@@ -124,7 +128,8 @@ def _planned(
             elif name in calls.read_outside.get(fqn, ()):
                 whole[name] = "read outside of its unit"
         if any(id(module) in compiled for module in unit.modules()):
-            plans[fqn] = UnitPlan.whole(unit, size, "torch.compile has made one function of it, which cannot be cut")
+            why = "torch.compile has made one function of it, which cannot be cut; compile='units' compiles each layer"
+            plans[fqn] = UnitPlan.whole(unit, size, why)
             check_done(asked, plans[fqn])
             continue
         if fqn not in calls.arguments:

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning_runs import FEATURES, Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch import nn
 
@@ -89,6 +90,22 @@ class LayersInPlace(Plain):
             layer.compile(backend=note)
 
 
+class Policies(Callback):
+    """How each layer is computed again."""
+
+    def on_train_start(self, trainer, pl_module):
+        chosen = getattr(trainer.strategy, "_recomputation", None)
+        self.noted = {} if chosen is None else dict(chosen.policies)
+
+
+def policies_of(case, options):
+    ignore_warnings()
+    warnings.simplefilter("ignore")
+    policies = Policies()
+    trainer_of(2, 2, strategy_options=options, callbacks=[policies]).fit(case(), loader(4, 8))
+    return policies.noted
+
+
 def run(size, pp, case, options):
     ignore_warnings()
     torch.compiler.reset()
@@ -131,3 +148,17 @@ def test_compiled_layers_run_compiled(worlds, case):
 def test_layers_of_a_compiled_model_are_compiled_one_by_one_if_asked_for(worlds):
     for _, graphs, _ in check(worlds, Whole, {"compile": {"backend": note}}):
         assert graphs and all("tanh" in graph for graph in graphs)
+
+
+@pytest.mark.parametrize("case", [Whole, WholeInPlace])
+def test_layers_of_a_compiled_model_over_stages_are_cut(worlds, case):
+    [(expected, _, _)] = worlds.run(1, run, 1, 1, Plain, {})
+    for weights, _, _ in worlds.run(4, run, 4, 2, case, {"tensor_parallel_size": 2, "num_microbatches": 2}):
+        assert_same(weights, expected)
+
+
+@pytest.mark.parametrize(("case", "policy"), [(Plain, "selective"), (Whole, "selective"), (Layers, "full")])
+def test_layers_of_a_compiled_model_over_stages_are_recomputed_in_part(worlds, case, policy):
+    options = {"num_microbatches": 2, "recompute": "selective"}
+    for policies in worlds.run(2, policies_of, case, options):
+        assert {policies[name] for name in policies if ".layers." in name} == {policy}
