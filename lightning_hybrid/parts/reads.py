@@ -52,6 +52,7 @@ class CutReads(TorchFunctionMode):
         self._locals = [parameter for name, parameter in parameters.items() if name in cut]
         self._wholes: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id of the local tensor: it, version, the whole
         self._origins: dict[int, tuple[Tensor, int, Tensor, str]] = {}  # by id of the whole, and its FQN
+        self._memories: set[Any] | None = None  # of parts, while it is entered
 
     def make_state_whole(self, state: Mapping[Any, Any]) -> None:
         """Let an optimizer whose steps see wholes keep wholes; collective.
@@ -95,8 +96,9 @@ class CutReads(TorchFunctionMode):
         """Whether this rank has a part of what is meant by a tensor; None for the memory of one under no known name."""
         if self._is_cut(tensor):
             return True
-        memories = {memory_of(local) for local in self._locals if not is_absent(local)}
-        return None if not is_absent(tensor) and memory_of(tensor) in memories else False
+        if self._memories is None:
+            self._memories = {memory_of(local) for local in self._locals if not is_absent(local)}
+        return None if not is_absent(tensor) and memory_of(tensor) in self._memories else False
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The whole of a parameter of which this rank has a part, or what is given; collective."""
@@ -104,13 +106,13 @@ class CutReads(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """See wholes from now on; what was seen before may have changed."""
-        self._wholes, self._origins = {}, {}
+        self._wholes, self._origins, self._memories = {}, {}, None
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         """Forget the wholes."""
         super().__exit__(*exception)
-        self._wholes, self._origins = {}, {}
+        self._wholes, self._origins, self._memories = {}, {}, None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on wholes; what it writes to one is written to this rank's part."""
