@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -298,7 +298,8 @@ class _Run:
         self._forwards_left -= 1
         earlier = self.results.get(microbatch)
         held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
-        self.results[microbatch] = replace(run, made=held if earlier is None else {**earlier.made, **held})
+        run.made = held if earlier is None else {**earlier.made, **held}
+        self.results[microbatch] = run
         given.leaves()  # also what the step has not read
         return given.waited
 

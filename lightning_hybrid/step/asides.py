@@ -67,8 +67,12 @@ def returning_asides(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, with what is given inside as part of what it returns."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with taking_asides() as taken:
+        taken: list[Any] = []
+        token = _taken.set(taken)
+        try:
             result = forward(*args, **kwargs)
+        finally:
+            _taken.reset(token)
         return ResultWithAsides(result, tuple(taken)) if taken else result
 
     return run

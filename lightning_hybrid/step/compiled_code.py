@@ -21,24 +21,29 @@ class Uncompiled:
     def __init__(self) -> None:
         """Begin switched off."""
         self._stance: Any = None
+        self._is_on = False
 
     def on(self) -> None:
-        """Begin, as the outermost."""
-        self._stance = torch.compiler.set_stance("force_eager")
+        """Begin; each time in the stance that there was the first time."""
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+        else:
+            self._stance.__enter__()
+        self._is_on = True
 
     def off(self) -> None:
         """End it, with what was before."""
         self._stance.__exit__(None, None, None)
-        self._stance = None
+        self._is_on = False
 
     def pause(self) -> None:
         """What is called from now on may be compiled, if it is on."""
-        if self._stance is not None:
+        if self._is_on:
             self._stance.__exit__(None, None, None)
 
     def go_on(self) -> None:
         """End of a pause."""
-        if self._stance is not None:
+        if self._is_on:
             self._stance.__enter__()
 
 

@@ -129,7 +129,7 @@ class StageReplay:
             StepChanged: The step did something else than when it was recorded.
         """
         watch = self.watch(received, parameters)
-        current.watch = watch
+        current.watch, watch.uncompiled = watch, current.uncompiled
         before, self.randomness.watched = self.randomness.watched, True
         try:
             with watch:

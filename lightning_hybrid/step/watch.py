@@ -101,6 +101,7 @@ class StepWatch(TorchFunctionMode, ABC):
         values_read: The values that numbers were read from.
         reads_as: What absent numbers are, of all watches, while branches on them are looked for.
         units: The modules whose calls are one event each, by FQN.
+        uncompiled: Keeps what lies around units from being compiled.
     """
 
     is_recording = False
@@ -114,7 +115,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self.run_token = object()
         self._randomness = randomness
         self.inside_unit = False
-        self._uncompiled = Uncompiled()
+        self.uncompiled = Uncompiled()
         self.recompute_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
@@ -142,13 +143,13 @@ class StepWatch(TorchFunctionMode, ABC):
 
     def __enter__(self) -> Any:
         """Watch from now on."""
-        self._uncompiled.on()
+        self.uncompiled.on()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         """Watch no longer."""
         super().__exit__(*exception)
-        self._uncompiled.off()
+        self.uncompiled.off()
 
     def mark_of(self, tensor: Tensor) -> int | None:
         """Index of the value that ``tensor`` is in this run; None if it is batch-only."""
@@ -264,12 +265,12 @@ class StepWatch(TorchFunctionMode, ABC):
         if randomness is not None:
             randomness.watched = False
         if not self.is_recording:
-            self._uncompiled.pause()
+            self.uncompiled.pause()
         try:
             return self.event(name, original, args, kwargs, owned)
         finally:
             if not self.is_recording:
-                self._uncompiled.go_on()
+                self.uncompiled.go_on()
             self.inside_unit = False
             if randomness is not None:
                 randomness.watched = watched
@@ -303,13 +304,19 @@ class StepWatch(TorchFunctionMode, ABC):
 
 
 class Current:
-    """Which run of a step is under way; what is installed in the user's modules asks it."""
+    """Which run of a step is under way; what is installed in the user's modules asks it.
 
-    __slots__ = ("watch",)
+    Attributes:
+        watch: Of the run that is under way.
+        uncompiled: Of all runs.
+    """
+
+    __slots__ = ("uncompiled", "watch")
 
     def __init__(self) -> None:
         """No run is."""
         self.watch: StepWatch | None = None
+        self.uncompiled = Uncompiled()
 
 
 @contextlib.contextmanager
