@@ -8,6 +8,8 @@
     torch.stack      of tensors without a common rank:   their contents are made known to all ranks first
     .item(), bool    of what is not everywhere:          the same
 
+A buffer that the step writes is right on one rank only: before an operation on it, all ranks get its content.
+
 So ``clip_grad_norm_``, ``get_total_norm`` and loops over ``p.grad`` come out global, under whatever name they were
 imported, and a parameter that several ranks hold counts once: it is one parameter. What is not read is not sent.
 
@@ -18,7 +20,7 @@ end of the hook; so a read on some ranks only is an error on all, and neither a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,38 +28,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.pipeline.hook_buffers import HookBuffers
 from lightning_hybrid.pipeline.known import Contents, Ranks, covers
+from lightning_hybrid.pipeline.operands import LIKE_FIRST, LIKE_SECOND, common_ranks, needs_content, real, written_of
 from lightning_hybrid.step.absent import is_absent, make_absent
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.user_functions import tolist_seen
-from lightning_hybrid.step.watch import _METADATA, _READS, _VIEW_PROPERTIES
+from lightning_hybrid.step.watch import _METADATA, _VIEW_PROPERTIES
 
-# Beside reads: operations whose result's shape is a matter of content, and those that take tensors apart as numbers.
-_NEEDS_CONTENT = _READS | {
-    "tensor",
-    "as_tensor",
-    "asarray",
-    "new_tensor",
-    "__reduce_ex__",
-    "nonzero",
-    "argwhere",
-    "masked_select",
-    "unique",
-    "unique_consecutive",
-    "bincount",
-    "repeat_interleave",
-}
-# Its first argument gives a dtype and a device, no content.
-_LIKE_FIRST = frozenset({"new_tensor"})
-# Their second one gives a shape or a dtype.
-_LIKE_SECOND = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
 _AUTOGRAD = frozenset({"backward", "grad"})
-_INPLACE_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "div", "and", "or", "xor", "lshift", "rshift")
-_INPLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERATORS)})
-
-# Inputs of one operation that together have no more elements are made known to all, and so is what comes out.
-_FEW_ELEMENTS = 1 << 16
 
 
 class GlobalReadError(RuntimeError):
@@ -74,6 +54,7 @@ class GlobalReads(TorchFunctionMode):
         group: dist.ProcessGroup,
         device: torch.device,
         *,
+        buffer_homes: Callable[[], Mapping[int, int]] = dict,
         most_elements: int = 1 << 24,
     ) -> None:
         """Begin a run.
@@ -83,6 +64,7 @@ class GlobalReads(TorchFunctionMode):
             holders: Pipeline ranks by FQN.
             group: The ranks of this pipeline.
             device: Where the group communicates.
+            buffer_homes: By id, pipeline rank of the buffers that are right on one rank only.
             most_elements: How many elements one hook may send around.
         """
         super().__init__()
@@ -91,6 +73,7 @@ class GlobalReads(TorchFunctionMode):
         self._device = device
         self._most_elements = most_elements
         self._contents = Contents(group, device)
+        self._buffers = HookBuffers(buffer_homes, self._contents, group, device)
         self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
         self._parameters = dict(parameters)
         self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
@@ -127,6 +110,7 @@ class GlobalReads(TorchFunctionMode):
                 yield
         finally:
             self._hook = None
+            self._buffers.forget()
             self._has_gradient, self._stand_ins = {}, {}
 
     def known(self, value: Any) -> Any:
@@ -196,11 +180,13 @@ class GlobalReads(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif name in _METADATA:
             return func(*args, **kwargs)
-        elif name.startswith("_foreach_"):
+        assert self._hook is not None
+        self._buffers.refresh(self._hook, args[:1] if name == "__deepcopy__" else (args, kwargs))
+        if name.startswith("_foreach_"):
             return self._each(name, func, args, kwargs)
-        elif name == "equal":
+        if name == "equal":
             return self._equal(*args)
-        elif name == "__deepcopy__":  # which is handed all that was copied before
+        if name == "__deepcopy__":  # which is handed all that was copied before
             return self._run(name, func, args, kwargs, [args[0]], self._ranks_of(args[0]))
         return self._operation(name, func, args, kwargs)
 
@@ -244,18 +230,18 @@ class GlobalReads(TorchFunctionMode):
                 " loss in training_step, or set pipeline_parallel_size=1"
             )
         leaves = list(leaves)
-        if name in _LIKE_FIRST and ranks[0] is not None:
+        if name in LIKE_FIRST and ranks[0] is not None:
             leaves[0], ranks[0] = torch.empty(0, dtype=leaves[0].dtype, device=self._device), None
-        if name in _LIKE_SECOND and ranks[1] is not None and ranks[0] is not None:
+        if name in LIKE_SECOND and ranks[1] is not None and ranks[0] is not None:
             like = torch.empty((), dtype=leaves[1].dtype, device=self._device).expand(leaves[1].shape)
             leaves[1], ranks[1] = like, None
-        written = _written(name, leaves, kwargs)
-        if _needs_content(name, leaves, args):
+        written = written_of(name, leaves, kwargs)
+        if needs_content(name, leaves, args):
             target: Ranks = None
         elif written is not None:
             target = ranks[written]
         else:
-            target = _common(leaves, ranks)
+            target = common_ranks(leaves, ranks)
         missing = [i for i, one in enumerate(ranks) if i != written and not covers(one, target)]
         for index, content in zip(missing, self._fetch([leaves[i] for i in missing], name), strict=True):
             leaves[index] = content
@@ -272,7 +258,7 @@ class GlobalReads(TorchFunctionMode):
             return None
         else:
             if draws(name, args, kwargs):
-                func(*map_leaves(_real, args), **map_leaves(_real, kwargs))
+                func(*map_leaves(real, args), **map_leaves(real, kwargs))
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
@@ -362,37 +348,3 @@ class GlobalReads(TorchFunctionMode):
                 " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
             )
         return self._contents.fetch(self._hook, why, tensors)
-
-
-def _needs_content(name: str, leaves: Sequence[Any], args: Any) -> bool:
-    if name == "__getitem__":
-        return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:])
-    return name in _NEEDS_CONTENT or (name == "where" and len(args) == 1)
-
-
-def _written(name: str, leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Index of the leaf that an operation writes; None if it makes something new."""
-    out = kwargs.get("out")
-    if isinstance(out, Tensor):
-        return next(i for i, leaf in enumerate(leaves) if leaf is out)
-    if name in _INPLACE or (name.endswith("_") and not name.startswith("__")):
-        return next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
-    return None
-
-
-def _common(leaves: Sequence[Any], ranks: Sequence[Ranks]) -> Ranks:
-    """Where an operation runs: on the ranks that have all inputs, else where little needs to be sent."""
-    limited = [(leaf.numel(), one) for leaf, one in zip(leaves, ranks, strict=True) if one is not None]
-    shared = [rank for rank in limited[0][1] if all(rank in one for _, one in limited)]
-    if shared:
-        return tuple(shared)
-    if sum(size for size, _ in limited) <= _FEW_ELEMENTS:
-        return None
-    return max(limited, key=lambda pair: pair[0])[1]
-
-
-def _real(leaf: Any) -> Any:
-    """A tensor of ones for one without content."""
-    if isinstance(leaf, Tensor) and is_absent(leaf):
-        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    return leaf

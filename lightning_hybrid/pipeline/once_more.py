@@ -67,7 +67,7 @@ class OnceMore:
         if [tensor._version for tensor in self._watched] != self._versions:
             raise StepError(f"{self.kept}, and the step writes into its batch in place; let it write into a copy")
 
-    def run(self, replay: BookkeepingReplay, batch: Any, place: int, contents: Mapping[int, Tensor]) -> Any:
+    def run(self, replay: BookkeepingReplay, batch: Any, place: int, contents: dict[int, Tensor]) -> Any:
         """What the step returns where only its bookkeeping is computed.
 
         Args:

@@ -57,12 +57,13 @@ def is_doubtful(recording: Recording, samples: int | None) -> bool:
     if samples is None:
         return False
     graph = recording.graph
+    counts = any(node.name == "bincount" for node in graph.nodes)  # of a length that depends on data, not on samples
 
     def doubtful(value: Any) -> bool:
         if isinstance(value, ReturnedTensor):
             if value.shape:
                 dynamic = value.value is not None and graph.values[value.value].dynamic
-                return value.shape[0] != samples and not dynamic
+                return value.shape[0] != samples and (not dynamic or counts)
             if value.value is None or value.value == graph.loss:
                 return False
             exact = not graph.values[value.value].dtype.startswith(("float", "bfloat", "complex"))
@@ -145,7 +146,7 @@ class EachMicrobatch:
         end, outputs = self._again.state(), []
         for place, (replay, part) in enumerate(zip(self._replays, self._parts, strict=True)):
             content = results.contents[place]
-            whole = self._again.run(replay, part, place, content)
+            whole = self._again.run(replay, part, place, dict(content))
             outputs.append(completed(results.outputs[place], whole))
         end.restore()
         return join(outputs, results.weights, results.sizes, step=results.step)

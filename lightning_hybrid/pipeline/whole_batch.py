@@ -37,6 +37,7 @@ from lightning_hybrid.step.numbers_read import RETURNED
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageRun
+from lightning_hybrid.step.totals import total_over_samples
 from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.watch import StepWatch
@@ -231,7 +232,12 @@ class WholeBatch:
                     " num_microbatches=1"
                 )
         replays = [recording, *(variant.recording for variant in variants)]
-        return _Form(kept, self._replay(whole), joins, places, without_state(self._root, replays))
+        replay = self._replay(whole)
+        if len(variants) > 1:
+            totals = {value: total_over_samples(value, small, large, places[0]) for value in joins}
+            replay.totals = {value: total for value, total in totals.items() if total is not None and total.bases}
+            replay.count = len(variants)
+        return _Form(kept, replay, joins, places, without_state(self._root, replays))
 
 
 class Bookkeeping:

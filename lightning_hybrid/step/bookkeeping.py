@@ -15,25 +15,35 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.graph import StepGraph
+from lightning_hybrid.step.graph import Node, StepGraph
 from lightning_hybrid.step.joined import weighted_mean
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Recording
+from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import ReplayWatch, StageReplay
 from lightning_hybrid.step.sinks import find_sinks
+from lightning_hybrid.step.totals import HANDED_ON, SUMS, Total, summed, total_over_samples
+from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import flatten, unflatten
 
 _NO_STAGE = -1
 
 
 class BookkeepingReplay(StageReplay):
-    """Runs a recorded step as a stage to which nothing belongs, and which knows the content of some values."""
+    """Runs a recorded step as a stage to which nothing belongs, and which knows the content of some values.
+
+    Attributes:
+        contents: Of values, by index.
+        totals: The values among them that are the sum of ``count`` microbatches' and hold something else besides.
+    """
 
     def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
         """Args: as ``StageReplay``."""
         super().__init__(recording, assignment, _NO_STAGE, root, randomness)
-        self.contents: Mapping[int, Tensor] = {}
+        self.root = root
+        self.contents: dict[int, Tensor] = {}
+        self.totals: Mapping[int, Total] = {}
+        self.count = 1
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """One that answers reads."""
@@ -45,7 +55,39 @@ class _BookkeepingWatch(ReplayWatch):
 
     def __init__(self, replay: BookkeepingReplay, *rest: Any) -> None:
         super().__init__(replay, *rest)
-        self._contents = replay.contents
+        self._contents, self._totals, self._others = replay.contents, replay.totals, replay.count - 1
+        self._bases: dict[int, Any] = {}
+        self._state: set[int] = set()
+        if self._totals:
+            self._state = {id(leaf) for _, leaf in reachable(replay.root)} | {id(b) for b in replay.root.buffers()}
+
+    def _skip(self, node: Node, leaves: list[Any]) -> Any:
+        if any(node.index in total.bases for total in self._totals.values()):
+            marked = [isinstance(leaf, Tensor) and self.mark_of(leaf) is not None for leaf in leaves]
+            base = next((leaf for leaf, is_marked in zip(leaves, marked, strict=True) if not is_marked), None)
+            is_state = id(base) in self._state or isinstance(base, int | float)
+            is_known = is_state or (isinstance(base, Tensor) and not base.any())
+            self._bases[node.index] = (
+                base.clone() if isinstance(base, Tensor) and is_known else base if is_known else None
+            )
+        result = super()._skip(node, leaves)
+        for value in node.outputs:
+            if value in self._totals and value in self._contents:
+                self._once(value, self._totals[value], node)
+        return result
+
+    def _once(self, value: int, total: Total, node: Node) -> None:
+        """Have in a sum once what each microbatch has added to its own."""
+        for index in total.bases:
+            base = self._bases.get(index)
+            is_zero = base is not None and not torch.as_tensor(base).any()
+            if base is None or (total.is_arranged and not is_zero):
+                raise StepError(
+                    f"{node.line}: {node.name} makes a sum over the samples and something else, of which cannot be told"
+                    " what it is for the whole batch; keep both apart, or set num_microbatches=1"
+                )
+            if not is_zero:
+                self._contents[value] = self._contents[value] - self._others * base
 
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
@@ -75,14 +117,8 @@ def without_state(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Mo
 
 Join = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
 
-_SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 _MOST = frozenset({"max", "amax", "any"})
 _LEAST = frozenset({"min", "amin", "all"})
-# They change nothing but what a number is kept as.
-_HANDED_ON = frozenset(
-    {"detach", "clone", "contiguous", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "long", "int"}
-    | {"get_data", "type_as", "item", "view_as"}
-)
 
 
 def alike(part: StepGraph, whole: StepGraph) -> dict[int, int]:
@@ -117,6 +153,8 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[in
         whole: The step on all of them.
         pairs: What is ``alike`` in the two.
     """
+    if total_over_samples(value, part, whole, pairs) is not None:
+        return summed
     small, large = part.values[pairs.get(value, value)], whole.values[value]
     if large.dynamic and large.shape:
         return _concatenate(0)
@@ -128,8 +166,8 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[in
         name, source = maker
         over = whole.values[source]
         if over.dynamic or part.values[pairs.get(source, source)].shape != over.shape:  # it is taken over the samples
-            if name in _SUMS:
-                return lambda parts, _: torch.stack(list(parts)).sum(0).to(parts[0].dtype)
+            if name in SUMS:
+                return summed
             if name in _MOST:
                 return lambda parts, _: torch.stack(list(parts)).amax(0)
             if name in _LEAST:
@@ -141,7 +179,7 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[in
 def is_of_all_samples(value: int, graph: StepGraph, samples: int) -> bool:
     """Whether a value is a sum, maximum or minimum over the samples: joined otherwise than by their share."""
     maker = _maker(value, graph)
-    return maker is not None and maker[0] in _SUMS | _MOST | _LEAST and samples in graph.values[maker[1]].shape
+    return maker is not None and maker[0] in SUMS | _MOST | _LEAST and samples in graph.values[maker[1]].shape
 
 
 def _maker(value: int, graph: StepGraph) -> tuple[str, int] | None:
@@ -150,7 +188,7 @@ def _maker(value: int, graph: StepGraph) -> tuple[str, int] | None:
         node = next((node for node in graph.nodes if value in node.outputs), None)
         if node is None or node.unit is not None or len(node.inputs) != 1 or len(node.outputs) != 1:
             return None
-        if node.name not in _HANDED_ON:
+        if node.name not in HANDED_ON:
             return node.name, node.inputs[0]
         value = node.inputs[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy
@@ -153,12 +153,23 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
         elif watch.numbers_read and not numbers and _is_absent_number(leaf):
             line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
             numbers = f"{line}: {place} keeps a number read from the model"
+    places += _rebound_buffers(root, watch, without)
     if places:
         computed = computed_weights(root)
         places = [(place, value) for place, value in places if place not in computed]
     read = tuple(watch.values_read)
     values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
     return Kept(tuple(places), tuple(values), (numbers, read), map_leaves(described, result))
+
+
+def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.Module]) -> Iterator[tuple[Place, int]]:
+    """Buffers that the step has made other tensors: ``self.mean = 0.9 * self.mean + 0.1 * x``."""
+    for name, module in root.named_modules():
+        for member, buffer in module._buffers.items() if module not in without else ():
+            if isinstance(buffer, FakeTensor) and id(buffer) not in watch.parameters:
+                value = watch.mark_of(buffer)
+                if value is not None:
+                    yield Place(name, "_buffers", (member,)), value
 
 
 def _is_absent_number(leaf: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from lightning_hybrid.step.watch import user_line
 
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
 _WRITES = frozenset({*(f"__{name}__" for name in _IN_PLACE), "__set__"})  # of `tensor.data`
+_NORMS = frozenset({"batch_norm", "instance_norm"})
+_ARGUMENTS_OF_KERNEL = 9  # torch.batch_norm takes all of its arguments; those of torch.nn.functional are fewer
 
 
 class OpenedForWriting:
@@ -50,7 +52,8 @@ class OpenedForWriting:
         target = kwargs.get("out")
         if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
             target = args[0]
-        for tensor in written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]:
+        targets = written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]
+        for tensor in (*targets, *written_statistics(name, args, kwargs)):
             self._open(name, tensor)
 
     def _open(self, name: str, target: Any) -> None:
@@ -74,3 +77,21 @@ class OpenedForWriting:
             target.__dict__.pop(MARK, None)
             target.__class__ = content.__class__
             torch._C._swap_tensor_impl(target, content)
+
+
+def written_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The running statistics that an operation writes; the kernel of batch norms counts no version of them.
+
+    Args:
+        name: Of the operation.
+        args: Its arguments, as torch.nn.functional or the kernel takes them.
+        kwargs: Those by name.
+    """
+    if name not in _NORMS:
+        return []
+    first = 3 if len(args) >= _ARGUMENTS_OF_KERNEL else 1
+    flag = "training" if name == "batch_norm" or first == 3 else "use_input_stats"
+    given = [*args, *[None] * _ARGUMENTS_OF_KERNEL]
+    trains = args[5] if len(args) > 5 else kwargs.get(flag, flag == "use_input_stats")
+    statistics = (given[first], given[first + 1], kwargs.get("running_mean"), kwargs.get("running_var"))
+    return [tensor for tensor in statistics if isinstance(tensor, Tensor)] if trains else []

@@ -26,7 +26,7 @@ from lightning_hybrid.step.held import held_tensors
 from lightning_hybrid.step.installed import asking
 from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
-from lightning_hybrid.step.opened import OpenedForWriting
+from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss, no_loss
 from lightning_hybrid.step.side_ways import SideWays
@@ -244,9 +244,9 @@ class RecordWatch(StepWatch):
             self._bytes.setdefault(parameter, 0)
         dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
 
-        # A tensor whose version moved was written in place: the object now is a new value. Binding `.data` moves none,
-        # and neither does an operation on a list of stand-ins.
+        # A tensor whose version moved was written in place: the object now is a new value. Binding `.data` moves none.
         writes = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        writes += written_statistics(name, args, kwargs)
         if name == "__set__" or (name.startswith("_foreach_") and name.endswith("_")):
             writes = [tensors[0]]
             if id(tensors[0]) in self.parameters:

@@ -51,6 +51,7 @@ class ArgumentState:
     def __init__(self, arguments: Iterable[Any]) -> None:
         """Args: arguments: leaves; tensors and modules among them are passed over."""
         self._contents: list[tuple[Any, Any]] = []
+        self._of_modules: set[int] = set()
         self._empty: list[Any] = []  # every module has a dozen of torch's, for hooks of each kind
         self._generators: list[tuple[Any, Any]] = []
         seen: set[int] = set()
@@ -64,6 +65,8 @@ class ArgumentState:
             return
         seen.add(id(container))
         self._contents.append((container, container.copy()))
+        if top:
+            self._of_modules.add(id(container))
         items = container.items() if isinstance(container, dict) else ((None, item) for item in container)
         for name, item in items:
             if type(item) in PLAIN or (top and name in _NOT_STATE):
@@ -86,6 +89,9 @@ class ArgumentState:
                 container.clear()
         for container, content in self._contents:
             if isinstance(container, dict):
+                if id(container) in self._of_modules:  # what is around a module may have come or gone since
+                    content = {name: held for name, held in content.items() if is_state(name)}
+                    content |= {name: held for name, held in container.items() if not is_state(name)}
                 if container.keys() == content.keys() and all(container[key] is content[key] for key in content):
                     continue
                 container.clear()
@@ -114,7 +120,8 @@ class Content:
 
     def restore(self) -> None:
         """Put it back, to its own place."""
-        if self.is_here():
+        # The kernel of batch norms writes their statistics and counts no version.
+        if self.is_here() and (not self._content.is_floating_point() or torch.equal(self._tensor, self._content)):
             return
         if memory_of(self._tensor) != memory_of(self._memory):
             self._tensor.data = self._memory

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.absent import fill, make_placeholder
+from lightning_hybrid.step.absent import MARK, exchange, fill, make_placeholder
 from lightning_hybrid.step.asked import asked_of
 from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.held import look_up
@@ -123,8 +123,12 @@ class Ways(Generic[Way]):
         try:
             with randomness.watching(True), watch:
                 result = step()
+            return self._way_to(root, result, watch)
         finally:
             current.watch = None
+            watch.undo()
+
+    def _way_to(self, root: nn.Module, result: Any, watch: _Rehearsal) -> Way:
         marks = [watch.mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
         loss = find_loss(result)
         kept = find_kept(root, result, watch, self._inside)
@@ -171,6 +175,7 @@ class _Rehearsal(StepWatch):
         self.point = start
         self._values: dict[int, Value] = {}
         self._device = randomness.device
+        self._rewritten: list[tuple[Tensor, Tensor]] = []  # with what holds its content meanwhile
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """All that came from a parameter is."""
@@ -234,5 +239,13 @@ class _Rehearsal(StepWatch):
 
     def _rewrite(self, written: Tensor, value: int) -> None:
         if not isinstance(written, FakeTensor):
-            fill(written, make_placeholder(self._values[value], self._device))
+            placeholder = make_placeholder(self._values[value], self._device)
+            fill(written, placeholder)
+            self._rewritten.append((written, placeholder))
         self.mark(written, value)
+
+    def undo(self) -> None:
+        """Give the tensors that the step has written in place their content back."""
+        for written, holder in reversed(self._rewritten):
+            exchange(written, holder)
+            written.__dict__.pop(MARK, None)

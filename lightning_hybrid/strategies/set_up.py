@@ -295,7 +295,8 @@ class SetUpStrategy(VerifyingStrategy):
         holders = {name: plan.ranks_of(name) for name in parameters}
         stages = None
         if plan.num_ranks > 1:
-            stages = self._reads = GlobalReads(parameters, holders, self.mesh.group("pp"), self.root_device)
+            group, homes = self.mesh.group("pp"), plan.buffer_ranks
+            stages = self._reads = GlobalReads(parameters, holders, group, self.root_device, buffer_homes=homes)
         self._hook_reads = reads = HookReads(
             stages,
             self._parts,

@@ -1,0 +1,171 @@
+"""What steps count over the samples, kept by hand: right predictions, confusion matrices, histograms."""
+
+import pytest
+import torch
+from lightning_runs import Tiny, ignore_warnings, loader, trainer_of
+from torch.nn import functional as F
+
+
+class Counts(Tiny):
+    """Keeps a list of what it counts in each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.start()
+
+    def start(self):
+        self.kept = []
+
+    def keep(self, count):
+        self.kept.append(count)
+
+    def total(self):
+        return torch.stack(self.kept).sum(0)
+
+    def validation_step(self, batch, batch_idx):
+        predicted, target = (self(batch["x"])[:, 0] > 0.3).long(), (batch["y"][:, 0] > 0.3).long()
+        self.keep(self.count(target, predicted))
+
+    def on_validation_epoch_end(self):
+        self.seen = torch.as_tensor(self.total()).clone()
+        self.start()
+
+
+class Sum:
+    def count(self, target, predicted):
+        return (target == predicted).sum()
+
+
+class Product:
+    def count(self, target, predicted):
+        return F.one_hot(target, 2).double().T @ F.one_hot(predicted, 2).double()
+
+
+class Einsum:
+    def count(self, target, predicted):
+        return torch.einsum("ni,nj->ij", F.one_hot(target, 2).double(), F.one_hot(predicted, 2).double())
+
+
+class Stack:
+    def count(self, target, predicted):
+        counts = [((target == a) & (predicted == b)).sum() for a in range(2) for b in range(2)]
+        return torch.stack(counts).view(2, 2)
+
+
+class Scatter:
+    def count(self, target, predicted):
+        zeros = torch.zeros(4, dtype=torch.long)
+        return zeros.scatter_add_(0, target * 2 + predicted, torch.ones_like(target)).view(2, 2)
+
+
+class IndexAdd:
+    def count(self, target, predicted):
+        counts = torch.zeros(4, dtype=torch.long)
+        counts.index_add_(0, target * 2 + predicted, torch.ones_like(target))
+        return counts
+
+
+class Bincount:
+    def count(self, target, predicted):
+        return torch.bincount(target * 2 + predicted, minlength=4)
+
+
+class BincountMatrix:
+    def count(self, target, predicted):
+        return torch.bincount(target * 2 + predicted, minlength=4).view(2, 2)
+
+
+class Histogram:
+    def count(self, target, predicted):
+        return torch.histc((target * 2 + predicted).double(), 4, 0, 3)
+
+
+class Mean:
+    def count(self, target, predicted):
+        return (target == predicted).double().sum() / target.numel()
+
+
+class Added(Counts):
+    """Binds a new sum in each batch."""
+
+    def start(self):
+        self.kept = torch.ones((), dtype=torch.float64)
+
+    def keep(self, count):
+        self.kept = self.kept + count
+
+    def total(self):
+        return self.kept
+
+
+class AddedInPlace(Added):
+    """Begins with a number, as most do, and adds to it in place."""
+
+    def start(self):
+        self.kept = 0
+
+    def keep(self, count):
+        self.kept += count
+
+
+class AddedTwice(Added):
+    def keep(self, count):
+        self.kept = self.kept + count
+        self.kept = (self.kept + count).detach()
+
+
+class Moving(Added):
+    def keep(self, count):
+        self.kept = 0.9 * self.kept + 0.1 * count
+
+
+class Returned(Counts):
+    """Returns what it counts; a hook keeps it."""
+
+    def keep(self, count):
+        self.output = count
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        output, self.output = self.output, None
+        return {"count": output}
+
+    def on_validation_batch_end(self, outputs, *_):
+        self.kept.append(outputs["count"])
+
+
+EACH = [Sum, Product, Einsum, Stack, Scatter, IndexAdd, Bincount, BincountMatrix, Histogram, Mean]
+CASES = [(Counts, count) for count in EACH]
+CASES += [(Added, count) for count in (Sum, Product, Bincount)]
+CASES += [(AddedInPlace, Sum), (AddedInPlace, Product), (AddedTwice, Sum), (Moving, Mean)]
+CASES += [(Returned, count) for count in (Sum, Product, Stack, BincountMatrix)]
+
+
+def counted(size, pp, keeps, count, options):
+    ignore_warnings()
+    torch.manual_seed(0)
+    module = type(f"{keeps.__name__}{count.__name__}", (count, keeps), {})()
+    trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
+    trainer.fit(module, loader(8, 32), loader(8, 32))
+    return module.seen
+
+
+@pytest.mark.parametrize(("keeps", "count"), CASES)
+def test_counts_are_those_of_one_process(worlds, keeps, count):
+    [expected] = worlds.run(1, counted, 1, 1, keeps, count, {})
+    alone = worlds.run(1, counted, 1, 1, keeps, count, {"num_microbatches": 2})
+    staged = worlds.run(2, counted, 2, 2, keeps, count, {"num_microbatches": 2})
+    for seen in (*alone, *staged):
+        torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-12)
+
+
+class Mixed:
+    """A sum over what the model predicted, and one over the batch alone."""
+
+    def count(self, target, predicted):
+        return (target == predicted).sum() + target.sum()
+
+
+def test_a_sum_with_something_of_the_batch_is_refused(worlds):
+    with pytest.raises(Exception, match="a sum over the samples and something else"):
+        worlds.run(1, counted, 1, 1, Counts, Mixed, {"num_microbatches": 2})
