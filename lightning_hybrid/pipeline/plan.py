@@ -24,7 +24,7 @@ from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.numbers_read import BranchCheck
-from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes
+from lightning_hybrid.step.partition import Assignment, PartitionError, assign, check_shared, find_homes, homes_behind
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
@@ -267,18 +267,25 @@ class StagePlan:
             )
 
     def _adopt(self, recording: Recording) -> None:
-        """Give parameters that no recorded step has read yet the home of their neighbours, and buffers their unit's."""
+        """Give parameters that no recorded step has read yet the home of their neighbours, and buffers their unit's.
+
+        Buffers of the glue that the first step did not use lie where the step has what it writes into them.
+        """
         previous = 0
         parameters = {id(parameter): name for name, parameter in self._root.named_parameters()}
         buffers = {id(buffer): name for name, buffer in self._root.named_buffers()}
         inside = {id(buffer): stage for buffer, stage in self._unit_buffers()}
+        new: list[str] = []
         for module in self._root.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     previous = self.homes.setdefault(parameters[id(parameter)], previous)
             for buffer in module._buffers.values():
                 if buffer is not None and (name := buffers[id(buffer)]) in recording.graph.parameter_bytes:
+                    new += [name] if name not in self.homes and id(buffer) not in inside else []
                     self.homes.setdefault(name, inside.get(id(buffer), previous))
+        if new and self.first is not None:  # the step's own, such as counts that only validation keeps
+            self.homes |= homes_behind(recording.graph, self.homes, new, self.num_stages)
 
     def _assign(self, recording: Recording) -> Assignment:
         assignment = assign(recording.graph, self.homes, self.num_stages)

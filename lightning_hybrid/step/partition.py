@@ -185,6 +185,27 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
     )
 
 
+def homes_behind(graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int) -> dict[str, int]:
+    """The first stages on which some buffers can lie with all that a step does with them.
+
+    Args:
+        graph: Of the step.
+        homes: Stage of each parameter and tracked buffer; those of the buffers do not count.
+        names: The buffers.
+        num_stages: Of the pipeline.
+    """
+    found = dict.fromkeys(names, 0)
+    while True:
+        assignment = assign(graph, {**homes, **found}, num_stages)
+        later = dict(found)
+        for name, stages in assignment.holders.items():
+            if name in later:
+                later[name] = max(later[name], *stages)
+        if later == found:
+            return found
+        found = later
+
+
 def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Sequence[int]) -> None:
     """A tensor and a view of it are two tensors once they are on different ranks; a write must not be lost."""
     for node, stage in zip(graph.nodes, node_stage, strict=True):

@@ -116,12 +116,29 @@ class PlainNormOfInputs(Tiny):
         self.log_of_start = self.norm.running_var.clone()
 
 
+class CountsOfValidation(Tiny):
+    """A buffer that the training step does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("errors", torch.zeros(2, dtype=torch.float64))
+
+    def validation_step(self, batch, batch_idx):
+        out = self(batch["x"])
+        self.errors += torch.stack([(out - batch["y"]).abs().sum(), (out > 0.3).double().sum()])
+
+    def on_validation_epoch_end(self):
+        self.log("error", self.errors[0])
+        self.log("large", self.errors[1])
+        self.errors.zero_()
+
+
 def state_after(size, pp, case, folder, options):
     ignore_warnings()
     torch.manual_seed(3)
     model = case()
     trainer = trainer_of(size, pp, strategy_options=options, max_epochs=2)
-    trainer.fit(model, loader(4, 16))
+    trainer.fit(model, loader(4, 16), loader(4, 16) if case is CountsOfValidation else None)
     trainer.save_checkpoint(f"{folder}/{size}.ckpt")
     saved = torch.load(f"{folder}/{size}.ckpt", weights_only=False)["state_dict"]
     kept = {name: value.clone() for name, value in model.state_dict().items()}
@@ -131,7 +148,7 @@ def state_after(size, pp, case, folder, options):
     return kept | {f"logged {name}": value.double() for name, value in trainer.callback_metrics.items()}
 
 
-CASES = [Losses, MeanTeacher, Statistics, Centre, PlainNorm, PlainNormOfInputs]
+CASES = [Losses, MeanTeacher, Statistics, Centre, PlainNorm, PlainNormOfInputs, CountsOfValidation]
 
 
 @pytest.mark.parametrize("case", CASES)
