@@ -145,18 +145,13 @@ class VariantChoice:
         return variant
 
     @contextlib.contextmanager
-    def _unwritten(self, call: Call, batch: Any) -> Iterator[Any]:
-        """A batch for a rehearsal: a copy where the step is known to write into it."""
-        if call.name in self._writes_batch:
-            yield map_leaves(_copied, batch)
-            return
-        versions = _versions(batch)
-        yield batch
+    def _copy_for_rehearsal(self, call: Call, batch: Any) -> Iterator[Any]:
+        """A copy of a batch: a step may write into it, and do so in some batches only (CutMix)."""
+        copied = map_leaves(_copied, batch)
+        versions = _versions(copied)
+        yield copied
         if _is_written(versions):
-            raise StepError(
-                f"{call.name} writes into its batch in place, which it did not when it was recorded; let it write into"
-                " a copy"
-            )
+            self._writes_batch.add(call.name)
 
     def _rehearse(
         self, call: Call, microbatches: Sequence[Any], keys: Sequence[Hashable], *, apart: bool
@@ -213,7 +208,7 @@ class VariantChoice:
         known.forms = []
         grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
         with (
-            self._unwritten(call, microbatch) as batch,
+            self._copy_for_rehearsal(call, microbatch) as batch,
             installed(known.latest.replays.values(), randomness) as current,
             randomness.isolated(),
             randomness.microbatch(call.number, call.first + place),

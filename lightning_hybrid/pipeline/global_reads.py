@@ -54,7 +54,7 @@ class GlobalReads(TorchFunctionMode):
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        buffer_homes: Callable[[], Mapping[int, int]] = dict,
+        buffer_homes: Callable[[], Sequence[tuple[Tensor, int]]] = list,
         most_elements: int = 1 << 24,
     ) -> None:
         """Begin a run.
@@ -64,7 +64,7 @@ class GlobalReads(TorchFunctionMode):
             holders: Pipeline ranks by FQN.
             group: The ranks of this pipeline.
             device: Where the group communicates.
-            buffer_homes: By id, pipeline rank of the buffers that are right on one rank only.
+            buffer_homes: The buffers that are right on one pipeline rank only, and that rank.
             most_elements: How many elements one hook may send around.
         """
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import flatten
 
+# Buffers with no more elements are sent together.
+_FEW_ELEMENTS = 1 << 16
+
 
 class HookBuffers:
     """Gives all ranks the content of the buffers that a hook touches, once in each hook.
@@ -23,14 +26,14 @@ class HookBuffers:
 
     def __init__(
         self,
-        homes: Callable[[], Mapping[int, int]],
+        homes: Callable[[], Sequence[tuple[Tensor, int]]],
         contents: Contents,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Args: homes: pipeline rank by id of each such buffer. contents, group, device: of the pipeline."""
+        """Args: homes: such buffers, and the pipeline rank of each. contents, group, device: of the pipeline."""
         self._homes, self._contents, self._group, self._device = homes, contents, group, device
-        self._left: dict[int, int] | None = None  # of this hook: those that it has not touched yet
+        self._left: dict[int, tuple[Tensor, int]] | None = None  # of this hook: those that are not fresh
 
     def refresh(self, hook: str, arguments: Any) -> None:
         """Before an operation; collective over the pipeline if a buffer is among its arguments.
@@ -47,13 +50,27 @@ class HookBuffers:
         for leaf in flatten(arguments)[0]:
             if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter) or is_absent(leaf):
                 continue
-            if self._left is None:
-                self._left = dict(self._homes())
-            home = self._left.pop(id(leaf), None)
-            if home is not None:
-                with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():
+                if self._left is None:
+                    self._left = {id(buffer): (buffer, home) for buffer, home in self._homes()}
+                if id(leaf) in self._left:
                     self._contents.meet(hook, f"reads a buffer of shape {tuple(leaf.shape)}")
-                    broadcast_buffer(leaf, home, self._group, self._device)
+                    self._send(leaf)
+
+    def _send(self, buffer: Tensor) -> None:
+        """One buffer, and with a small one all that are small."""
+        assert self._left is not None
+        together: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        for key, (other, home) in list(self._left.items()):
+            if other is buffer or max(other.numel(), buffer.numel()) <= _FEW_ELEMENTS:
+                together.setdefault((home, other.dtype), []).append(other)
+                del self._left[key]
+        for (home, _), buffers in together.items():
+            content = torch.cat([one.detach().to(self._device).reshape(-1) for one in buffers])
+            broadcast_buffer(content, home, self._group, self._device)
+            if self._group.rank() != home:
+                for one, sent in zip(buffers, content.split([one.numel() for one in buffers]), strict=True):
+                    one.detach().copy_(sent.view(one.shape))
 
     def forget(self) -> None:
         """End of a hook: the next step writes buffers again."""

@@ -330,7 +330,7 @@ class StagePlan:
             dist.broadcast(as_sent(content), group=self._group, group_src=holders[0])
             if is_absent(parameter):
                 fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
-        for buffer, home in self._buffer_homes(copy):
+        for buffer, home in self.buffer_homes(copy):
             broadcast_buffer(buffer, home, self._group, device)
         compute_weights(self._root if copy is None else copy)
 
@@ -342,8 +342,10 @@ class StagePlan:
         dist.gather_object(dict(mine), rows, group=self._group, group_dst=0)
         return {key: value for row in rows or [] for key, value in row.items()}
 
-    def _buffer_homes(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
+    def buffer_homes(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
         """Buffers whose content is right on one rank only: those inside units, and the tracked ones."""
+        if self.first is None:
+            return []
         if copy is not None:
             homes_by_id = self.buffer_ranks()
             pairs = zip(self._root.buffers(), copy.buffers(), strict=True)
@@ -369,7 +371,7 @@ class StagePlan:
 
     def buffer_ranks(self, copy: nn.Module | None = None) -> dict[int, int]:
         """Pipeline rank on which a buffer (of a copy) is right, by id of the buffer; others are right everywhere."""
-        return {id(buffer): home for buffer, home in self._buffer_homes(copy)} if self.first is not None else {}
+        return {id(buffer): home for buffer, home in self.buffer_homes(copy)}
 
     def repeated_buffers(self) -> list[tuple[dict[str, Any], str]]:
         """The buffers that every stage writes for itself, as nothing of the model goes there: their dicts and names."""

@@ -153,6 +153,8 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[in
         whole: The step on all of them.
         pairs: What is ``alike`` in the two.
     """
+    if _adds_in_place(value, whole):
+        return lambda parts, _: parts[-1]  # all microbatches wrote into one tensor
     if total_over_samples(value, part, whole, pairs) is not None:
         return summed
     small, large = part.values[pairs.get(value, value)], whole.values[value]
@@ -180,6 +182,12 @@ def is_of_all_samples(value: int, graph: StepGraph, samples: int) -> bool:
     """Whether a value is a sum, maximum or minimum over the samples: joined otherwise than by their share."""
     maker = _maker(value, graph)
     return maker is not None and maker[0] in SUMS | _MOST | _LEAST and samples in graph.values[maker[1]].shape
+
+
+def _adds_in_place(value: int, graph: StepGraph) -> bool:
+    """Whether a value is what the module had before the step, with something added: ``self.counts += new``."""
+    node = next((node for node in graph.nodes if value in node.outputs), None)
+    return node is not None and node.name in ("add_", "__iadd__") and graph.cloned.isdisjoint(node.inputs)
 
 
 def _maker(value: int, graph: StepGraph) -> tuple[str, int] | None:

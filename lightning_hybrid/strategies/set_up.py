@@ -295,7 +295,7 @@ class SetUpStrategy(VerifyingStrategy):
         holders = {name: plan.ranks_of(name) for name in parameters}
         stages = None
         if plan.num_ranks > 1:
-            group, homes = self.mesh.group("pp"), plan.buffer_ranks
+            group, homes = self.mesh.group("pp"), plan.buffer_homes
             stages = self._reads = GlobalReads(parameters, holders, group, self.root_device, buffer_homes=homes)
         self._hook_reads = reads = HookReads(
             stages,

@@ -80,6 +80,13 @@ class Histogram:
         return torch.histc((target * 2 + predicted).double(), 4, 0, 3)
 
 
+class OneMore:
+    def count(self, target, predicted):
+        count = (target == predicted).sum()
+        count += 1
+        return count - 1
+
+
 class Mean:
     def count(self, target, predicted):
         return (target == predicted).double().sum() / target.numel()
@@ -106,6 +113,11 @@ class AddedInPlace(Added):
 
     def keep(self, count):
         self.kept += count
+
+
+class AddedToTensor(AddedInPlace):
+    def start(self):
+        self.kept = torch.zeros(4, dtype=torch.long)
 
 
 class AddedTwice(Added):
@@ -137,7 +149,14 @@ class Returned(Counts):
 EACH = [Sum, Product, Einsum, Stack, Scatter, IndexAdd, Bincount, BincountMatrix, Histogram, Mean]
 CASES = [(Counts, count) for count in EACH]
 CASES += [(Added, count) for count in (Sum, Product, Bincount)]
-CASES += [(AddedInPlace, Sum), (AddedInPlace, Product), (AddedTwice, Sum), (Moving, Mean)]
+CASES += [
+    (AddedInPlace, Sum),
+    (AddedInPlace, Product),
+    (AddedInPlace, Bincount),
+    (AddedToTensor, Bincount),
+    (AddedTwice, Sum),
+    (Moving, Mean),
+]
 CASES += [(Returned, count) for count in (Sum, Product, Stack, BincountMatrix)]
 
 
