@@ -65,11 +65,10 @@ class _BookkeepingWatch(ReplayWatch):
         if any(node.index in total.bases for total in self._totals.values()):
             marked = [isinstance(leaf, Tensor) and self.mark_of(leaf) is not None for leaf in leaves]
             base = next((leaf for leaf, is_marked in zip(leaves, marked, strict=True) if not is_marked), None)
-            is_state = id(base) in self._state or isinstance(base, int | float)
-            is_known = is_state or (isinstance(base, Tensor) and not base.any())
-            self._bases[node.index] = (
-                base.clone() if isinstance(base, Tensor) and is_known else base if is_known else None
-            )
+            if isinstance(base, Tensor) and (id(base) in self._state or not base.any()):
+                self._bases[node.index] = base.clone()
+            elif isinstance(base, int | float):
+                self._bases[node.index] = base
         result = super()._skip(node, leaves)
         for value in node.outputs:
             if value in self._totals and value in self._contents:
