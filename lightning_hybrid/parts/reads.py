@@ -21,9 +21,9 @@ from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call
 
-_IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
-_SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
-_SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
+IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
+SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
+SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
 _OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "_backward_hooks", "layout"})
 
 
@@ -126,13 +126,13 @@ class CutReads(TorchFunctionMode):
                 return self._whole(args[0], self._cut[id(args[0])])
             if member in _OWN_PROPERTIES:
                 return func(*args, **kwargs)
-            if name == "__get__" and member in _SHAPE_PROPERTIES:
+            if name == "__get__" and member in SHAPE_PROPERTIES:
                 return func(self._shape_of(args[0]))
-        elif name in _SHAPE_METHODS and self._is_cut(args[0]):
+        elif name in SHAPE_METHODS and self._is_cut(args[0]):
             return func(self._shape_of(args[0]), *args[1:], **kwargs)
         elif name == "__get__" and func.__self__.__name__ == "data" and id(args[0]) in self._origins:
             return args[0]  # `.data` would hide from the version that it is written
-        elif name in _IDENTITY:
+        elif name in IDENTITY:
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
         places = [place for place, leaf in enumerate(leaves) if self._is_cut(leaf)]

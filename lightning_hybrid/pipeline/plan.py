@@ -69,7 +69,7 @@ class StagePlan:
         self.homes: dict[str, int] = {}
         self.first: Variant | None = None
         self._root = root
-        self._group = group
+        self.group = group
         self._randomness = randomness
         self._cuts = cuts
         self._agree = agree
@@ -85,8 +85,9 @@ class StagePlan:
         return tuple(range(self.rank, self.num_stages, self.num_ranks))
 
     def ranks_of(self, fqn: str) -> tuple[int, ...]:
-        """Pipeline ranks that hold a parameter or tracked buffer; the first one counts it."""
-        return tuple(dict.fromkeys(stage % self.num_ranks for stage in self.stages_of(fqn)))
+        """Pipeline ranks that hold a parameter or tracked buffer; the first one counts it. All if nothing is cut."""
+        stages = range(self.num_ranks) if self.first is None else self.stages_of(fqn)
+        return tuple(dict.fromkeys(stage % self.num_ranks for stage in stages))
 
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Stages that hold a parameter or tracked buffer."""
@@ -327,11 +328,11 @@ class StagePlan:
                 continue
             content = parameter.detach() if not is_absent(parameter) else _empty(parameter, device)
             content = content.to(device).contiguous()
-            dist.broadcast(as_sent(content), group=self._group, group_src=holders[0])
+            dist.broadcast(as_sent(content), group=self.group, group_src=holders[0])
             if is_absent(parameter):
                 fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
         for buffer, home in self.buffer_homes(copy):
-            broadcast_buffer(buffer, home, self._group, device)
+            broadcast_buffer(buffer, home, self.group, device)
         compute_weights(self._root if copy is None else copy)
 
     def gather_object(self, mine: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,7 +340,7 @@ class StagePlan:
         if self.num_ranks == 1:
             return dict(mine)
         rows: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
-        dist.gather_object(dict(mine), rows, group=self._group, group_dst=0)
+        dist.gather_object(dict(mine), rows, group=self.group, group_dst=0)
         return {key: value for row in rows or [] for key, value in row.items()}
 
     def buffer_homes(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
@@ -392,7 +393,7 @@ class StagePlan:
         buffers = dict(self._root.named_buffers())
         for name in sorted(self._tracked):
             if any(len(variant.assignment.holders.get(name, ())) > 1 for variant in dict.fromkeys(variants)):
-                broadcast_buffer(buffers[name], self.ranks_of(name)[0], self._group, self._randomness.device)
+                broadcast_buffer(buffers[name], self.ranks_of(name)[0], self.group, self._randomness.device)
 
 
 def _empty(parameter: Tensor, device: torch.device) -> Tensor:

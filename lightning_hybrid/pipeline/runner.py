@@ -26,10 +26,14 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached
 from lightning_hybrid.pipeline.sharing import StepSharing
 from lightning_hybrid.pipeline.transport import Transport
+from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
+from lightning_hybrid.step.absent import ControlFlowError
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, sizes_of, split
+from lightning_hybrid.step.partition import PartitionError
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.tree import map_leaves
 
@@ -70,6 +74,10 @@ class TrainContext:
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
 
 
+# What says that a step cannot be recorded, or not be cut.
+CANNOT_BE_CUT = (ControlFlowError, PartitionError, StepError)
+
+
 class StepRunner:
     """Runs any step of one module on this rank's stages.
 
@@ -77,6 +85,7 @@ class StepRunner:
         plan: Who holds what.
         splitter: Of the user, for batches.
         watching_units: All entered with the first step's recorded form while that step is recorded once more.
+        uncut: Runs steps of evaluation that cannot be cut.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class StepRunner:
         splitter: BatchSplitter | None,
         replica: int,
         metrics: MetricSync,
+        uncut: UncutSteps,
     ) -> None:
         """Args: root: the user's module. plan: who holds what. group: this pipeline's ranks. replica: data rank."""
         self.plan = plan
@@ -110,6 +120,7 @@ class StepRunner:
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
         self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
+        self.uncut = uncut
 
     def record(
         self,
@@ -176,11 +187,13 @@ class StepRunner:
         """
         batch, *rest = args
         count = self.count(name, batch)
+        first = self._replica * count
+        call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
+        if name in self.uncut.names:
+            return self._run_uncut(call, batch)
         microbatches, weights = split(batch, count, self.splitter)
         if train is not None and train.weigh is not None:
             weights = train.weigh(microbatches)
-        first = self._replica * count
-        call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
         logs = LogCapture(count)
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
@@ -190,7 +203,13 @@ class StepRunner:
             with context(), keyed, logs.microbatch(self._root, index):
                 return run()
 
-        variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
+        try:
+            variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
+        except CANNOT_BE_CUT as reason:
+            if train is not None:
+                raise
+            self.uncut.adopt(name, reason)
+            return self._run_uncut(call, batch)
         steps = [self._choice.runs_on(call, microbatch, len(self.plan.stages)) for microbatch in microbatches]
         sharing = StepSharing(
             self._group,
@@ -228,7 +247,14 @@ class StepRunner:
             self._whole.check(variants, outcome.runs.values())
             kept.join(weights, microbatches)
         self.plan.share_buffers(variants)
+        self.uncut.buffers_are_old = True
         return result
+
+    def _run_uncut(self, call: Call, batch: Any) -> StepResult:
+        call = dataclasses.replace(call, first=self._replica)  # one batch, one draw
+        with self._metrics.step():
+            output, logged = self.uncut.run(call, batch)
+        return StepResult(output, None, logged, [])
 
     def _choose(
         self, call: Call, batch: Any, microbatches: Sequence[Any], share_output: bool

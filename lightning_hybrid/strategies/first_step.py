@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.runner import CANNOT_BE_CUT, StepRunner
 from lightning_hybrid.step.compiled_code import compiled_around
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
 from lightning_hybrid.strategies.early_optimizers import record_with_optimizers
@@ -50,7 +50,7 @@ def record_first_step(
         context: The contexts in which each step runs.
 
     Returns:
-        Whether the module has such a step.
+        Whether the module has such a step, and it can be cut.
 
     Raises:
         BatchError: The batch cannot be split as asked.
@@ -80,7 +80,11 @@ def record_first_step(
             if is_fitting:
                 record_with_optimizers(trainer, module, record)
             else:
-                record()
+                try:
+                    record()
+                except CANNOT_BE_CUT as reason:
+                    runner.uncut.adopt(name, reason)
+                    return False
     finally:
         for part, mode_before in was_training.items():
             part.training = mode_before

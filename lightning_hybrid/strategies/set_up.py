@@ -19,8 +19,6 @@ from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.pipeline.transport import transport_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import agree_on_start, check_left_whole, whole_again_callback
 from lightning_hybrid.strategies.averages import Averages
@@ -36,6 +34,7 @@ from lightning_hybrid.strategies.recomputed_layers import (
     recompute_layers,
     recompute_plain_layers,
 )
+from lightning_hybrid.strategies.stage_runner import runner_of_stages
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
@@ -178,27 +177,18 @@ class SetUpStrategy(VerifyingStrategy):
 
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
         """Record the run's first step on an example batch and keep only this rank's part of the module."""
-        pipeline = self.mesh.group("pp")
-        self._plan = StagePlan(
+        self._metrics = MetricSync(module, self.mesh.group("pp"), self.mesh.group("data"))
+        self._plan, self._runner = runner_of_stages(
             module,
-            pipeline,
+            self.mesh,
+            self.options,
             randomness,
-            stages_per_rank=self.options.stages_per_rank,
-            cuts=self.options.pipeline_cuts,
-            agree=self.broadcast,
-        )
-        self._metrics = MetricSync(module, pipeline, self.mesh.group("data"))
-        self._runner = StepRunner(
-            module,
-            self._plan,
-            transport_of(pipeline, self.root_device),
-            pipeline,
-            randomness,
-            schedule=self.options.schedule,
-            num_microbatches=self.options.microbatches,
-            splitter=self.options.batch_splitter,
             replica=self.data_rank,
             metrics=self._metrics,
+            parts=lambda: self.parts,
+            agree=self.broadcast,
+            num_processes=self.num_processes,
+            around_uncut=lambda: contextlib.nullcontext() if self._experts is None else self._experts.all_held(),
         )
         planner = None
         if self._shares_layers:

@@ -269,10 +269,15 @@ class SteppingStrategy(FolderStrategy):
         evaluates = name in ("validation_step", "test_step") and self.mesh.size("data") > 1
         return asked_in_common_batches(self._trainer, self.mesh, name) if evaluates else nullcontext()
 
+    @property
+    def uncut_steps(self) -> frozenset[str]:
+        """Names of steps of evaluation that every rank runs whole, so far."""
+        return frozenset() if self._runner is None else frozenset(self._runner.uncut.names)
+
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
         module = self.lightning_module
         assert module is not None
-        if self._runner is None or self._plan is None or self._plan.first is None:
+        if self._runner is None or self._plan is None or (self._plan.first is None and not self.uncut_steps):
             return self._plain_step(name, args)
         return self._run(name, args, None).output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning_hybrid.verify.compare import compare, noise_of, unmoved
@@ -38,9 +39,14 @@ class Verification:
         self._timeout = timeout
         self._references: dict[Cut, Reference] = {}
 
-    def reference(self, layout: Layout) -> Reference:
-        """What a layout is compared with."""
-        cut = cut_of(self.experiment, layout)
+    def reference(self, layout: Layout, uncut: frozenset[str] = frozenset()) -> Reference:
+        """What a layout is compared with.
+
+        Args:
+            layout: To run under.
+            uncut: Steps of evaluation that run on whole batches there.
+        """
+        cut = replace(cut_of(self.experiment, layout), uncut=uncut)
         if cut not in self._references:
             [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
         return self._references[cut]
@@ -67,10 +73,14 @@ class Verification:
         except Exception as error:
             return Report(layout.name, "failed", _text(error), notes=notes)
         failed = _failed(layout, ranks)
+        if failed is None and ranks[0].uncut:
+            reference = self.reference(layout, ranks[0].uncut)
         return failed or self._compared(layout, ranks, reference)
 
     def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
         notes = list(reference.notes)
+        if ranks[0].uncut:
+            notes.append(f"{', '.join(sorted(ranks[0].uncut))}: run whole on every rank, as no cut can be made of it")
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
         floor = noise_of(reference.observed, reference.noisy)
         if still := unmoved(reference.observed):

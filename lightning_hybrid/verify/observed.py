@@ -65,6 +65,7 @@ class Observed:
         weights: All parameters after the run.
         buffers: All buffers after the run.
         trained: FQNs of the parameters that want gradients.
+        uncut: Names of steps of evaluation that each rank ran whole.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -83,6 +84,7 @@ class Observed:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
+    uncut: frozenset[str] = frozenset()
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
@@ -147,15 +149,22 @@ class Notes:
         self.observed.metrics = self._numbers(trainer.callback_metrics)
         self.observed.weights = held(module.named_parameters(), trainer)
         self.observed.buffers = held(module.named_buffers(), trainer)
+        self._note_uncut(trainer)
         return self.observed
 
     def note_test(self, trainer: Any) -> None:
         """Note what a test logged."""
         self.observed.tests = self._numbers(trainer.callback_metrics)
+        self._note_uncut(trainer)
 
-    def note_predictions(self, predictions: Any, num_loaders: int) -> None:
-        """Note what came out of a prediction from so many loaders."""
+    def note_predictions(self, predictions: Any, trainer: Any) -> None:
+        """Note what came out of a prediction."""
+        self._note_uncut(trainer)
+        num_loaders = trainer.predict_loop.num_dataloaders
         self.observed.predictions = leaves_of([predictions] if num_loaders == 1 else predictions)
+
+    def _note_uncut(self, trainer: Any) -> None:
+        self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)

@@ -42,6 +42,7 @@ class Cut:
         num_stages: Which that choice depends on.
         splitter: The user's ``batch_splitter``.
         weight: The user's ``microbatch_weight``.
+        uncut: Steps of evaluation that run on the whole batch of a replica, whatever the number of parts.
     """
 
     replicas: int
@@ -49,6 +50,7 @@ class Cut:
     num_stages: int
     splitter: Callable[[Any, int], Sequence[Any]] | None = None
     weight: Callable[[Any], float] | None = None
+    uncut: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,9 @@ class PartsReference:
     def _parts(self, name: str, batches: list[Any], shares: list[float]) -> list[_Part]:
         cut, parts = self._cut, []
         for replica, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            if name in cut.uncut:
+                parts.append(_Part(replica, replica, batch, share))
+                continue
             try:
                 count = choose_count(batch, cut.num_microbatches, cut.num_stages, cut.splitter)
             except BatchError:

@@ -147,7 +147,7 @@ def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, note
     given = _loading(pl, module, data, "predict")
     if given is not None:
         predictions = trainer.predict(module, **given)
-        notes.note_predictions(predictions, trainer.predict_loop.num_dataloaders)
+        notes.note_predictions(predictions, trainer)
 
 
 def _loading(pl: ModuleType, module: Any, data: Any, kind: str) -> dict[str, Any] | None:

@@ -66,33 +66,6 @@ class Recurrent(Tiny):
         return self.layers[-1](x)
 
 
-class ValidatesBackwards(Tiny):
-    """Runs its layers the other way round in validation."""
-
-    def validation_step(self, batch, batch_idx):
-        x = batch["x"]
-        for layer in reversed(self.layers[:-1]):
-            x = layer(x)
-        self.log("v", self.layers[-1](x).mean())
-
-
-class ReadsEarlier(Tiny):
-    """Writes a buffer at the end of training, and reads it at the beginning of validation."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("center", torch.zeros(1, dtype=torch.float64))
-
-    def training_step(self, batch, batch_idx):
-        y = self(batch["x"])
-        with torch.no_grad():
-            self.center.lerp_(y.mean(0), 0.1)
-        return nn.functional.mse_loss(y, batch["y"])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("v", self(batch["x"] - self.center).mean())
-
-
 class WithLBFGS(Tiny):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
@@ -111,16 +84,6 @@ CASES = {
     "branch": (Branches, {}, ["test_refusals.py", "branches", "torch.where", "pipeline_parallel_size=1"]),
     "branch_item": (BranchesOnNumber, {}, ["test_refusals.py", "branches", "pipeline_parallel_size=1"]),
     "recurrent": (Recurrent, {}, ["pipeline_parallel_size=1", "stages"]),
-    "backwards": (
-        ValidatesBackwards,
-        {},
-        ["test_refusals.py", "validation_step uses 'layers.1.0.weight' after 'layers.2.0.weight'", "ranks [0]"],
-    ),
-    "earlier": (
-        ReadsEarlier,
-        {},
-        ["validation_step uses 'layers.0.0.weight' after 'center'", "ranks [0]", "on stage 1, where that step writes"],
-    ),
     "lbfgs": (WithLBFGS, {}, ["LBFGS", "pipeline_parallel_size=1"]),
     "one_unit": (OneUnit, {}, ["1", "2", "pipeline_parallel_size"]),
     "cut": (Tiny, {"pipeline_cuts": ["layers.9"]}, ["layers.9", "pipeline_cuts"]),

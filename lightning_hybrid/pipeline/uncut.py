@@ -1,0 +1,140 @@
+"""Steps of evaluation that cannot be cut: text is generated token by token, or a value of the model decides a branch.
+
+Every rank of a replica runs such a step whole, on the whole batch, as one process does, and is lent the parameters that
+it does not hold (``pipeline.lent``). That costs the time of one process and the messages, but no rank's memory beyond
+what it is lent, and whatever the step does is right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.pipeline.choice import Call
+from lightning_hybrid.pipeline.exchange import NumberExchange, broadcast_buffer, digest
+from lightning_hybrid.pipeline.known import Contents
+from lightning_hybrid.pipeline.lent import LentParameters
+from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.compiled_code import Uncompiled
+from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.tree import flatten
+
+
+class UncutSteps:
+    """Runs steps of one module whole.
+
+    Attributes:
+        names: Those that cannot be cut, so far.
+        buffers_are_old: Whether a step has run in stages since the ranks had the same buffers.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: StagePlan,
+        parts: Callable[[], HeldParts | None],
+        replica: dist.ProcessGroup,
+        randomness: KeyedRandomness,
+        *,
+        room: Callable[[], int],
+        tell: Callable[[str, Exception], None],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Say who holds what.
+
+        Args:
+            root: The user's module.
+            plan: Which ranks of the pipeline hold which parameters.
+            parts: What this rank holds of each parameter, if it is not all.
+            replica: All ranks that see the same batch.
+            randomness: Keys what steps draw.
+            room: Bytes that lent parameters may take in a step, as far as this rank knows.
+            tell: Called with the name of a step that cannot be cut, and the reason, once.
+            around: Entered around each, whatever else it runs in.
+        """
+        self.names: set[str] = set()
+        self.buffers_are_old = True
+        self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
+        self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
+        self._contents = Contents(replica, randomness.device)
+
+    def adopt(self, name: str, reason: Exception) -> None:
+        """From now on every rank runs a step whole."""
+        self.names.add(name)
+        self._tell(name, reason)
+
+    def lent(self, meet: Callable[[str], None], room: int) -> LentParameters:
+        """What a step must run in."""
+        parameters = dict(self._root.named_parameters())
+        device, holders = self._randomness.device, self._plan.ranks_of
+        return LentParameters(parameters, holders, self._plan.group, self._parts(), device, meet=meet, room=room)
+
+    def run(self, call: Call, batch: Any) -> tuple[Any, list[tuple[Entry, float]]]:
+        """Run a step on a batch; collective over the replica.
+
+        Args:
+            call: The step.
+            batch: All of it.
+
+        Returns:
+            What it returned, and what it logged with the first rank's values.
+
+        Raises:
+            RanksDisagree: The ranks do not do the same.
+        """
+        logs, meet = LogCapture(1), partial(self._contents.meet, call.name)
+        room = torch.tensor(self._room(), dtype=torch.int64, device=self._randomness.device)
+        dist.all_reduce(room, dist.ReduceOp.MIN, group=self._replica)
+        self._refresh_buffers()
+        uncompiled = Uncompiled()
+        uncompiled.on()
+        try:
+            with (
+                self._randomness.isolated(),
+                drawing_as_stages(self._root, self._randomness, call.number, call.first),
+                call.context(),
+                self._around(),
+                logs.microbatch(self._root, 0),
+                slow_attention(),
+                self.lent(meet, int(room)),
+            ):
+                output = call.on(batch)
+        finally:
+            uncompiled.off()
+        meet("ends the step")
+        return output, self._shared(logs, batch)
+
+    @torch.no_grad()
+    def _refresh_buffers(self) -> None:
+        """Give every rank the buffers that steps in stages have written elsewhere."""
+        if not self.buffers_are_old:
+            return
+        if (parts := self._parts()) is not None:
+            cut = {name for axis in parts.cuts for name in axis.buffers}
+            for name, buffer in self._root.named_buffers():
+                if name in cut:
+                    buffer.copy_(parts.whole_of(name, buffer))
+        if self._plan.num_ranks > 1:
+            for buffer, home in self._plan.buffer_homes():
+                broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
+        self.buffers_are_old = False
+
+    def _shared(self, logs: LogCapture, batch: Any) -> list[tuple[Entry, float]]:
+        """What was logged; the first rank's numbers, should kernels of another rank have rounded otherwise."""
+        entries = logs.entries()
+        keys = zlib.crc32("|".join(entry.name for entry in entries).encode())
+        values = [entry.values[0] for entry in entries]
+        exchange = NumberExchange(
+            values, self._replica, names=keys, batch=digest(flatten(batch)[0]), device=self._randomness.device
+        )
+        return list(zip(entries, exchange.finish(), strict=True))

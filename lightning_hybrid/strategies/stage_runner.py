@@ -1,0 +1,93 @@
+"""What runs the user's steps on stages, made as the user's options say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.transport import transport_of
+from lightning_hybrid.pipeline.uncut import UncutSteps
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.strategies.options import Options
+from lightning_hybrid.verify.memory import free_bytes
+
+# Parameters that are lent may take this share of the memory that is free when a step begins.
+_SHARE = 0.25
+
+
+def runner_of_stages(
+    module: nn.Module,
+    mesh: Mesh,
+    options: Options,
+    randomness: KeyedRandomness,
+    *,
+    replica: int,
+    metrics: MetricSync,
+    parts: Callable[[], HeldParts | None],
+    agree: Callable[[Any], Any],
+    num_processes: int,
+    around_uncut: Callable[[], AbstractContextManager[None]],
+) -> tuple[StagePlan, StepRunner]:
+    """Plan the stages of a module, and be ready to run its steps on them.
+
+    Args:
+        module: The user's, whole.
+        mesh: The ranks.
+        options: What was asked for.
+        randomness: Keys what steps draw.
+        replica: Which one this rank is of.
+        metrics: Of the module.
+        parts: What this rank holds of each parameter, later.
+        agree: Returns the first rank's argument on every rank.
+        num_processes: On this node.
+        around_uncut: Entered around steps of evaluation that are not cut.
+    """
+    pipeline, device = mesh.group("pp"), randomness.device
+    each, cuts = options.stages_per_rank, options.pipeline_cuts
+    plan = StagePlan(module, pipeline, randomness, stages_per_rank=each, cuts=cuts, agree=agree)
+    runner = StepRunner(
+        module,
+        plan,
+        transport_of(pipeline, device),
+        pipeline,
+        randomness,
+        schedule=options.schedule,
+        num_microbatches=options.microbatches,
+        splitter=options.batch_splitter,
+        replica=replica,
+        metrics=metrics,
+        uncut=UncutSteps(
+            module,
+            plan,
+            parts,
+            mesh.group("replica"),
+            randomness,
+            room=partial(_room_to_lend, device, num_processes),
+            tell=_warn_of_uncut,
+            around=around_uncut,
+        ),
+    )
+    return plan, runner
+
+
+def _room_to_lend(device: torch.device, num_processes: int) -> int:
+    """Bytes that parameters of other ranks may take on this rank during a step; processes share a host's memory."""
+    return int(min(_SHARE * free_bytes(device) / num_processes, 2.0**62))
+
+
+def _warn_of_uncut(name: str, reason: Exception) -> None:
+    rank_zero_warn(
+        f"{name} cannot be shared by stages, so every rank runs all of it, and is sent parameters of other ranks when"
+        f" it reads them: the numbers of one process, in the time of one process. The reason: {reason}"
+    )
