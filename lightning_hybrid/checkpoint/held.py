@@ -121,7 +121,7 @@ class Holdings:
         """Args: root: the user's module. mesh: of the run. plan, parts: what the ranks hold of it."""
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
-        self._plan = plan if plan is not None and plan.first is not None else None
+        self._plan = plan if plan is not None and plan.is_cut else None
         self._cuts = [] if parts is None else list(parts.cuts)
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name

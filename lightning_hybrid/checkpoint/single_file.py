@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -56,8 +57,17 @@ def gather_module_state(
                 mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     if not keep:
         return {}
-    whole = plan.gather_object(mine)
+    whole = _united(plan, mine)
     return {key: whole[key] for key in local} if plan.rank == 0 else {}
+
+
+def _united(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Union of the dicts of a pipeline's ranks on its first, empty elsewhere; collective over the pipeline."""
+    if plan.num_ranks == 1:
+        return dict(mine)
+    rows: list[Any] | None = [None] * plan.num_ranks if plan.rank == 0 else None
+    dist.gather_object(dict(mine), rows, group=plan.group, group_dst=0)
+    return {key: value for row in rows or [] for key, value in row.items()}
 
 
 def load_module_state(
@@ -156,7 +166,7 @@ def gather_optimizer_state(
                 mine[key] = whole
     if not keep:
         return {}
-    merged = plan.gather_object(mine)
+    merged = _united(plan, mine)
     if plan.rank != 0:
         return {}
     # Entries of parameters have numbers; optimizers may keep others under names.

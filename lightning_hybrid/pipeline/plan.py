@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.pipeline.by_size import homes_by_size
 from lightning_hybrid.pipeline.exchange import broadcast_buffer
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
@@ -85,16 +86,24 @@ class StagePlan:
         return tuple(range(self.rank, self.num_stages, self.num_ranks))
 
     def ranks_of(self, fqn: str) -> tuple[int, ...]:
-        """Pipeline ranks that hold a parameter or tracked buffer; the first one counts it. All if nothing is cut."""
-        stages = range(self.num_ranks) if self.first is None else self.stages_of(fqn)
-        return tuple(dict.fromkeys(stage % self.num_ranks for stage in stages))
+        """Pipeline ranks that hold a parameter or tracked buffer; the first one counts it."""
+        return tuple(dict.fromkeys(stage % self.num_ranks for stage in self.stages_of(fqn)))
 
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Stages that hold a parameter or tracked buffer."""
-        assert self.first is not None
         if fqn in self._everywhere:
             return tuple(range(self.num_stages))
-        return self.first.assignment.holders.get(fqn, (self.homes[fqn],))
+        home = (self.homes[fqn],)
+        return home if self.first is None else self.first.assignment.holders.get(fqn, home)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each parameter has a home."""
+        return bool(self.homes)
+
+    def cut_by_size(self) -> None:
+        """Give each rank parameters of as many bytes as the others have, where no step can be cut."""
+        self._tracked, self._everywhere, self.homes = set(), set(), homes_by_size(self._root, self.num_stages)
 
     def names(self) -> dict[int, str]:
         """FQN by id of every parameter and tracked buffer."""
@@ -319,14 +328,15 @@ class StagePlan:
         Args:
             copy: Of the module, of which each rank has the same part; the module itself if None.
         """
-        if self.num_ranks == 1 or self.first is None:
+        if self.num_ranks == 1 or not self.is_cut:
             return
         device = self._randomness.device
         for name, parameter in (self._root if copy is None else copy).named_parameters():
             holders = self.ranks_of(name)
             if len(holders) == self.num_ranks:
                 continue
-            content = parameter.detach() if not is_absent(parameter) else _empty(parameter, device)
+            here = not is_absent(parameter)
+            content = parameter.detach() if here else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             content = content.to(device).contiguous()
             dist.broadcast(as_sent(content), group=self.group, group_src=holders[0])
             if is_absent(parameter):
@@ -334,14 +344,6 @@ class StagePlan:
         for buffer, home in self.buffer_homes(copy):
             broadcast_buffer(buffer, home, self.group, device)
         compute_weights(self._root if copy is None else copy)
-
-    def gather_object(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """Union of the ranks' dicts on pipeline rank 0, empty elsewhere; collective over the pipeline."""
-        if self.num_ranks == 1:
-            return dict(mine)
-        rows: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
-        dist.gather_object(dict(mine), rows, group=self.group, group_dst=0)
-        return {key: value for row in rows or [] for key, value in row.items()}
 
     def buffer_homes(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
         """Buffers whose content is right on one rank only: those inside units, and the tracked ones."""
@@ -394,7 +396,3 @@ class StagePlan:
         for name in sorted(self._tracked):
             if any(len(variant.assignment.holders.get(name, ())) > 1 for variant in dict.fromkeys(variants)):
                 broadcast_buffer(buffers[name], self.ranks_of(name)[0], self.group, self._randomness.device)
-
-
-def _empty(parameter: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

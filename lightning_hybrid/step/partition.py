@@ -32,6 +32,10 @@ class PartitionError(ValueError):
     """A step that cannot be cut as asked."""
 
 
+class UnfitError(PartitionError):
+    """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
+
+
 @dataclass(frozen=True)
 class Assignment:
     """Which stage does what in one step graph.
@@ -130,7 +134,7 @@ def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = N
     if cuts is None:
         if num_stages > len(starts):
             line = next((node.line for node in graph.nodes if node.together), None)
-            raise PartitionError(
+            raise UnfitError(
                 f"the step needs {num_stages} stages but has only {len(starts)} units with parameters"
                 + (f", counting all that the derivative at {line} goes through as one" if line is not None else "")
                 + (
@@ -311,7 +315,7 @@ def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
 
 def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Collection[int]) -> list[int]:
     if len(cuts) != num_stages - 1:
-        raise PartitionError(
+        raise UnfitError(
             f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
             " name the first unit of each stage but the first"
         )
@@ -322,11 +326,9 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
         if begin is None:
             known = sorted({name for node in graph.nodes for name in _names(node)})
             near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
-            raise PartitionError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
+            raise UnfitError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
         if begin <= begins[-1]:
-            raise PartitionError(
-                f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its forerunner"
-            )
+            raise UnfitError(f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its forerunner")
         begins.append(begin)
     return begins
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.pipeline.runner import CANNOT_BE_CUT, StepRunner
 from lightning_hybrid.step.compiled_code import compiled_around
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
+from lightning_hybrid.step.partition import UnfitError
 from lightning_hybrid.strategies.early_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.example_batch import take_example
 from lightning_hybrid.strategies.user_code import current_hook, step_arguments
@@ -54,7 +55,8 @@ def record_first_step(
 
     Raises:
         BatchError: The batch cannot be split as asked.
-        StepError: The step cannot be recorded.
+        StepError: A training step cannot be recorded.
+        PartitionError: It cannot be cut, or not as asked.
     """
     assert trainer.state.fn is not None
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
@@ -83,7 +85,10 @@ def record_first_step(
                 try:
                     record()
                 except CANNOT_BE_CUT as reason:
+                    if isinstance(reason, UnfitError):
+                        raise
                     runner.uncut.adopt(name, reason)
+                    runner.plan.cut_by_size()
                     return False
     finally:
         for part, mode_before in was_training.items():

@@ -234,7 +234,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._runner.wrap_layers(self._recomputation.running)
         if recorded and experts is not None:  # outermost: what they run is gathered and recomputed where it is
             self._runner.wrap_layers(experts.running)
-        if recorded and self._in_parts_by_layout:
+        if self._plan.is_cut and self._in_parts_by_layout:
             self._plan.drop_foreign()
             self._in_parts(module)
             self._read_globally(trainer, module, self._plan)

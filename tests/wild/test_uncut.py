@@ -241,35 +241,35 @@ class Alone(Tiny):
         while out.abs().max() > 0.01:
             out = out / 2
         self.seen.append(out)
+        self.absent = [name for name, parameter in self.named_parameters() if is_absent(parameter)]
         return out
 
 
 def evaluated(size):
-    model = Alone()
+    model, again = Alone(), Alone()
     trainer = trainer_of(size, size, limit_val_batches=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         [metrics] = trainer.validate(model, loader(4), verbose=False)
         predictions = trainer.predict(model, loader(4))
     told = [str(w.message) for w in caught if "cannot be shared by stages" in str(w.message)]
-    return (
-        metrics,
-        predictions,
-        told,
-        all(torch.equal(one, other) for one, other in zip(predictions, model.seen, strict=True)),
-    )
+    again.load_state_dict(model.state_dict())  # whole after the run
+    return metrics, predictions, model.seen, told, model.absent
 
 
 def test_a_run_that_only_evaluates(worlds):
-    expected, predicted, *_ = evaluated(1)
-    for rank, (metrics, predictions, told, seen) in enumerate(worlds.run(2, evaluated, 2)):
+    expected, predicted, _, _, absent = evaluated(1)
+    assert not absent
+    ranks = worlds.run(2, evaluated, 2)
+    for metrics, predictions, seen, *_ in ranks:
         assert_same(metrics, expected)
-        assert all(torch.equal(one, other) for one, other in zip(predictions, predicted, strict=True))
-        assert seen and len(told) == (2 if rank == 0 else 0), told
-        assert all(
-            text.startswith(step) for text, step in zip(told, ("validation_step", "predict_step"), strict=rank == 0)
-        )
-        assert all("test_uncut.py" in text and "branches on a value" in text for text in told)
+        for mine in (predictions, seen):
+            assert all(torch.equal(one, other) for one, other in zip(mine, predicted, strict=True))
+    (*_, told, first), (*_, silent, second) = ranks
+    assert [text.split()[0] for text in told] == ["validation_step", "predict_step"] and not silent
+    assert all("test_uncut.py" in text and "branches on a value" in text for text in told)
+    names = {name for name, _ in Alone().named_parameters()}
+    assert first and second and set(first) | set(second) == names and not set(first) & set(second)
 
 
 class Lent(Alone):
@@ -332,24 +332,37 @@ class Writes(Alone):
         self.layers[0][0].weight.mul_(0.5)
 
 
-def refused(module):
-    module = module()
+class Straight(Tiny):
+    """Can be cut, but not as asked."""
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch["x"])
+
+
+def refused(module, options):
+    module, evaluates = module(), bool(options)
     try:
-        trainer_of(2, 2, num_sanity_val_steps=1).fit(module, loader(4), loader(4))
+        trainer = trainer_of(2, 2, num_sanity_val_steps=1, strategy_options=options)
+        if evaluates:
+            trainer.predict(module, loader(4))
+        else:
+            trainer.fit(module, loader(4), loader(4))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("module", "words", "options"),
     [
-        (ByRank, ["RanksDisagree", "logged", "on every rank"]),
-        (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_uncut.py"]),
-        (Writes, ["StepError", "mul_ writes 'layers.0.0.weight'", "on_validation_batch_end", "test_uncut.py"]),
+        (ByRank, ["RanksDisagree", "logged", "on every rank"], {}),
+        (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_uncut.py"], {}),
+        (Writes, ["StepError", "mul_ writes 'layers.0.0.weight'", "on_validation_batch_end", "test_uncut.py"], {}),
+        (Straight, ["UnfitError", "pipeline_cuts names 'nothing'", "nearest"], {"pipeline_cuts": ["nothing"]}),
+        (Straight, ["UnfitError", "needs 16 stages", "units"], {"stages_per_rank": 8}),
     ],
 )
-def test_refused(worlds, module, words):
-    for message in worlds.run(2, refused, module):
+def test_refused(worlds, module, words, options):
+    for message in worlds.run(2, refused, module, options):
         assert all(word in message for word in words), message
 
 

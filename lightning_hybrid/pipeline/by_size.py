@@ -1,0 +1,15 @@
+"""Who holds what where no step tells: parameters in the order of the module, as many bytes to each stage."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def homes_by_size(root: nn.Module, num_stages: int) -> dict[str, int]:
+    """A stage for each parameter of a module, by FQN; a parameter goes to the stage in which its middle lies."""
+    sizes = {name: p.numel() * p.element_size() for name, p in root.named_parameters()}
+    homes, before, total = {}, 0, max(1, sum(sizes.values()))
+    for name, size in sizes.items():
+        homes[name] = min(num_stages - 1, num_stages * (2 * before + size) // (2 * total))
+        before += size
+    return homes
