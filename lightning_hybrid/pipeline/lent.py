@@ -7,7 +7,7 @@ what the code writes into its arguments need no further thought: it all happens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.parts.reads import IDENTITY, SHAPE_METHODS, SHAPE_PROPERTIES
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call
+from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
 from lightning_hybrid.step.watch import user_line
 
 _OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
@@ -57,7 +57,10 @@ class LentParameters(TorchFunctionMode):
         self._cuts = [] if parts is None else [cut for cut in parts.cuts if cut.axis == "tp"]
         cut = {name for axis in self._cuts for name in axis.placements}
         self._lent = {id(p): name for name, p in parameters.items() if name in cut or len(holders(name)) < group.size()}
+        others = [] if parts is None else [cut for cut in parts.cuts if cut.axis not in ("tp", "cp")]
+        self._of_replicas = {name for axis in others for name in axis.placements}
         self._kept: dict[str, Tensor] = {}
+        self._shown: dict[str, Tensor | None] = {}  # what user code may write into; of replicas' parts as it was
 
     @property
     def num_bytes(self) -> int:
@@ -66,9 +69,19 @@ class LentParameters(TorchFunctionMode):
         return sum(self._shape(parameter).numel() * parameter.element_size() for parameter in lent)
 
     def __exit__(self, *exception: Any) -> None:
-        """Free what was sent."""
+        """Free what was sent; what the step has written into a parameter stays."""
         super().__exit__(*exception)
-        self._kept = {}
+        kept, self._kept = self._kept, {}
+        shown, self._shown = self._shown, {}
+        if exception and exception[0] is not None:
+            return
+        with torch.no_grad():
+            for name, before in shown.items():
+                self._write_back(name, kept[name], before)
+            for name, whole in kept.items():
+                parameter = self._parameters[name]
+                if whole.grad is not None and not is_absent(parameter) and whole.shape == parameter.shape:
+                    parameter.grad = whole.grad if parameter.grad is None else parameter.grad + whole.grad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on what this rank has or is sent."""
@@ -78,6 +91,8 @@ class LentParameters(TorchFunctionMode):
             member = func.__self__.__name__
             if name == "__get__" and member in SHAPE_PROPERTIES:
                 return func(self._without_content(args[0]))
+            if member == "grad" and (whole := self._kept.get(self._lent[id(args[0])])) is not None:
+                return func(whole, *args[1:])
             if member in _OWN_PROPERTIES:
                 return func(*args, **kwargs)
         elif name in SHAPE_METHODS and id(args[0]) in self._lent:
@@ -87,21 +102,49 @@ class LentParameters(TorchFunctionMode):
         leaves, plain = flatten_call(args, kwargs)
         found = {id(leaf): self._lent[id(leaf)] for leaf in leaves if id(leaf) in self._lent}
         if not found:
+            self._refuse_absent(name, leaves)
             return func(*args, **kwargs)
-        if self._writes(name, args, kwargs):
-            raise StepError(
-                f"{user_line()}: {name} writes {next(iter(found.values()))!r}, a parameter of other ranks, in a step of"
-                " evaluation that every rank runs whole; write it in a hook such as on_validation_batch_end"
-            )
         wholes = {place: self._whole(name) for place, name in found.items()}
+        memories = {memory_of(whole): found[place] for place, whole in wholes.items()}
         args, kwargs = rebuild_call([wholes.get(id(leaf), leaf) for leaf in leaves], args, kwargs, plain)
-        return func(*args, **kwargs)
+        if name == "__set__" or _writes(name, kwargs):
+            self._show(found.values(), wholes.values())
+        out = func(*args, **kwargs)
+        shown = [memories[m] for leaf in tensors_inside(out) if (m := memory_of(leaf)) in memories]
+        if shown:
+            self._show(shown, [whole for whole in wholes.values() if memories[memory_of(whole)] in shown])
+        return out
 
-    def _writes(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether an operation writes into a parameter that is lent."""
-        in_place = name == "__set__" or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        written = [args[0] if in_place and args else None, kwargs.get("out")]
-        return any(id(leaf) in self._lent for leaf in flatten(written)[0])
+    def _refuse_absent(self, name: str, leaves: Sequence[Any]) -> None:
+        """What a hook made of parameters of other ranks has no content here."""
+        if any(is_absent(leaf) for leaf in leaves):
+            raise StepError(
+                f"{user_line()}: {name} reads a tensor that a hook made of parameters of other ranks, in a step of"
+                " evaluation that every rank runs whole; keep a copy of the module or a number, or set"
+                " pipeline_parallel_size=1"
+            )
+
+    def _show(self, names: Iterable[str], wholes: Iterable[Tensor]) -> None:
+        """User code holds these wholes, or writes into them: they stay until the end of the step."""
+        for name, whole in zip(names, wholes, strict=True):
+            if name not in self._shown:
+                self._kept[name] = whole
+                self._shown[name] = whole.detach().clone() if name in self._of_replicas else None
+
+    def _write_back(self, name: str, whole: Tensor, before: Tensor | None) -> None:
+        parameter, whole = self._parameters[name], whole.detach()
+        if before is not None and not torch.equal(before, whole):
+            raise StepError(
+                f"the step writes into {name!r}, which replicas share out, in a step of evaluation that every rank runs"
+                " whole; write it in a hook such as on_validation_epoch_start, or set zero_stage=0"
+            )
+        if before is not None or is_absent(parameter):
+            return
+        for axis in self._cuts:
+            if name in axis.placements:
+                whole = axis.part(whole, axis.placements[name])
+        if memory_of(whole) != memory_of(parameter):
+            parameter.detach().copy_(whole)
 
     def _shape(self, parameter: Tensor) -> torch.Size:
         whole = parameter.__dict__.get(WHOLE_SHAPE)
@@ -111,17 +154,20 @@ class LentParameters(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return torch.empty(self._shape(parameter), dtype=parameter.dtype, device="meta")
 
-    @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
-        if name in self._kept:
-            return self._kept[name]
-        with torch._C.DisableTorchFunction():
-            self._meet(f"reads {name!r}")
-            whole = self._sent(name, self._parameters[name])
-        size = whole.numel() * whole.element_size()
-        if size <= self._room:
-            self._room -= size
-            self._kept[name] = whole
+        parameter = self._parameters[name]
+        derived = torch.is_grad_enabled() and parameter.requires_grad
+        whole = self._kept.get(name)
+        if whole is None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._meet(f"reads {name!r}")
+                whole = self._sent(name, parameter)
+            size = whole.numel() * whole.element_size()
+            if size <= self._room or derived:  # what is derived by must be one tensor
+                self._room -= size
+                self._kept[name] = whole
+        if derived and not whole.requires_grad:
+            whole.requires_grad_()
         return whole
 
     def _sent(self, name: str, parameter: Tensor) -> Tensor:
@@ -144,3 +190,8 @@ class LentParameters(TorchFunctionMode):
         if len(holders) < self._group.size():
             dist.broadcast(as_sent(content), group=self._group, group_src=holders[0])
         return content.to(parameter.device)
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation writes into what it is given."""
+    return name == "__setitem__" or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))

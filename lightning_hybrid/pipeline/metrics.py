@@ -87,6 +87,13 @@ class MetricSync:
                             "; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
                         )
 
+    def share_all(self) -> None:
+        """Give every rank the state of all metrics that were fed on one; collective over the pipeline."""
+        for name, metric in self.metrics.items():
+            if name in self._home:
+                self._share_state(name, metric)
+                metric._computed = None
+
     def _share_state(self, name: str, metric: Metric) -> None:
         if name not in self._home or self._pipeline.size() == 1:
             return

@@ -29,11 +29,8 @@ from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
-from lightning_hybrid.step.absent import ControlFlowError
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, sizes_of, split
-from lightning_hybrid.step.partition import PartitionError
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.tree import map_leaves
 
@@ -72,10 +69,6 @@ class TrainContext:
     after_backward: Callable[[int, bool], None]
     reduce: Callable[[int], None]
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
-
-
-# What says that a step cannot be recorded, or not be cut.
-CANNOT_BE_CUT = (ControlFlowError, PartitionError, StepError)
 
 
 class StepRunner:
@@ -205,7 +198,7 @@ class StepRunner:
 
         try:
             variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
-        except CANNOT_BE_CUT as reason:
+        except Exception as reason:  # what is wrong with the step itself shows when it runs whole
             if train is not None:
                 raise
             self.uncut.adopt(name, reason)
@@ -247,11 +240,13 @@ class StepRunner:
             self._whole.check(variants, outcome.runs.values())
             kept.join(weights, microbatches)
         self.plan.share_buffers(variants)
-        self.uncut.buffers_are_old = True
+        self.uncut.others_are_old = True
         return result
 
     def _run_uncut(self, call: Call, batch: Any) -> StepResult:
         call = dataclasses.replace(call, first=self._replica)  # one batch, one draw
+        if self.uncut.others_are_old:
+            self._metrics.share_all()
         with self._metrics.step():
             output, logged = self.uncut.run(call, batch)
         return StepResult(output, None, logged, [])

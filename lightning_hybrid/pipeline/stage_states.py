@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.transaction import Content, ModuleState
 
 
@@ -57,7 +58,7 @@ class StageStates:
         return state, [(buffer, self._content(buffer)) for buffer in held]
 
     def _content(self, buffer: Any) -> Content | None:
-        if not isinstance(buffer, Tensor):
+        if not isinstance(buffer, Tensor) or is_absent(buffer):
             return None
         known = self._contents.get(id(buffer))
         if known is None or not known.is_here():

@@ -24,6 +24,7 @@ from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.lent import LentParameters
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.unit_attributes import share_attributes
 from lightning_hybrid.step.compiled_code import Uncompiled
 from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -35,7 +36,7 @@ class UncutSteps:
 
     Attributes:
         names: Those that cannot be cut, so far.
-        buffers_are_old: Whether a step has run in stages since the ranks had the same buffers.
+        others_are_old: Whether a step has run in stages since the ranks had the same buffers, metrics and attributes.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class UncutSteps:
             around: Entered around each, whatever else it runs in.
         """
         self.names: set[str] = set()
-        self.buffers_are_old = True
+        self.others_are_old = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
         self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
         self._contents = Contents(replica, randomness.device)
@@ -95,7 +96,7 @@ class UncutSteps:
         logs, meet = LogCapture(1), partial(self._contents.meet, call.name)
         room = torch.tensor(self._room(), dtype=torch.int64, device=self._randomness.device)
         dist.all_reduce(room, dist.ReduceOp.MIN, group=self._replica)
-        self._refresh_buffers()
+        self._refresh()
         uncompiled = Uncompiled()
         uncompiled.on()
         try:
@@ -115,9 +116,9 @@ class UncutSteps:
         return output, self._shared(logs, batch)
 
     @torch.no_grad()
-    def _refresh_buffers(self) -> None:
-        """Give every rank the buffers that steps in stages have written elsewhere."""
-        if not self.buffers_are_old:
+    def _refresh(self) -> None:
+        """Give every rank the buffers and attributes of layers that steps in stages have written elsewhere."""
+        if not self.others_are_old:
             return
         if (parts := self._parts()) is not None:
             cut = {name for axis in parts.cuts for name in axis.buffers}
@@ -127,7 +128,8 @@ class UncutSteps:
         if self._plan.num_ranks > 1:
             for buffer, home in self._plan.buffer_homes():
                 broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
-        self.buffers_are_old = False
+            share_attributes(self._plan, self._root)
+        self.others_are_old = False
 
     def _shared(self, logs: LogCapture, batch: Any) -> list[tuple[Entry, float]]:
         """What was logged; the first rank's numbers, should kernels of another rank have rounded otherwise."""

@@ -170,6 +170,7 @@ class ReplayWatch(StepWatch):
         self._reused = replay.placeholders
         self._device = replay.device
         self._received = received
+        self._has_others = replay.assignment.num_stages > 1
         self._next = 0
         self.made: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
@@ -258,7 +259,7 @@ class ReplayWatch(StepWatch):
     def _note(self, tensor: Tensor, value: int) -> None:
         self.mark(tensor, value)
         known = self._values[value]
-        if tensor.shape != known.shape and not known.dynamic:  # other stages go by the recorded shape
+        if tensor.shape != known.shape and not known.dynamic and self._has_others:  # that go by the recorded shape
             raise StepChanged(
                 f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
                 f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"

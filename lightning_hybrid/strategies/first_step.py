@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.pipeline.runner import CANNOT_BE_CUT, StepRunner
+from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.compiled_code import compiled_around
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
 from lightning_hybrid.step.partition import UnfitError
@@ -84,9 +84,9 @@ def record_first_step(
             else:
                 try:
                     record()
-                except CANNOT_BE_CUT as reason:
-                    if isinstance(reason, UnfitError):
-                        raise
+                except UnfitError:
+                    raise
+                except Exception as reason:  # what is wrong with the step itself shows when it runs whole
                     runner.uncut.adopt(name, reason)
                     runner.plan.cut_by_size()
                     return False

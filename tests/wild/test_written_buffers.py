@@ -1,10 +1,14 @@
 """Buffers that the step writes from values of the model, and reads elsewhere."""
 
 import torch
-from layouts import each_under
+from layouts import each_under, under
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from wild.bases import STAGES, Regression
 from wild.suite import COMBINED, FEATURES, check
+
+from lightning_hybrid.verify import Layout
 
 
 class Quantised(Regression):
@@ -124,7 +128,56 @@ class Hooked(Regression):
         return self.head(x)
 
 
-@each_under("module", [Quantised, Centred, Rebound, Aliased, InPart], [STAGES, COMBINED])
+class BoundAnew(Regression):
+    """The moving center of DINO's teacher: a buffer that is another tensor after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(FEATURES))
+
+    def loss(self, batch):
+        x, y = batch
+        out = x
+        for layer in self.layers:
+            out = layer(out)
+        out, mean = out - self.center, out.detach().mean(0)
+        if self.training:
+            self.center = self.center * 0.9 + mean * 0.1
+        return F.mse_loss(self.head(out), y)
+
+
+class Packed(Regression):
+    """Sequences that are padded to the longest of the batch, inside a layer."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.GRU(1, FEATURES, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return pad_packed_sequence(self.cells(packed)[0], batch_first=True)[0]
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = Packed.Recurrent()
+
+    def loss(self, batch):
+        x, y = batch
+        lengths = 1 + (x[:, 0].abs() * (FEATURES - 2)).long().cpu()
+        h = self.recurrent(x[..., None], lengths)
+        for layer in self.layers:
+            h = layer(h)
+        return F.mse_loss(self.head(h).mean(1), y)
+
+
+@under([Layout("zero 1", devices=2, strategy={"zero_stage": 1})])
+def test_sizes_that_data_decide_where_no_other_stage_waits_for_them(worlds, layout):
+    report = check(worlds, Packed, layout, num_microbatches=1)
+    assert report.outcome == "same", str(report)
+
+
+@each_under("module", [Quantised, Centred, Rebound, Aliased, InPart, BoundAnew], [STAGES, COMBINED])
 def test_one_content_for_all_who_read_and_write(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
