@@ -116,12 +116,12 @@ class LentParameters(TorchFunctionMode):
         return out
 
     def _refuse_absent(self, name: str, leaves: Sequence[Any]) -> None:
-        """What a hook made of parameters of other ranks has no content here."""
+        """What a hook, or torch.func, made of parameters of other ranks has no content here."""
         if any(is_absent(leaf) for leaf in leaves):
             raise StepError(
-                f"{user_line()}: {name} reads a tensor that a hook made of parameters of other ranks, in a step of"
-                " evaluation that every rank runs whole; keep a copy of the module or a number, or set"
-                " pipeline_parallel_size=1"
+                f"{user_line()}: {name} reads a tensor without content on this rank, such as one that a hook or"
+                " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs whole;"
+                " keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
             )
 
     def _show(self, names: Iterable[str], wholes: Iterable[Tensor]) -> None:
