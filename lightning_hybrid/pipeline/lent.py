@@ -7,7 +7,7 @@ what the code writes into its arguments need no further thought: it all happens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.parts.reads import IDENTITY, SHAPE_METHODS, SHAPE_PROPERTIES
+from lightning_hybrid.pipeline.operands import written_of
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
@@ -53,7 +54,7 @@ class LentParameters(TorchFunctionMode):
         """
         super().__init__()
         self._parameters, self._holders, self._group, self._device = parameters, holders, group, device
-        self._parts, self._meet, self._room = parts, meet, room
+        self._meet, self._room = meet, room
         self._cuts = [] if parts is None else [cut for cut in parts.cuts if cut.axis == "tp"]
         cut = {name for axis in self._cuts for name in axis.placements}
         self._lent = {id(p): name for name, p in parameters.items() if name in cut or len(holders(name)) < group.size()}
@@ -61,12 +62,6 @@ class LentParameters(TorchFunctionMode):
         self._of_replicas = {name for axis in others for name in axis.placements}
         self._kept: dict[str, Tensor] = {}
         self._shown: dict[str, Tensor | None] = {}  # what user code may write into; of replicas' parts as it was
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all parameters that some rank of a replica has to be sent."""
-        lent = (self._parameters[name] for name in self._lent.values())
-        return sum(self._shape(parameter).numel() * parameter.element_size() for parameter in lent)
 
     def __exit__(self, *exception: Any) -> None:
         """Free what was sent; what the step has written into a parameter stays."""
@@ -104,15 +99,15 @@ class LentParameters(TorchFunctionMode):
         if not found:
             self._refuse_absent(name, leaves)
             return func(*args, **kwargs)
-        wholes = {place: self._whole(name) for place, name in found.items()}
-        memories = {memory_of(whole): found[place] for place, whole in wholes.items()}
-        args, kwargs = rebuild_call([wholes.get(id(leaf), leaf) for leaf in leaves], args, kwargs, plain)
-        if name == "__set__" or _writes(name, kwargs):
-            self._show(found.values(), wholes.values())
+        wholes = {name: self._whole(name) for name in found.values()}
+        leaves = [wholes[found[id(leaf)]] if id(leaf) in found else leaf for leaf in leaves]
+        args, kwargs = rebuild_call(leaves, args, kwargs, plain)
+        written = 0 if name == "__set__" else written_of(name, leaves, kwargs)
+        if written is not None:
+            self._show({name: whole for name, whole in wholes.items() if whole is leaves[written]})
         out = func(*args, **kwargs)
-        shown = [memories[m] for leaf in tensors_inside(out) if (m := memory_of(leaf)) in memories]
-        if shown:
-            self._show(shown, [whole for whole in wholes.values() if memories[memory_of(whole)] in shown])
+        memories = {memory_of(leaf) for leaf in tensors_inside(out)}
+        self._show({name: whole for name, whole in wholes.items() if memory_of(whole) in memories})
         return out
 
     def _refuse_absent(self, name: str, leaves: Sequence[Any]) -> None:
@@ -124,9 +119,9 @@ class LentParameters(TorchFunctionMode):
                 " keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
             )
 
-    def _show(self, names: Iterable[str], wholes: Iterable[Tensor]) -> None:
+    def _show(self, wholes: Mapping[str, Tensor]) -> None:
         """User code holds these wholes, or writes into them: they stay until the end of the step."""
-        for name, whole in zip(names, wholes, strict=True):
+        for name, whole in wholes.items():
             if name not in self._shown:
                 self._kept[name] = whole
                 self._shown[name] = whole.detach().clone() if name in self._of_replicas else None
@@ -190,8 +185,3 @@ class LentParameters(TorchFunctionMode):
         if len(holders) < self._group.size():
             dist.broadcast(as_sent(content), group=self._group, group_src=holders[0])
         return content.to(parameter.device)
-
-
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation writes into what it is given."""
-    return name == "__setitem__" or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))

@@ -235,6 +235,7 @@ class Remembering(Regressor):
         self.log("error_so_far", self.error.compute())
         self.log("norm", sum(p.grad.norm() for p in self.parameters()) + sum(norms))
         self.log("val_loss", loss if loss > 0.1 else loss * 2)
+        self.log("halves", sum(half.norm() for half in self.head.weight.chunk(2, 1)))
         self.zero_grad()
         for parameter in self.body.parameters():
             parameter.data.mul_(0.9)
