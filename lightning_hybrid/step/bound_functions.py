@@ -2,6 +2,9 @@
 
 Since torch 2.14 such an ``apply`` is a built-in method, which calls no Python on its way. So it is found where it is
 kept, and a step finds something else there.
+
+Looking at all variables of all Python modules takes 20 ms and more, for each record of a step. So those of a module are
+looked at once, unless it keeps an ``apply``, a class of the user's model comes from it, or it is the main one.
 """
 
 from __future__ import annotations
@@ -41,10 +44,22 @@ def bound_functions(root: nn.Module) -> list[BoundFunction]:
     """
     members = list(root.modules())
     classes = {kind for member in members for kind in type(member).__mro__}
-    owners = [module for name, module in list(sys.modules.items()) if not name.startswith("torch.")]
+    names = (set(sys.modules) - _searched) | _keeping | {kind.__module__ for kind in classes} | {"__main__"}
+    _searched.update(names)
+    modules = {name: sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")}
+    of_modules = {name: places for name, module in modules.items() if (places := _kept_by(module))}
+    _keeping.update(of_modules)
+    return [place for places in (*of_modules.values(), *map(_kept_by, (*members, *classes))) for place in places]
+
+
+# Names of Python modules whose variables were looked at, and of those that kept an `apply`.
+_searched: set[str] = set()
+_keeping: set[str] = set()
+
+
+def _kept_by(owner: Any) -> list[BoundFunction]:
     return [
         BoundFunction(owner, name, function)
-        for owner in (*owners, *members, *classes)
         for name, value in list(getattr(owner, "__dict__", {}).items())
         if (function := _applied_by(value)) is not None
     ]

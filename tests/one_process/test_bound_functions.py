@@ -4,6 +4,7 @@ Here it is the built-in one with every version of torch.
 """
 
 import sys
+import types
 from functools import partial
 
 import pytest
@@ -103,3 +104,20 @@ def test_only_applies_are_found():
     found = [p for p in bound_functions(Reversing("variable")) if p.function is Reverse and p.owner not in others]
     assert sorted(place.name for place in found) == ["of_class", "of_object", "reverse"]
     assert {place.owner for place in found if place.name == "reverse"} == {mine}
+
+
+def test_what_is_kept_later_is_found_in_new_modules_where_the_model_comes_from_and_where_one_was_kept(monkeypatch):
+    module, mine, another, keeping = Reversing("variable"), sys.modules[__name__], types.ModuleType("another"), reverse
+
+    def found():
+        return {(place.owner, place.name) for place in bound_functions(module)}
+
+    monkeypatch.setattr(mine, "reverse", None)
+    assert (mine, "reverse") not in found()
+    mine.reverse = another.kept = keeping
+    monkeypatch.setitem(sys.modules, "another", another)
+    assert {(mine, "reverse"), (another, "kept")} <= found()
+    another.kept = None
+    assert (another, "kept") not in found()
+    another.later = keeping
+    assert (another, "later") in found()
