@@ -415,8 +415,7 @@ def test_refused(worlds, module, words, options):
 # --- parts of other ranks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "make_data"), MODULES[:2])
-@under([TENSOR, ZERO])
+@each_under("module, make_data", MODULES[:2], [TENSOR, ZERO])
 def test_other_ranks_that_hold_parts(worlds, module, make_data, layout):
     same(worlds, module, make_data, layout)
 
