@@ -85,7 +85,9 @@ def _small_alone(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, s
     """Weights that would be cut with their output gathered, and are not worth that; by first FQN in the root."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     all_numbers = sum(prod(whole_shape(parameter)) for parameter in root.parameters())
-    alone = [unit.weight for unit in units.values() if isinstance(unit, nn.Linear)]
+    # Not `unit.weight`: where that is computed, asking for it may write buffers (spectral_norm's).
+    own = [unit._parameters.get("weight") for unit in units.values() if isinstance(unit, nn.Linear)]
+    alone = [weight for weight in own if weight is not None]
     small = [weight for weight in alone if prod(whole_shape(weight)) * _SMALL_SHARE < all_numbers]
     if sum(prod(whole_shape(weight)) for weight in small) * _FEW_SHARE > all_numbers:
         return {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.zero.replaced_step import replace_step
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Notes:
             perturb(pl_module, self._perturbation)
             self.observed.perturbed = held(pl_module.named_parameters(), trainer)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(self._after_step(trainer, pl_module))
+            _after_steps(optimizer, self._after_step(trainer, pl_module))
 
     def _after_step(self, trainer: Any, module: nn.Module) -> Any:
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -233,3 +235,19 @@ def _raised_here(frame: TracebackType) -> bool:
     # An operation of torch that fails in code of ours leaves no frame of its own, but it is no refusal.
     code = frame.tb_frame.f_code.co_code
     return dis.opname[code[frame.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _after_steps(optimizer: torch.optim.Optimizer, note: Callable[..., None]) -> None:
+    """Call ``note`` after each step, also of wrappers that go without torch's ``__init__``, and so without hooks."""
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    if isinstance(hooks, OrderedDict) and hasattr(optimizer.step, "hooked"):
+        optimizer.register_step_post_hook(note)
+        return
+    original = optimizer.step
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        note(self, args, kwargs)
+        return result
+
+    replace_step(optimizer, step)

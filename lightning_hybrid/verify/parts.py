@@ -79,7 +79,7 @@ class PartsReference:
         self._cut, self._keyed, self._reseed, self._whole = cut, keyed, reseed, whole
         self._usual: dict[str, tuple[int, int]] = {}
         self._taken: tuple[Any, list[Any]] | None = None
-        self._losses: list[list[float]] = []
+        self._losses: dict[int, list[float]] = {}
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(cut.replicas)]
         self._evaluated = 0
 
@@ -107,7 +107,7 @@ class PartsReference:
 
     def finish(self, observed: Observed) -> None:
         """Add what is known of each replica."""
-        observed.replica_losses = self._losses
+        observed.replica_losses = list(self._losses.values())
         observed.replica_predictions = [leaves_of(list(loaders.values())) for loaders in self._predicted]
         if len(self._replicas.modules) > 1:
             self._replicas.before_step()
@@ -156,8 +156,10 @@ class PartsReference:
         return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
 
     def _note(self, losses: list[float]) -> None:
-        # What callbacks are shown has been divided by the number of accumulated batches.
-        self._losses.append([loss / self._trainer.accumulate_grad_batches for loss in losses])
+        # What callbacks are shown is of the last of the closures that an optimizer has called for this batch, and has
+        # been divided by the number of accumulated batches.
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        self._losses[number] = [loss / self._trainer.accumulate_grad_batches for loss in losses]
 
     def _evaluation_step(self, name: str, batch: Any, *rest: Any) -> Any:
         trainer = self._trainer
@@ -207,13 +209,12 @@ class PartsReference:
         outputs = []
         for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
             metric._forward_cache = None
-        self._replicas.before_step()
-        self._replicas[parts[-1].replica]  # copied before any of them has run
+        self._replicas.before_step(parts[-1].replica)
         for replica, batch in enumerate(batches):
             mine = [(place, part) for place, part in enumerate(parts) if part.replica == replica]
             if not mine:
                 continue
-            module, first = self._replicas[replica], mine[0][1]
+            module, first = self._replicas.in_step(replica), mine[0][1]
 
             def once_more(batch: Any, module: Any = module, first: _Part = first) -> Any:
                 with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_hybrid.step.transaction import inside, is_state, reachable
@@ -29,6 +30,7 @@ class Replicas:
         self.modules: list[Any] = [module]
         self._trainer = trainer
         self._seen: _Seen | None = None
+        self._parameters: list[tuple[Tensor, Tensor]] = []
 
     def __getitem__(self, replica: int) -> Any:
         """The module of a replica, made when it is first asked for."""
@@ -58,8 +60,27 @@ class Replicas:
         metrics = [module for module in original.modules() if isinstance(module, Metric)]
         return {id(value): value for value in (*original.parameters(), *metrics, self._trainer)}
 
-    def before_step(self) -> None:
-        """Set on all replicas what hooks have set on the first since the step before."""
+    def before_step(self, last: int = 0) -> None:
+        """Set on all replicas what hooks have set on the first since the step before.
+
+        Args:
+            last: Of the replicas that take part in the step.
+        """
+        self._follow_hooks()
+        self._parameters = []
+        if last > 0:
+            self[last]  # copied before any of them has run
+            parameters = [p for p in self.modules[0].parameters() if not is_lazy(p)]
+            self._parameters = [(p, p.detach().clone()) for p in parameters]
+
+    def in_step(self, replica: int) -> Any:
+        """The module of a replica whose step comes now: it finds the parameters as that of the first has found them."""
+        if replica > 0:
+            for parameter, found in self._parameters:
+                parameter.data.copy_(found)  # a step may write, as a momentum teacher does; each replica does it once
+        return self[replica]
+
+    def _follow_hooks(self) -> None:
         if len(self.modules) == 1 or self._seen is None:
             return
         original = self.modules[0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from lightning_hybrid.tensor.entrances import Entrances
 from lightning_hybrid.tensor.plan import Replicated
@@ -52,3 +53,15 @@ def test_a_small_linear_that_stands_alone_stays_whole(width, is_whole):
     assert plans["block"].num_sharded == 3
     assert (plans["head"].placements["weight"] == Replicated()) is is_whole
     assert plans["head"].kept.get("weight") == ("less than 1/64 of the module, and alone" if is_whole else None)
+
+
+def test_planning_does_not_ask_for_computed_weights():
+    layers = [parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
+    root, x = nn.ModuleDict({str(k): layer for k, layer in enumerate(layers)}), torch.rand(3, 8)
+    units = dict(root.named_children())
+    with seen_calls(units, units) as calls:
+        for unit in units.values():
+            x = unit(x)
+    before = {name: buffer.clone() for name, buffer in root.named_buffers()}
+    plan_units(root, units, calls, {}, 2)
+    assert before and all(torch.equal(buffer, before[name]) for name, buffer in root.named_buffers())

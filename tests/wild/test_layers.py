@@ -17,7 +17,7 @@ class Attention(Regressor):
         self.embed = nn.Linear(1, 8)
         self.attention = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(3))
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
-        self.head = nn.Linear(8, 1)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def forward(self, x):
         hidden = self.embed(x.unsqueeze(-1))

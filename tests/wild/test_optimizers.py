@@ -5,7 +5,7 @@ from layouts import each_under, under
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from wild.bases import BOTH, REPLICAS, STAGES, Manual, Regression
-from wild.hand_written import Lamb, ScaledByNorm, ScaledByRows
+from wild.hand_written import Lamb, Lookahead, ScaledByNorm, ScaledByRows, SharpnessAware
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 
 # --- the forms of configure_optimizers -------------------------------------------------------------------------------
@@ -207,12 +207,39 @@ class WithScaledByRows(Regression):
         return ScaledByRows(self.parameters())
 
 
-NOT_ELEMENTWISE = [WithAdafactor, WithMuon, WithLamb, WithScaledByNorm, WithScaledByRows]
+class WithSharpnessAware(Regression):
+    """Runs its closure twice, both times with the same dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return super().forward(self.dropout(x))
+
+    def configure_optimizers(self):
+        return SharpnessAware(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+NOT_ELEMENTWISE = [WithSharpnessAware, WithAdafactor, WithMuon, WithLamb, WithScaledByNorm, WithScaledByRows]
 
 
 @each_under("module", NOT_ELEMENTWISE, [STAGES, BOTH])
 def test_statistics_of_optimizers_are_global(worlds, module, layout):
     report = check(worlds, module, layout)
+    assert report.outcome == "same", str(report)
+
+
+class WithLookahead(Regression):
+    """Around an optimizer that has its state from birth."""
+
+    def configure_optimizers(self):
+        return Lookahead(torch.optim.Adagrad(self.parameters(), lr=1e-2))
+
+
+@under([STAGES, TENSOR, LAYOUTS[4]], slow=[REPLICAS, COMBINED])
+def test_what_an_optimizer_copies_at_its_birth_is_where_the_parameters_are(worlds, layout):
+    report = check(worlds, WithLookahead, layout, steps=4)
     assert report.outcome == "same", str(report)
 
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from layouts import each, each_under, under
+from layouts import each_under
 from torch.nn import functional as F
 from wild.bases import BOTH, Regression
 from wild.suite import LAYOUTS, check
@@ -214,9 +214,10 @@ WRITING = [
 ]
 
 
-# Replicas write the same: not among the layouts, because the reference's replicas share their parameters.
-@under([LAYOUTS[0], LAYOUTS[3]])
-@each("module", WRITING, covered_by={MomentumByCopy: MomentumInStep, MomentumInPlaceInStep: MomentumInStep})
+COVERED = {MomentumByCopy: MomentumInStep, MomentumInPlaceInStep: MomentumInStep}
+
+
+@each_under("module", WRITING, [LAYOUTS[0], BOTH, LAYOUTS[3]], covered_by=COVERED)
 def test_parameters_written_in_the_step(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
