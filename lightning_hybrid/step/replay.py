@@ -349,8 +349,8 @@ class ReplayWatch(StepWatch):
         return (
             f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
             f" it was recorded and {now}; its control flow depends on something that is not looked at (such as a"
-            " global variable): keep that as an attribute of the module, make the step the same on every batch, or set"
-            " pipeline_parallel_size=1"
+            " global variable, or what torch.jit.script has made): keep that as an attribute of the module, make the"
+            " step the same on every batch, or set pipeline_parallel_size=1"
         )
 
     def check_complete(self) -> None:

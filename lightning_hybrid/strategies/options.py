@@ -233,6 +233,26 @@ def check_module(
         )
 
 
+def check_scripted(module: pl.LightningModule) -> None:
+    """Refuse to share out, to run in microbatches or to recompute what nobody sees into.
+
+    Args:
+        module: The user's.
+
+    Raises:
+        ValueError: A module of ``torch.jit`` with parameters is inside.
+    """
+    modules = module.named_modules()
+    scripted = [fqn for fqn, inner in modules if isinstance(inner, torch.jit.ScriptModule) and [*inner.parameters()]]
+    if scripted:
+        raise ValueError(
+            f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
+            " that it cannot be shared out, run in microbatches or recomputed; use the module that it was made of (and"
+            " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
+            " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
+        )
+
+
 def _is_count(value: Any) -> bool:
     # bool is an int to Python; here it is always a mistake.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -26,7 +26,7 @@ from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
-from lightning_hybrid.strategies.options import Options, check_module, compile_options
+from lightning_hybrid.strategies.options import Options, check_module, check_scripted, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
     describe_policies,
@@ -93,6 +93,8 @@ class SetUpStrategy(VerifyingStrategy):
         check_left_whole(module)
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._needs_runner() or self._recompute is not None:
+            check_scripted(module)
         self._by_hand = is_fitting and steps_by_hand(module, self.options)
         if is_fitting:
             check_shard(self.options.zero_stage, self.mesh)

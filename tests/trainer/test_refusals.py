@@ -1,5 +1,7 @@
 """What cannot run is refused at set-up or before any parameter changes, in words that say what to do."""
 
+import warnings
+
 import pytest
 import torch
 from lightning_runs import FEATURES, Tiny, loader, trainer_of, weights_of
@@ -77,7 +79,18 @@ class OneUnit(Tiny):
         self.layers = nn.Linear(FEATURES, 1).double()
 
 
+class Scripted(Tiny):
+    """Nobody sees into its second layer."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.layers[1] = torch.jit.script(self.layers[1])
+
+
 CASES = {
+    "scripted": (Scripted, {}, ["Scripted.layers.1", "torch.jit", "pipeline_parallel_size=1"]),
     "manual": (Manual, {}, ["Manual", "manual optimization", "pipeline_parallel_size=1"]),
     "none": (ReturnsNone, {}, ["training_step", "NoneType", "loss"]),
     "detached": (ReturnsDetached, {}, ["training_step", "loss", "trainable"]),
