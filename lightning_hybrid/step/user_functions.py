@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, _SingleLevelFunction
+from torch.jit import ScriptFunction
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bound_functions import BoundFunction, functions
@@ -64,6 +65,8 @@ class Done:
 def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> AbstractContextManager[None]:
     """Make each autograd function and collective that a step calls one event of the current run.
 
+    A function of ``torch.jit`` runs as it is written, since no mode sees what its interpreter does.
+
     Args:
         current: The run.
         bound: Where the user's code holds functions by their ``apply``.
@@ -74,6 +77,7 @@ def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> Abstr
         (_APPLIED_BY, "apply", classmethod(apply)),
         *((place.owner, place.name, place.calling(partial(apply, place.function))) for place in bound),
         *((dist, name, _collected(current, name, own)) for name, own in collectives if own is not None),
+        (ScriptFunction, "__call__", _as_written(current, vars(ScriptFunction)["__call__"])),
         _TOLIST,
     )
 
@@ -141,6 +145,17 @@ def _applied(current: Current) -> Callable[..., Any]:
         return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
 
     return apply
+
+
+def _as_written(current: Current, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current.watch
+        written = getattr(self, "_torchdynamo_inline", None)
+        if watch is None or written is None or (watch.inside_unit and not watch.is_recording):
+            return original(self, *args, **kwargs)
+        return written(*args, **kwargs)
+
+    return call
 
 
 def _collected(current: Current, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from layouts import each_under
+from layouts import each_under, under
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -272,4 +272,43 @@ CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {WholeTransformer
 @each_under("module", MODULES, [*LAYOUTS, COMBINED], **CHOSEN, slow=[TENSOR])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
+    assert report.outcome == "same", str(report)
+
+
+def _scripted(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(function)
+
+
+@_scripted
+def biased_gelu(x, bias):
+    return F.gelu(x + bias) * 0.5
+
+
+class Biased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.zeros(FEATURES))
+
+    def forward(self, x):
+        return biased_gelu(self.linear(x), self.bias)
+
+
+class Scripted(Regressor):
+    """Functions of torch.jit inside layers and between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Biased() for _ in range(4)), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = biased_gelu(layer(x), layer.bias)
+        return self.head(x)
+
+
+@under([LAYOUTS[0], TENSOR], slow=[*LAYOUTS[1:], COMBINED])
+def test_functions_of_torch_jit(worlds, layout):
+    report = check(worlds, Scripted, layout)
     assert report.outcome == "same", str(report)
