@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 
-import pytest
 import torch.distributed as dist
 from layouts import each
 from lightning_runs import Samples, Tiny, ignore_warnings, trainer_of
@@ -199,7 +198,10 @@ DEALING = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "limit", "workers"), DEALING)
+ALIKE = {("batch sampler", 0.5, False): ("sampler", None, False), ("dataset", None, False): ("stream", None, False)}
+
+
+@each("kind, limit, workers", DEALING, covered_by=ALIKE)
 def test_what_deals_itself_out_is_as_long_as_what_it_deals(worlds, kind, limit, workers):
     [expected] = worlds.run(1, run_dealing, 1, 1, kind, limit, workers)
     assert expected[2] == ((4, [6], [4], [10], 8, 8) if limit else (8, [6], [4], [10], 16, 16))

@@ -267,7 +267,10 @@ def same(worlds, module, make_data, layout, **options):
     assert any(set(note.split(":")[0].split(", ")) == whole for note in report.notes), report.notes
 
 
-@each_under("module, make_data", MODULES, [PP2, COMBINED])
+COVERED = {(Writer, texts): (Generates, few_texts)}
+
+
+@each_under("module, make_data", MODULES, [PP2, COMBINED], covered_by=COVERED)
 def test_stages(worlds, module, make_data, layout):
     same(worlds, module, make_data, layout)
 
