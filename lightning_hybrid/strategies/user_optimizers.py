@@ -70,32 +70,33 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
     return replace_step(optimizer, step)
 
 
-def _adopt(optimizer: Optimizer, reads: Reads) -> None:
+def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:
     """What an optimizer, or one inside of it, has made of each parameter at its birth is where the parameter is.
 
     That is its state, and lists of tensors like its parameters, in their order, as slow weights are.
     """
     reads.adopt_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    themselves = {id(parameter) for parameter in parameters}
     for value in list(vars(optimizer).values()):
-        if isinstance(value, Optimizer) and value is not optimizer:
-            _adopt(value, reads)
+        if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
+            _adopt(value, reads, (*outer, optimizer))
         elif isinstance(value, list):
             lists = value if all(isinstance(inner, list) for inner in value) else [value]
             places = [(inner, place) for inner in lists for place in range(len(inner))]
             if len(places) != len(parameters):
                 continue
             made = [(parameter, inner[place]) for parameter, (inner, place) in zip(parameters, places, strict=True)]
-            if all(_is_made_of(parameter, tensor) for parameter, tensor in made):
+            if all(id(tensor) not in themselves and _is_like(parameter, tensor) for parameter, tensor in made):
                 state: dict[Any, dict[str, Tensor]] = {parameter: {"made": tensor} for parameter, tensor in made}
                 reads.adopt_state(state)
                 for parameter, (inner, place) in zip(parameters, places, strict=True):
                     inner[place] = state[parameter]["made"]
 
 
-def _is_made_of(parameter: Tensor, value: Any) -> bool:
+def _is_like(parameter: Tensor, value: Any) -> bool:
     with torch._C.DisableTorchFunction():
-        return isinstance(value, Tensor) and value is not parameter and value.shape == parameter.shape
+        return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 @contextlib.contextmanager

@@ -119,6 +119,7 @@ class Lookahead(torch.optim.Optimizer):
     def __init__(self, base):
         self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
         self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups]
+        self.last_first = [p for group in base.param_groups for p in group["params"]][::-1]
         self.steps = 0
 
     def step(self, closure=None):
@@ -129,6 +130,8 @@ class Lookahead(torch.optim.Optimizer):
                 if self.steps % 2 == 0:
                     q.add_(p.data - q, alpha=0.5)
                     p.data.copy_(q)
+        for p in self.last_first:
+            p.data.mul_(0.99)
         return loss
 
     def zero_grad(self, set_to_none=True):
