@@ -76,6 +76,15 @@ class Variant:
         return next(iter(self.replays.values())).recording
 
     @cached_property
+    def unit_stages(self) -> Mapping[str, int]:
+        """The stage that first runs a unit, by FQN, in the order in which they run."""
+        stages: dict[str, int] = {}
+        for node, stage in zip(self.assignment.graph.nodes, self.assignment.node_stage, strict=True):
+            if node.unit is not None:
+                stages.setdefault(node.unit, stage)
+        return stages
+
+    @cached_property
     def gradient_portals(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
         """The portals whose values carry gradients back."""
         return self.assignment.gradient_portals()

@@ -363,13 +363,11 @@ class StagePlan:
         """The buffers inside units, and the stage on which the first step runs these."""
         if self.first is None:
             return []
-        assignment = self.first.assignment
         units = self.first.replays[self.root_stage].recording.units
         found: dict[int, tuple[Tensor, int]] = {}
-        for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
-            if node.unit is not None:
-                for buffer in units[node.unit].buffers():
-                    found.setdefault(id(buffer), (buffer, stage))
+        for fqn, stage in self.first.unit_stages.items():
+            for buffer in units[fqn].buffers():
+                found.setdefault(id(buffer), (buffer, stage))
         return list(found.values())
 
     def buffer_ranks(self, copy: nn.Module | None = None) -> dict[int, int]:

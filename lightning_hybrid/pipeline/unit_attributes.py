@@ -42,12 +42,11 @@ def _homes(plan: StagePlan) -> dict[str, int]:
     """The rank that runs a module inside a unit, by FQN."""
     if plan.first is None:
         return {}
-    assignment, units = plan.first.assignment, plan.first.recording.units
+    units = plan.first.recording.units
     homes: dict[str, int] = {}
-    for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
-        if node.unit is not None:
-            for inner, _ in units[node.unit].named_modules(prefix=node.unit):
-                homes.setdefault(inner, stage % plan.num_ranks)
+    for fqn, stage in plan.first.unit_stages.items():
+        for inner, _ in units[fqn].named_modules(prefix=fqn):
+            homes.setdefault(inner, stage % plan.num_ranks)
     return homes
 
 

@@ -77,24 +77,28 @@ def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()
     """
     reads.adopt_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    themselves = {id(parameter) for parameter in parameters}
     for value in list(vars(optimizer).values()):
         if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
             _adopt(value, reads, (*outer, optimizer))
         elif isinstance(value, list):
-            lists = value if all(isinstance(inner, list) for inner in value) else [value]
-            places = [(inner, place) for inner in lists for place in range(len(inner))]
-            if len(places) != len(parameters):
-                continue
-            made = [(parameter, inner[place]) for parameter, (inner, place) in zip(parameters, places, strict=True)]
-            if all(id(tensor) not in themselves and _is_like(parameter, tensor) for parameter, tensor in made):
-                state: dict[Any, dict[str, Tensor]] = {parameter: {"made": tensor} for parameter, tensor in made}
-                reads.adopt_state(state)
-                for parameter, (inner, place) in zip(parameters, places, strict=True):
-                    inner[place] = state[parameter]["made"]
+            _adopt_copies(value, parameters, reads)
 
 
-def _is_like(parameter: Tensor, value: Any) -> bool:
+def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> None:
+    lists = value if all(isinstance(inner, list) for inner in value) else [value]
+    copies = [copy for inner in lists for copy in inner]
+    if len(copies) != len(parameters) or not all(map(_is_like, copies, parameters)):
+        return
+    if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
+        return  # they are no copies
+    state = {parameter: {"copy": copy} for parameter, copy in zip(parameters, copies, strict=True)}
+    reads.adopt_state(state)
+    adopted = iter(state.values())
+    for inner in lists:
+        inner[:] = [next(adopted)["copy"] for _ in inner]
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return isinstance(value, Tensor) and value.shape == parameter.shape
 

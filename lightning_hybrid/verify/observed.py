@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -113,8 +112,8 @@ class Notes:
         for optimizer in trainer.optimizers:
             _after_steps(optimizer, self._after_step(trainer, pl_module))
 
-    def _after_step(self, trainer: Any, module: nn.Module) -> Any:
-        def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, trainer: Any, module: nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        def note(optimizer: torch.optim.Optimizer) -> None:
             names = {id(p): name for name, p in module.named_parameters()}
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
@@ -237,17 +236,13 @@ def _raised_here(frame: TracebackType) -> bool:
     return dis.opname[code[frame.tb_lasti]] == "RAISE_VARARGS"
 
 
-def _after_steps(optimizer: torch.optim.Optimizer, note: Callable[..., None]) -> None:
-    """Call ``note`` after each step, also of wrappers that go without torch's ``__init__``, and so without hooks."""
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    if isinstance(hooks, OrderedDict) and hasattr(optimizer.step, "hooked"):
-        optimizer.register_step_post_hook(note)
-        return
+def _after_steps(optimizer: torch.optim.Optimizer, note: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call ``note`` after each step; not as a hook, which wrappers without torch's ``__init__`` have none of."""
     original = optimizer.step
 
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        note(self, args, kwargs)
+        note(self)
         return result
 
     replace_step(optimizer, step)

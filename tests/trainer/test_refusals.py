@@ -1,11 +1,10 @@
 """What cannot run is refused at set-up or before any parameter changes, in words that say what to do."""
 
-import warnings
-
 import pytest
 import torch
 from lightning_runs import FEATURES, Tiny, loader, trainer_of, weights_of
 from torch import nn
+from wild.suite import call_quietly
 from worlds_plugin import RankError
 
 import lightning_hybrid
@@ -84,9 +83,7 @@ class Scripted(Tiny):
 
     def __init__(self):
         super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.layers[1] = torch.jit.script(self.layers[1])
+        self.layers[1] = call_quietly(torch.jit.script, (self.layers[1],))
 
 
 CASES = {

@@ -1,13 +1,11 @@
 """Layers of torch that have more to them than a matrix product, and buffers that are written in them or around them."""
 
-import warnings
-
 import torch
 from layouts import each_under, under
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, call_quietly, check
 from wild.test_inside_forward import Regressor, mlp
 
 
@@ -135,9 +133,7 @@ class NormedOfOld(Normed):
 
 
 def old_weight_norm(layer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.utils.weight_norm(layer)
+    return call_quietly(nn.utils.weight_norm, (layer,))
 
 
 class Codebook(nn.Module):
@@ -275,15 +271,11 @@ def test_same_numbers(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-def _scripted(function):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(function)
-
-
-@_scripted
-def biased_gelu(x, bias):
+def gelu_of_sum(x, bias):
     return F.gelu(x + bias) * 0.5
+
+
+biased_gelu = call_quietly(torch.jit.script, (gelu_of_sum,))
 
 
 class Biased(nn.Module):
