@@ -15,6 +15,7 @@ torch operations hangs. A world that failed is ended and started anew, since its
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import os
@@ -316,6 +317,10 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
         start_server()
     if re.search(rb"^(import|from) (torch|lightning)\b", source, re.MULTILINE):
         importlib.import_module("light_torchmetrics")  # before they load it all
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was loaded by now never becomes garbage; no collection need look at it again
 
 
 @pytest.fixture(scope="session")

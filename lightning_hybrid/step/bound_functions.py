@@ -1,7 +1,8 @@
 """Autograd functions that the user's code calls by an ``apply`` that it keeps, as in ``reverse = Reverse.apply``.
 
 Since torch 2.14 such an ``apply`` is a built-in method, which calls no Python on its way. So it is found where it is
-kept, and a step finds something else there.
+kept, and a step finds something else there. Before, each call passed by a method written in Python, wherever the
+``apply`` was kept: there is nothing to be found.
 
 Looking at all variables of all Python modules takes 20 ms and more, for each record of a step. So those of a module are
 looked at once, unless it keeps an ``apply``, a class of the user's model comes from it, or it is the main one.
@@ -16,6 +17,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.autograd import Function
+
+
+# Whether each call of a function passes by a method that is written in Python.
+APPLIED_IN_PYTHON = isinstance(vars(Function).get("apply"), classmethod)
 
 
 class BoundFunction(NamedTuple):
@@ -42,6 +47,8 @@ def bound_functions(root: nn.Module) -> list[BoundFunction]:
     Args:
         root: The user's module.
     """
+    if APPLIED_IN_PYTHON:
+        return []
     members = list(root.modules())
     classes = {kind for member in members for kind in type(member).__mro__}
     names = (set(sys.modules) - _searched) | _keeping | {kind.__module__ for kind in classes} | {"__main__"}
@@ -78,6 +85,11 @@ def functions(of: type[Function] = Function) -> Iterator[type[Function]]:
     for function in of.__subclasses__():
         yield function
         yield from functions(function)
+
+
+def unseen_functions() -> Iterator[type[Function]]:
+    """The autograd functions whose calls may pass by nothing that is written in Python."""
+    return iter(()) if APPLIED_IN_PYTHON else functions()
 
 
 def users_functions() -> list[type[Function]]:

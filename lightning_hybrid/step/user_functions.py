@@ -19,7 +19,7 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from torch.jit import ScriptFunction
 
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.bound_functions import BoundFunction, functions
+from lightning_hybrid.step.bound_functions import APPLIED_IN_PYTHON, BoundFunction, unseen_functions
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten
@@ -42,8 +42,8 @@ _WRITTEN = {
     "scatter": (0, "tensor"),
 }
 COLLECTIVE = "collective:"
-# Where the call of a function passes by: since torch 2.14 ``Function.apply`` is not written in Python.
-_APPLIED_BY = _SingleLevelFunction if isinstance(vars(Function).get("apply"), classmethod) else Function
+# Where the call of a function passes by.
+_APPLIED_BY = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
 
 
 class Unwatched:
@@ -111,7 +111,7 @@ def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:
     return _Replaced(
         *(
             (function, "forward", _refusing(current, function))
-            for function in functions()
+            for function in unseen_functions()
             if "forward" in vars(function)
         )
     )
@@ -120,8 +120,7 @@ def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:
 def _refusing(current: Current, function: type[Function]) -> Any:
     original = function.forward
 
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:  # bare, since each record of a step makes hundreds of them
         watch = current.watch
         in_transform = torch._C._are_functorch_transforms_active()
         if watch is None or watch.inside_unit or in_transform or issubclass(function, Unwatched):

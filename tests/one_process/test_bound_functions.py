@@ -1,6 +1,6 @@
 """Autograd functions called by an ``apply`` that the user's code keeps, which since torch 2.14 calls no Python.
 
-Here it is the built-in one with every version of torch.
+Here it is the built-in one with every version of torch, and looked for with every version.
 """
 
 import sys
@@ -14,10 +14,16 @@ from one_process.in_process import assert_same_gradients, cut, pipeline, referen
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
+from lightning_hybrid.step import bound_functions as places
 from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.recording import StepError
 
 reverse = super(_SingleLevelFunction, Reverse).apply
+
+
+@pytest.fixture(autouse=True)
+def looked_for(monkeypatch):
+    monkeypatch.setattr(places, "APPLIED_IN_PYTHON", False)
 
 
 class Holder:
@@ -79,6 +85,16 @@ def test_what_cannot_be_seen_is_refused(how):
         cut(module, step, 2)
     assert vars(Reverse)["forward"] is own
     assert step().requires_grad  # outside a recorded step it is as ever
+
+
+@pytest.mark.skipif(not places.APPLIED_IN_PYTHON, reason="since torch 2.14 an apply is built in")
+def test_an_apply_that_is_written_in_python_is_seen_wherever_it_is_kept(monkeypatch):
+    monkeypatch.setattr(places, "APPLIED_IN_PYTHON", True)
+    module, step = loss_of("list")
+    module.listed = [Reverse.apply]
+    outcome = pipeline(module, step, 2)
+    assert_same_gradients(outcome.grads, reference(module, step).grads)
+    assert sum(node.name == "apply:Reverse" for node in outcome.graph.nodes) == 5
 
 
 def test_inside_a_unit_it_may_be_kept_anywhere():
