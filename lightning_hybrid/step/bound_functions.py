@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd import Function
 
-
 # Whether each call of a function passes by a method that is written in Python.
 APPLIED_IN_PYTHON = isinstance(vars(Function).get("apply"), classmethod)
 
