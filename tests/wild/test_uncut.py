@@ -245,7 +245,7 @@ class Remembering(Regressor):
 
 def texts():
     texts = torch.randint(WORDS, (24, LENGTH), generator=torch.Generator().manual_seed(0))
-    loaders = {kind: DataLoader(TensorDataset(texts[-8:]), 4) for kind in ("val", "test", "predict")}
+    loaders = {kind: DataLoader(TensorDataset(texts[-4:]), 4) for kind in ("val", "test", "predict")}
     train = DataLoader(TensorDataset(texts[:16]), 4)
     return {"train_dataloaders": train, **{f"{kind}_dataloaders": loader for kind, loader in loaders.items()}}
 
