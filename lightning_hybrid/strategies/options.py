@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.microbatch import BatchSplitter
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 from lightning_hybrid.tensor.patterns import check_styles
 
@@ -231,6 +233,31 @@ def check_module(
             " zero_stage=0, or zero_stage=1 or 2 with neither microbatch_weight nor save_distributed_checkpoint, and"
             " nothing but optimizer states offloaded"
         )
+
+
+def advise(error: StepError, layout: ParallelLayout, options: Options) -> None:
+    """Have an error that advises to run a step as it is, with one pipeline rank, name all that must be set for that.
+
+    Args:
+        error: On its way up.
+        layout: The sizes.
+        options: What the user asked for.
+    """
+    following = {
+        "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
+        "tensor_parallel_size": (layout.tensor_parallel_size, 1),
+        "context_parallel_size": (layout.context_parallel_size, 1),
+        "expert_parallel_size": (layout.expert_parallel_size, 1),
+        "zero_stage": (options.zero_stage, 0),
+        "stages_per_rank": (options.stages_per_rank, 1),
+        "num_microbatches": (options.microbatches or 1, 1),
+        "microbatch_weight": (options.microbatch_weight, None),
+    }
+    *most, last = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone] or [""]
+    if last:
+        advice = f"{', '.join(most)} and {last}" if most else last
+        message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
+        error.args = (message,)
 
 
 def check_scripted(module: pl.LightningModule) -> None:

@@ -25,10 +25,12 @@ from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.evaluation import asked_in_common_batches
 from lightning_hybrid.strategies.gradients import Reducers
+from lightning_hybrid.strategies.options import Options, advise
 from lightning_hybrid.strategies.saved_folders import FolderStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
@@ -42,8 +44,11 @@ class SteppingStrategy(FolderStrategy):
     """Runs the user's steps: through the pipeline where there is a runner, plainly where there is none.
 
     Attributes:
+        options: What the user asked for.
         spans: When this rank did what in the latest step.
     """
+
+    options: Options
 
     def __init__(self, *, microbatch_weight: MicrobatchWeight | None, **options: Any) -> None:
         """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``FolderStrategy``."""
@@ -255,6 +260,8 @@ class SteppingStrategy(FolderStrategy):
                 with self.user_world(), precision(), loggers, recomputed, self._among_others(name):
                     yield
             except Exception as error:
+                if isinstance(error, StepError):
+                    advise(error, self.layout, self.options)
                 loop = self._trainer.fit_loop.epoch_loop
                 if name == "training_step":
                     note(error, f"in training_step of batch {loop.batch_idx} (step {self._trainer.global_step})")

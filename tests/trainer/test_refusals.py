@@ -9,6 +9,7 @@ from worlds_plugin import RankError
 
 import lightning_hybrid
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.replay import StepChanged
 
 
 class Manual(Tiny):
@@ -154,6 +155,33 @@ def test_control_flow_that_nothing_shows_stops_before_its_step_changes_anything(
     message = str(caught.value)
     assert "StepChanged" in message and "goes on with" in message and "AssertionError" not in message, message
     assert "on pipeline rank" in message and "of training_step" in message, message
+
+
+class ChangesBefore(ChangesLater):
+    """What changes has a result that the next operation reads."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return (loss * 3 if len(SEEN) < 2 else loss + 3) / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"tensor_parallel_size": 2}, "or set tensor_parallel_size=1"),
+        ({"zero_stage": 3, "num_microbatches": 2}, "or set zero_stage=0 and num_microbatches=1"),
+    ],
+)
+def test_advice_to_run_the_step_as_it_is_names_what_stands_against_it(worlds, options, advice):
+    for message in worlds.run(2, changed_under, options):
+        assert message.endswith(advice)
+
+
+def changed_under(options):
+    SEEN.clear()
+    with pytest.raises(StepChanged, match=r"operation \d+ of the step was") as caught:
+        trainer_of(2, 1, strategy_options=options).fit(ChangesBefore(), loader(4))
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
