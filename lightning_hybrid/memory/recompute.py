@@ -151,7 +151,7 @@ class Recomputation:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = _Buffers(layer)
+            first = _Members(layer)
             given = [(leaf, leaf._version) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
             as_given: tuple[Any, Any] = args, kwargs
             if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
@@ -178,24 +178,30 @@ class Recomputation:
         return run
 
 
-class _Buffers:
-    """The buffers of a layer as they are before it runs: its second run must see them, and write to none of its own."""
+class _Members:
+    """What lies on a layer before it runs, and must for its second run.
+
+    Buffers are copied: the second run writes to none of the layer's own. What lies where a parameter belongs, and is
+    none (``torch.func.functional_call``), is gone by then.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._held: list[tuple[dict[str, Any], str, Tensor]] = []
-        if layer.training:
-            for module in layer.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        self._held.append((module._buffers, name, buffer.detach().clone()))
+        self._held: list[tuple[dict[str, Any], str, Tensor, bool]] = []
+        for module in layer.modules():
+            for name, tensor in module._parameters.items():
+                if tensor is not None and type(tensor) is not nn.Parameter:
+                    self._held.append((module._parameters, name, tensor, False))
+            for name, buffer in module._buffers.items() if layer.training else ():
+                if buffer is not None:
+                    self._held.append((module._buffers, name, buffer.detach().clone(), True))
 
     @contextmanager
     def put(self) -> Iterator[None]:
-        now = [buffers[name] for buffers, name, _ in self._held]
-        for buffers, name, before in self._held:
-            buffers[name] = before.clone()
+        now = [members[name] for members, name, *_ in self._held]
+        for members, name, before, is_copy in self._held:
+            members[name] = before.clone() if is_copy else before
         try:
             yield
         finally:
-            for (buffers, name, _), buffer in zip(self._held, now, strict=True):
-                buffers[name] = buffer
+            for (members, name, *_), tensor in zip(self._held, now, strict=True):
+                members[name] = tensor

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call
 
 IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
-SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
-SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
 _OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "_backward_hooks", "layout"})
 
 

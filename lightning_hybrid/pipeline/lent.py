@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.parts.reads import IDENTITY, SHAPE_METHODS, SHAPE_PROPERTIES
+from lightning_hybrid.parts.reads import IDENTITY
 from lightning_hybrid.pipeline.operands import written_of
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole, is_absent
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
 from lightning_hybrid.step.watch import user_line
@@ -85,13 +85,13 @@ class LentParameters(TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__") and id(args[0]) in self._lent:
             member = func.__self__.__name__
             if name == "__get__" and member in SHAPE_PROPERTIES:
-                return func(self._without_content(args[0]))
+                return func(as_whole(args[0]))
             if member == "grad" and (whole := self._kept.get(self._lent[id(args[0])])) is not None:
                 return func(whole, *args[1:])
             if member in _OWN_PROPERTIES:
                 return func(*args, **kwargs)
         elif name in SHAPE_METHODS and id(args[0]) in self._lent:
-            return func(self._without_content(args[0]), *args[1:], **kwargs)
+            return func(as_whole(args[0]), *args[1:], **kwargs)
         elif name in IDENTITY:
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
@@ -141,14 +141,6 @@ class LentParameters(TorchFunctionMode):
         if memory_of(whole) != memory_of(parameter):
             parameter.detach().copy_(whole)
 
-    def _shape(self, parameter: Tensor) -> torch.Size:
-        whole = parameter.__dict__.get(WHOLE_SHAPE)
-        return parameter.shape if whole is None else torch.Size(whole)
-
-    def _without_content(self, parameter: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            return torch.empty(self._shape(parameter), dtype=parameter.dtype, device="meta")
-
     def _whole(self, name: str) -> Tensor:
         parameter = self._parameters[name]
         derived = torch.is_grad_enabled() and parameter.requires_grad
@@ -167,7 +159,7 @@ class LentParameters(TorchFunctionMode):
 
     def _sent(self, name: str, parameter: Tensor) -> Tensor:
         """The whole of a parameter; collective over the replica."""
-        shape, holders = self._shape(parameter), self._holders(name)
+        shape, holders = as_whole(parameter).shape, self._holders(name)
         if is_absent(parameter):
             content = torch.empty(shape, dtype=parameter.dtype, device=self._device)
         else:

@@ -23,6 +23,9 @@ FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=Tr
 
 _STOCK = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes that users did not give it
 WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank holds a part: the shape of the whole
+# What is asked of a tensor's shape, by properties and by methods.
+SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
+SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
 MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
@@ -95,6 +98,13 @@ def make_absent_parameter(parameter: Tensor, device: torch.device | None = None)
     if isinstance(parameter, nn.Parameter):
         absent._is_param = True
     return absent
+
+
+def as_whole(parameter: Tensor) -> Tensor:
+    """Without content, the whole of a parameter of which this rank may hold a part: to ask it for its shape."""
+    shape = parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)
+    with torch._C.DisableTorchFunction():
+        return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 
 def is_absent(value: Any) -> bool:

@@ -1,12 +1,13 @@
 """Values that code around a unit leaves on its modules, where the unit's forward finds them.
 
 ``torch.nn.utils.weight_norm`` is the best known: a hook computes the weight before each forward and sets it as a plain
-attribute. To the step graph such a value is an input of the unit like its arguments.
+attribute. ``torch.func.functional_call`` puts other tensors in the place of parameters for one call. To the step graph
+such a value is an input of the unit like its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,30 @@ def held_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
         for member, buffer in module._buffers.items():
             if buffer is not None:
                 yield Place(name, member, ()), buffer
+
+
+def found_on(
+    unit: nn.Module, mark_of: Callable[[Tensor], int | None], is_own: Callable[[Tensor], bool]
+) -> list[tuple[Place, Tensor]]:
+    """The values that a unit finds on its own modules, and what it was given in the place of its parameters.
+
+    Args:
+        unit: About to run.
+        mark_of: The index of a value; None for other tensors.
+        is_own: Whether a tensor is a parameter of the unit.
+    """
+    slots = (
+        (Place(name, member, ()), tensor)
+        for name, module in unit.named_modules()
+        for member, tensor in module._parameters.items()
+    )
+    given = [(place, tensor) for place, tensor in slots if tensor is not None and not is_own(tensor)]
+    return [(place, tensor) for place, tensor in held_tensors(unit) if mark_of(tensor) is not None] + given
+
+
+def is_given_parameters(unit: nn.Module, places: Sequence[Place]) -> bool:
+    """Whether one of these places is that of a parameter."""
+    return any(place.attribute in unit.get_submodule(place.module)._parameters for place in places)
 
 
 def look_up(unit: nn.Module, places: Sequence[Place]) -> list[Any]:
@@ -51,7 +76,8 @@ def put(unit: nn.Module, places: Sequence[Place], tensors: Sequence[Any]) -> Non
 def _holder(unit: nn.Module, place: Place) -> tuple[Any, Any]:
     """The container that a place is an entry of, and the entry's key."""
     module = unit.get_submodule(place.module)
-    holder: Any = module._buffers if place.attribute in module._buffers else module.__dict__
+    members = (held for held in (module._buffers, module._parameters) if place.attribute in held)
+    holder: Any = next(members, module.__dict__)
     keys = (place.attribute, *place.path)
     for key in keys[:-1]:
         try:

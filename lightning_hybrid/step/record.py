@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
 from lightning_hybrid.step.graph import Node, StepGraph, Value
-from lightning_hybrid.step.held import held_tensors
+from lightning_hybrid.step.held import found_on
 from lightning_hybrid.step.installed import asking
 from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
@@ -38,7 +39,7 @@ from lightning_hybrid.step.stand_in import (
     quiet_fakes,
     run_on_stand_ins,
 )
-from lightning_hybrid.step.transaction import ArgumentState, ModuleState, Place
+from lightning_hybrid.step.transaction import ArgumentState, ModuleState
 from lightning_hybrid.step.tree import flatten, memory_of
 from lightning_hybrid.step.units import BufferOf, buffers_of, owned_members
 from lightning_hybrid.step.user_functions import unseen_functions_refused
@@ -197,7 +198,8 @@ class RecordWatch(StepWatch):
         """Run one operation on stand-ins; a node, unless it touches the batch alone."""
         leaves, spec = flatten((args, kwargs))
         given = len(leaves)
-        held = self._held(name)
+        is_own = partial(self._is_own, owned)
+        held = found_on(self.units[name[1:]], self.mark_of, is_own) if name.startswith("@") else []
         leaves += [tensor for _, tensor in held]  # a unit reads what lies on its modules as it does its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         marks = [self.mark_of(tensor) for tensor in tensors]
@@ -290,11 +292,8 @@ class RecordWatch(StepWatch):
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
-    def _held(self, name: str) -> list[tuple[Place, Tensor]]:
-        """The values that a unit finds on its own modules."""
-        if not name.startswith("@"):
-            return []
-        return [(p, t) for p, t in held_tensors(self.units[name[1:]]) if self.mark_of(t) is not None]
+    def _is_own(self, owned: tuple[str, ...], tensor: Tensor) -> bool:
+        return self.parameters.get(id(tensor)) in owned
 
     def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
         """A buffer that a unit may write, read around it, is right at the unit's home only."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid.step.bound_functions import BoundFunction
 from lightning_hybrid.step.graph import StepGraph
+from lightning_hybrid.step.held import is_given_parameters
 from lightning_hybrid.step.transaction import Place
 from lightning_hybrid.step.tree import Spec
 
@@ -90,6 +91,15 @@ class Recording:
     returns: Any = None
     bound: Sequence[BoundFunction] = ()
     entered: frozenset[str] = frozenset()
+
+    def read_from_outside(self) -> dict[str, str]:
+        """Parameters that other code than the unit that has them reads, or takes the place of; the line of each."""
+        found: dict[str, str] = {}
+        for node, template in zip(self.graph.nodes, self.templates, strict=True):
+            own = self.owned[node.unit] if node.unit is not None else ()
+            is_given = node.unit is not None and is_given_parameters(self.units[node.unit], template.held)
+            found |= {name: node.line for name in node.parameters if is_given or name not in own}
+        return found
 
 
 def find_loss(result: Any) -> Any:

@@ -21,7 +21,15 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.absent import MARK, AbsentFloat, ControlFlowError, branch_message
+from lightning_hybrid.step.absent import (
+    MARK,
+    SHAPE_METHODS,
+    SHAPE_PROPERTIES,
+    AbsentFloat,
+    ControlFlowError,
+    as_whole,
+    branch_message,
+)
 from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
 from lightning_hybrid.step.asides import given_on, returning_asides
 from lightning_hybrid.step.backward_hooks import backward_hooks_inside
@@ -167,12 +175,15 @@ class StepWatch(TorchFunctionMode, ABC):
         if name == "__get__":
             name = func.__self__.__name__
             if name not in _VIEW_PROPERTIES:
-                return func(*args, **kwargs)
+                is_shape = name in SHAPE_PROPERTIES and id(args[0]) in self.parameters
+                return func(as_whole(args[0])) if is_shape else func(*args, **kwargs)
             name = "get_" + name
         elif name in _METADATA or (name == "__set__" and func.__self__.__name__ != "data"):
             # The gradient goes through a value once, where it is made; what a later stage was sent is no other value.
             if name == "register_hook" and self.is_elsewhere(args[0]):
                 return RemovableHandle(OrderedDict())
+            if name in SHAPE_METHODS and id(args[0]) in self.parameters:
+                return func(as_whole(args[0]), *args[1:], **kwargs)
             return func(*args, **kwargs)
         elif name in _READS:
             return self._read(name, func, args, kwargs)

@@ -75,9 +75,7 @@ class TensorPlanner:
         """See the units while the step is recorded inside."""
         units = variant.recording.units
         self._units, self._watched = find_layers(units), list(units.values())
-        for node in variant.recording.graph.nodes:
-            if node.unit is None:
-                self._read_by_step.update(dict.fromkeys(node.parameters, node.line))
+        self._read_by_step |= variant.recording.read_from_outside()
         with seen_calls(self._units, units) as self._calls:
             uses = VocabularyUses(self._module, self._units, self._calls.running)
             with uses:

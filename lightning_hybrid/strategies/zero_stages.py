@@ -152,7 +152,7 @@ def _layers_of(module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePl
     """The layer that alone reads a parameter, by the parameter's FQN."""
     assert plan.first is not None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    by_step = {name for node in plan.first.recording.graph.nodes if node.unit is None for name in node.parameters}
+    by_step = plan.first.recording.read_from_outside().keys()
     found: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():

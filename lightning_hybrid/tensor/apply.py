@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, cut
 from lightning_hybrid.step.deferred import with_wholes
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
@@ -128,6 +129,7 @@ class ShardedUnit:
         self._modules = dict(unit.named_modules())
         self._forward = unit.forward
         self._homes = find_homes(self._modules, plan.placements)
+        self._own = {fqn: home[name] for fqn, ((home, name), *_) in self._homes.items()}
         device = next((p.device for p in unit.parameters()), torch.device("cpu"))
         self._around_draw = around_draw or OwnDraws(self._all.rank, device)
         if by == "context":  # tensor ranks have the same positions
@@ -224,6 +226,8 @@ class ShardedUnit:
         local = {}
         for fqn, ((home, name), *_) in self._homes.items():
             tensor = held.get(fqn, home[name])
+            if fqn not in held and tensor is not self._own[fqn]:
+                _check_given(fqn, tensor, self._own[fqn])
             if tensor is not None:
                 local[fqn] = tensor
         if torch.is_grad_enabled():
@@ -274,3 +278,13 @@ class ShardedUnit:
         leaves, _ = flatten_call(args, kwargs)
         quiet = self._plan.quiet
         return any(isinstance(leaf, Tensor) and leaf.requires_grad and k not in quiet for k, leaf in enumerate(leaves))
+
+
+def _check_given(fqn: str, given: Tensor | None, own: Tensor | None) -> None:
+    """Refuse a tensor that lies in the place of a part of a parameter and is no such part."""
+    if given is not None and own is not None and given.shape != own.shape:
+        raise StepError(
+            f"{fqn} of a layer that tensor ranks share has another tensor in its place, of shape {tuple(given.shape)}"
+            f" and not {tuple(own.shape)} (torch.func.functional_call?), which the step that the layers were planned by"
+            " had not; set tensor_parallel_size=1"
+        )

@@ -68,3 +68,15 @@ def test_a_cache_is_as_it_was():
         assert len(cache["calls"]) == 2 and cache["calls"][0] is layer
     for policy in ("full", "selective"):
         assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[policy], strict=True))
+
+
+def test_weights_that_a_layer_was_given_for_one_call():
+    layer, x, grads = block(4), torch.randn(3, 4), {}
+    scale = torch.tensor(0.5, requires_grad=True)
+    for policy in ("keep", "full", "selective"):
+        with Recomputation({"0": layer}, {"0": policy}).running():
+            weights = {name: p * scale for name, p in layer.named_parameters()}
+            out = torch.func.functional_call(layer, weights, (x,))
+            grads[policy] = torch.autograd.grad(out.square().sum(), [scale, *layer.parameters()])
+    for policy in ("full", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[policy], strict=True)), policy
