@@ -223,7 +223,7 @@ class StepWatch(TorchFunctionMode, ABC):
         absent = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and self.is_absent_here(leaf)]
         if not absent:
             return self.read_here(name, func(*args, **kwargs), args)
-        if name == "__bool__" and str(sys._getframe(2).f_globals.get("__name__")).startswith(_CHECKING):
+        if name == "__bool__" and _asking_module().startswith(_CHECKING):
             return True  # an argument is checked, and is on the stage that has it
         line = user_line()
         values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
@@ -369,6 +369,14 @@ def watched_sinks(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractC
         return call
 
     return intercepted(sinks, wrap)
+
+
+def _asking_module() -> str:
+    """Name of the Python module that has called a torch function, through any number of function modes."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
 
 
 def user_line() -> str:

@@ -70,6 +70,10 @@ class Failures(pl.Callback):
         self._requeue.stop_listening()
         vars(self._loop).pop("_broadcast_sigterm_tensor", None)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compute the epoch's metrics on all ranks, before callbacks such as a progress bar ask for them on one."""
+        _ = trainer.callback_metrics
+
     # -- a rank that fails --------------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

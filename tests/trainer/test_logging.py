@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+import torchmetrics
 from layouts import under_sizes
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning_runs import Tiny, assert_same, loader, trainer_of
 
 LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
@@ -173,3 +174,42 @@ def test_metric_logged_on_one_stage_only(worlds):
     [expected] = worlds.run(1, run_one_stage, 1, 1)
     for result in worlds.run(2, run_one_stage, 2, 2):
         assert_same(result, expected)
+
+
+class CountsEpoch(Tiny):
+    """Logs a metric of each epoch, and looks at its weights as the epoch ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.norm = float(sum(p.detach().square().sum() for p in self.parameters()))
+
+
+class BarOfFirstRank(Callback):
+    """Asks for metrics on one rank, as progress bars do."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            self.seen = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+
+
+def run_with_bar(size, pp):
+    model, bar = CountsEpoch(), BarOfFirstRank()
+    trainer = trainer_of(size, pp, max_epochs=2, callbacks=[bar])
+    trainer.fit(model, loader(4, replicas=size // pp))
+    return float(trainer.callback_metrics["mean"]), model.norm, getattr(bar, "seen", None)
+
+
+@LAYOUTS
+def test_a_bar_asks_for_metrics_on_one_rank_before_hooks_that_meet_the_others(worlds, size, pp):
+    (mean, norm, seen), *others = worlds.run(size, run_with_bar, size, pp)
+    assert seen == {"mean": mean} and math.isfinite(mean)
+    assert all(other == (mean, norm, None) for other in others)

@@ -342,6 +342,20 @@ class CompiledPart(Regressor):
         return self.head(self.body(x))
 
 
+class Policy(Regressor):
+    """A distribution that checks its arguments, below modes of the user's, and a number that is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.kept = nn.Sequential(*mlp(), nn.Linear(FEATURES, 1)), []
+
+    def shared_step(self, batch):
+        with torch.device("cpu"):
+            loss = -torch.distributions.Normal(self.layers(batch[0]), 1.0).log_prob(batch[1]).mean()
+        self.kept.append(loss.item())
+        return loss
+
+
 SAME = [
     ForcesOfPart,
     ForcesOfSpecies,
@@ -358,6 +372,7 @@ SAME = [
     Fourier,
     ComplexStream,
     CompiledPart,
+    Policy,
 ]
 
 
