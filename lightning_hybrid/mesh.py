@@ -271,3 +271,10 @@ def _flatten(device_mesh: DeviceMesh, name: str, axes: tuple[str, ...]) -> Devic
     longer = [axis for axis in axes if sizes[axis] > 1] or [axes[0]]
     # `_flatten` is private to torch, yet the only call that flattens dimensions that are not neighbours (pp, cp, tp).
     return device_mesh[longer[0]] if len(longer) == 1 else device_mesh[tuple(longer)]._flatten(name)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says that another rank is not there any more."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "pair closure" in str(error))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.places import note, notes
 from lightning_hybrid.same_host.streams import close_streams
 from lightning_hybrid.strategies.rendezvous import Rendezvous
@@ -181,13 +181,6 @@ class Failures(pl.Callback):
     on_validation_batch_start: Callable[..., None] = _on_batch_start
     on_test_batch_start: Callable[..., None] = _on_batch_start
     on_predict_batch_start: Callable[..., None] = _on_batch_start
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error says that another rank is not there any more."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "pair closure" in str(error))
 
 
 def warn_of_missing_checkpoint(path: Any) -> None:

@@ -111,7 +111,8 @@ def _failed(layout: Layout, ranks: Sequence[Observed]) -> Report | None:
         return None
     if len(failures) == len(ranks) and all(failure.refused for _, failure in failures):
         return Report(layout.name, "refused", failures[0][1].message)
-    rank, failure = next(((rank, f) for rank, f in failures if not f.refused), failures[0])
+    causes = [(rank, failure) for rank, failure in failures if not failure.lost] or failures
+    rank, failure = next(((rank, f) for rank, f in causes if not f.refused), causes[0])
     message = f"rank {rank}: {failure.message} ({failure.where})"
     return Report(layout.name, "failed", message, steps=len(ranks[rank].steps))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.zero.replaced_step import replace_step
 
@@ -42,11 +43,13 @@ class Failure:
         message: Type and text of the exception.
         refused: Whether it is a clear error of this package's, raised before any parameter changed.
         where: File and line that raised.
+        lost: Whether it only says that another rank is not there any more.
     """
 
     message: str
     refused: bool
     where: str
+    lost: bool = False
 
 
 @dataclass
@@ -220,7 +223,7 @@ def describe_failure(error: Exception, *, steps_done: int) -> Failure:
     ours = last is not None and _raised_here(last)
     refused = ours and steps_done == 0 and not isinstance(error, AssertionError)
     where = "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
-    return Failure(f"{type(error).__name__}: {error}", refused, where)
+    return Failure(f"{type(error).__name__}: {error}", refused, where, lost=is_lost_connection(error))
 
 
 _RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.same_host")

@@ -175,7 +175,8 @@ class PartsReference:
         parts = self._parts(name, batches, shares)
         self._evaluated += 1
         if len(parts) == 1 and not self._keyed:
-            outputs = [self._plain[name](batch, *rest)]
+            with self._draws(0, parts[0]):
+                outputs = [self._plain[name](batch, *rest)]
         else:
             outputs = self._run(name, batches, parts, rest, -1 - self._evaluated, lambda part, output: output)
         if name != "predict_step":

@@ -84,15 +84,19 @@ class Replicas:
         if len(self.modules) == 1 or self._seen is None:
             return
         original = self.modules[0]
-        if [id(module) for module in original.modules()] != self._seen.modules:
+        if set(original.modules()) != set(self._seen.modules):
             del self.modules[1:]  # a hook has built layers anew: copies start from what is there
             return
         for module in self.modules[1:]:
-            pairs = list(zip(original.modules(), module.modules(), strict=True))
+            pairs = list(zip(self._seen.modules, module.modules(), strict=True))
+            copies = {ours: theirs for ours, theirs in pairs}
             memo = {**self._shared(), **{id(ours): theirs for ours, theirs in pairs}}
             for ours, theirs in pairs:
                 if ours is not theirs:
                     self._follow(ours.__dict__, theirs.__dict__, memo, top=True)
+                    # A hook may have given a module another name too, or taken one.
+                    named = ours._modules.items()
+                    theirs._modules = {name: None if inner is None else copies[inner] for name, inner in named}
 
     def after_step(self) -> None:
         """Note what the first replica holds."""
@@ -126,7 +130,7 @@ class _Seen:
     """What a module held at one moment, down to the contents of containers and tensors."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.modules = [id(module) for module in root.modules()]
+        self.modules = list(root.modules())
         self._members: dict[int, dict[Any, Any]] = {}
         self._prints: dict[int, dict[Any, Any]] = {}
         for module in root.modules():

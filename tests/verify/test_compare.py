@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_hybrid.verify.check import _failed
 from lightning_hybrid.verify.compare import AT_THE_END, compare
@@ -248,6 +249,14 @@ def test_a_run_that_fails_after_its_steps_says_how_many_there_were():
     assert (report.outcome, report.steps) == ("failed", len(ranks[1].steps)) and report.steps
     rows = [line for line in table([report]).splitlines() if "failed" in line]
     assert "rank 1: ValueError: no (there.py:1)" in rows[0]
+
+
+def test_who_lost_another_rank_is_not_who_failed():
+    ranks = [run_of(), run_of()]
+    ranks[0].failure = describe_failure(dist.DistNetworkError("rank 1 has closed its connections"), steps_done=0)
+    ranks[1].failure = Failure("StepError: no", refused=True, where="there.py:1")
+    report = _failed(parse_layout("pp=2"), ranks)
+    assert report.outcome == "failed" and report.message == "rank 1: StepError: no (there.py:1)"
 
 
 def in_32_bits(observed, step):

@@ -1,5 +1,7 @@
 """The reference is right where a module makes it hard: what it recomputes, what its hooks edit."""
 
+import copy
+
 import pytest
 import torch.utils.checkpoint
 from torch import nn
@@ -152,3 +154,38 @@ class OnlyFloat32(Plain):
 def test_a_kernel_that_knows_no_float64_is_told_apart(worlds):
     report = check(worlds, OnlyFloat32, Layout("dp2", 2))
     assert report.outcome == "failed" and "try --precision 32-true" in " ".join(report.notes), str(report)
+
+
+class DrawsToValidate(Plain):
+    """Branches on what it has drawn, so that it runs whole."""
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x + torch.randn_like(x)), y)
+        self.log("val_loss", loss if loss > 0 else -loss)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_random_numbers_of_validation_are_known_as_such(worlds, num_microbatches):
+    layout = Layout("pp2", 2, {"pipeline_parallel_size": 2})
+    report = check(worlds, DrawsToValidate, layout, num_microbatches=num_microbatches)
+    assert report.outcome == "same", str(report)
+
+
+class Swaps(Plain):
+    """Validates with a teacher, which takes the name of the student for that time."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_validation_epoch_start(self):
+        self.student, self.net = self.net, self.teacher
+
+    def on_validation_epoch_end(self):
+        self.net = self.student
+
+
+def test_a_module_that_takes_the_name_of_another(worlds):
+    report = check(worlds, Swaps, Layout("dp2", 2))
+    assert report.outcome == "same", str(report)
