@@ -177,10 +177,10 @@ class Swaps(Plain):
 
     def __init__(self):
         super().__init__()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.student, self.teacher = self.net, copy.deepcopy(self.net).requires_grad_(False)
 
     def on_validation_epoch_start(self):
-        self.student, self.net = self.net, self.teacher
+        self.net = self.teacher
 
     def on_validation_epoch_end(self):
         self.net = self.student
