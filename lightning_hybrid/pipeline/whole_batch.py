@@ -34,6 +34,7 @@ from lightning_hybrid.step.bookkeeping import (
 )
 from lightning_hybrid.step.microbatch import batch_size_of, sizes_of
 from lightning_hybrid.step.numbers_read import RETURNED
+from lightning_hybrid.step.picked import OtherRowsPicked, how_to_pick
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageRun
@@ -115,6 +116,8 @@ class WholeBatch:
             if len(variants) > 1:
                 (whole,) = self._choice.choose(call, [batch])
             form = self._form_of(call, variants, whole, kept, microbatches[0])
+        except OtherRowsPicked:
+            raise
         except Exception:  # of the package or of the user's own: the step need not run on a whole batch
             if numbers and (len(variants) == 1 or not in_output_alone):
                 raise
@@ -217,7 +220,16 @@ class WholeBatch:
             small, large = first.recording.graph, recording.graph
             places = [alike(variant.recording.graph, large) for variant in variants]
             returned = [v for v in large.returned if v != large.loss and all(v in pairs for pairs in places)]
-            joins = {value: how_to_join(value, small, large, places[0]) for value in (*large.kept, *returned)}
+            graphs = [variant.recording.graph for variant in variants]
+            for value in (*large.kept, *returned):
+                is_picked, joins[value] = how_to_pick(value, graphs, large, places)
+                if not is_picked:
+                    joins[value] = how_to_join(value, small, large, places[0])
+                elif joins[value] is None and value in large.kept:
+                    raise OtherRowsPicked(
+                        f"{kept}: rows of the batch that it picks by their numbers, of which a microbatch picks others;"
+                        " keep all rows, or the first ones as in out[:8], or set num_microbatches=1"
+                    )
             for value in returned:
                 if joins[value] is None and value not in large.kept:
                     del joins[value]

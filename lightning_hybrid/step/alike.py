@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.absent import make_absent
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.transaction import reachable
+from lightning_hybrid.step.transforms import refuse_transforms
 from lightning_hybrid.step.tree import flatten, unflatten
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -170,6 +171,7 @@ class LikeUnits:
             spec: Their containers.
             execute: Runs it.
         """
+        refuse_transforms(fqn)
         key = self._kinds.kind_of(fqn, unit), arguments_key(leaves, spec)
         known = self._known.get(key)
         if known is None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.step.graph import Picks
+
 _DESCRIBED = (bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -42,3 +44,21 @@ def asked_of(
             if isinstance(leaf, int) and not is_unit:
                 sizes.append(int.__index__(leaf))
     return tuple(asked), tuple(sizes)
+
+
+def picks_of(name: str, args: Sequence[Any]) -> Picks | None:
+    """What an operation picks along the first dimension: a number, or a slice; None if it is none of these.
+
+    Args:
+        name: Of the operation.
+        args: Its arguments.
+    """
+    if name != "__getitem__":
+        return None
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    plain = all(entry is None or entry is ... or type(entry) in (int, slice) for entry in index)
+    first = index[0] if plain and index else None
+    if isinstance(first, slice):
+        ends = first.start, first.stop, first.step
+        return ends if all(end is None or type(end) is int for end in ends) else None
+    return first if type(first) is int else None

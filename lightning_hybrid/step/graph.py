@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of a metric
 
@@ -36,6 +37,9 @@ class Value:
     device: str = ""
 
 
+Picks: TypeAlias = int | tuple[int | None, int | None, int | None]
+
+
 @dataclass(frozen=True)
 class Node:
     """One operation of the glue, or one call of a unit.
@@ -53,6 +57,7 @@ class Node:
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
         line: Where in the user's code it was called, ``file:line``.
+        picks: The rows that it picks by their numbers along the first dimension: one, or a slice's start, stop, step.
     """
 
     index: int
@@ -67,6 +72,7 @@ class Node:
     flops: float = 0.0
     moved_bytes: float = 0.0
     line: str = ""
+    picks: Picks | None = None
 
     @property
     def unit(self) -> str | None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import absent_members, make_absent
 from lightning_hybrid.step.alike import LikeUnits
-from lightning_hybrid.step.asked import asked_of
+from lightning_hybrid.step.asked import asked_of, picks_of
 from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
@@ -40,6 +40,7 @@ from lightning_hybrid.step.stand_in import (
     run_on_stand_ins,
 )
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState
+from lightning_hybrid.step.transforms import untransformed
 from lightning_hybrid.step.tree import flatten, memory_of
 from lightning_hybrid.step.units import BufferOf, buffers_of, owned_members
 from lightning_hybrid.step.user_functions import unseen_functions_refused
@@ -271,8 +272,7 @@ class RecordWatch(StepWatch):
         known = {key: self._describe(leaf, leaves, dynamic) for key, leaf in once.items()}
         described = tuple(known[id(leaf)] for leaf in out_leaves)
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
-        places = tuple(place for place, _ in held)
-        self._templates.append(Template(described, out_spec, tuple(written), places, asked))
+        self._templates.append(Template(described, out_spec, tuple(written), tuple(place for place, _ in held), asked))
         self._nodes.append(
             Node(
                 index=len(self._nodes),
@@ -287,6 +287,7 @@ class RecordWatch(StepWatch):
                 flops=self._costs.flops - flops,
                 moved_bytes=self._costs.moved_bytes - moved,
                 line=user_line(),
+                picks=picks_of(name, args),
             )
         )
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
@@ -331,7 +332,7 @@ class RecordWatch(StepWatch):
 
     def _new_value(self, tensor: Tensor, dynamic: bool) -> int:
         index = len(self._values)
-        like = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
+        like = tensor if isinstance(tensor, FakeTensor) else make_absent(untransformed(tensor))
         strides = tuple(like.stride()) if like.layout is torch.strided else ()
         dtype, where = str(like.dtype).removeprefix("torch."), str(like.device)
         self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic, where))

@@ -222,8 +222,9 @@ class ReplayWatch(StepWatch):
         if stale:
             raise StepError(
                 f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch or batch left"
-                " on the module, and whose content is on a later stage; keep it in a plain attribute, not in a buffer,"
-                " and set num_microbatches=1, or set pipeline_parallel_size=1"
+                " on the module, or that a transform of torch.func made, and whose content is on another stage; keep it"
+                " in a plain attribute, not in a buffer, and set num_microbatches=1, apply transforms inside the"
+                " forward of one layer, or set pipeline_parallel_size=1"
             )
         if replace:
             leaves = [self._present(leaf) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Layers that run with other weights than their own: ``torch.func.functional_call`` and what is built on it."""
+"""``torch.func``: layers with other weights than their own, and transforms between layers, which are refused."""
 
 import pytest
 import torch
@@ -138,3 +138,21 @@ class GivesCopies(Averaged):
 def test_other_weights_than_planned_for_are_refused(worlds):
     report = check(worlds, GivesCopies, TENSOR2)
     assert report.outcome != "same" and "functional_call" in str(report) and "tensor_parallel_size=1" in str(report)
+
+
+class MapsLayer(Produced):
+    def forward(self, x):
+        return torch.func.vmap(self.main)(self.encoder(x))
+
+
+class Tangents(Produced):
+    def forward(self, x):
+        h = self.encoder(x)
+        return self.main(torch.func.jvp(torch.tanh, (h,), (torch.ones_like(h),))[1])
+
+
+@pytest.mark.parametrize("module", [MapsLayer, Tangents])
+def test_transforms_between_layers_are_refused(worlds, module):
+    report = check(worlds, module, PP2)
+    assert report.outcome == "refused" and "transform of torch.func" in report.message, str(report)
+    assert "test_given_weights.py" in report.message and "inside the forward of one layer" in report.message

@@ -236,7 +236,20 @@ def run(make, size, options, steps=3):
     return kept_by(module), {name: float(value) for name, value in trainer.callback_metrics.items()}, weights
 
 
-_KEEP = [Appends, Meters, Contents, SteersNext, Centre, Tensors, Returns]
+class PicksRows(Keeps):
+    """The first samples of a batch, for a picture, and single ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.firsts, self.shown, self.last = [], [], None
+
+    def keep(self, loss, out, batch, batch_idx):
+        self.firsts.append(out[0, 0].item())
+        self.shown.append(out[:5].detach().cpu())
+        self.last = out[-1].detach()
+
+
+_KEEP = [Appends, Meters, Contents, SteersNext, Centre, Tensors, Returns, PicksRows]
 
 
 _CUTS = {"pp2-m1": (PP2, 1), "pp2-m3": (PP2, 3), "pp2 x 2 stages-m2": (INTERLEAVED, 2)}
@@ -319,7 +332,13 @@ class KeepsFromTheSecondBatchOn(Keeps):
             self.logged["loss"] = loss.item()
 
 
+class PicksScatteredRows(Keeps):
+    def keep(self, loss, out, batch, batch_idx):
+        self.shown = out[::3].detach()
+
+
 _REFUSED = {
+    PicksScatteredRows: (2, "rows of the batch that it picks by their numbers, of which a microbatch picks others"),
     KeepsLargest: (2, "keeps a number read from the model, one that argmax made"),
     KeepsAMemory: (2, "reads a tensor of shape [8, 1] that the batch before left on the module"),
     BuildsLazily: (2, "reads self.mask of shape [4, 6] that the batch before left on the module"),
