@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from living import Living
 from trainer import test_checkpoint as checkpoint
@@ -191,8 +192,10 @@ TWICE = {**BESIDE, "deal": "tensor"}
 
 
 def runner_of(unit, args, size, **options):
-    """The unit on the ranks of a world."""
-    plan = plan_unit(unit, args, {}, size, **options)
+    """The unit on the ranks of a world; the first of them plans it, as in a run."""
+    box = [plan_unit(unit, args, {}, size, **options) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    [plan] = box
     layout = ParallelLayout(tensor_parallel_size=size, context_parallel_size=options.get("context", 1))
     mesh = Mesh.build(layout, "cpu")
     parameters = unit.named_parameters()
