@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.joined import join_batches
 from lightning_hybrid.step.microbatch import batch_size_of, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.undone import perturbed, undone
@@ -183,7 +183,7 @@ class StepAlone:
         sizes = sizes_of([replica.batch for replica in given])
         known = sum(size or 0 for size in sizes)
         try:
-            whole = join([replica.batch for replica in given], [(size or 0) / max(known, 1) for size in sizes], sizes)
+            whole = join_batches([replica.batch for replica in given], sizes)
             if len(given) > 1 and (None in sizes or batch_size_of(whole) != known):
                 self.result.untried = f"the batches of {len(given)} replicas cannot be concatenated to one"
                 return

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.joined import join, join_batches
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
@@ -190,9 +190,8 @@ class PartsReference:
     def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
         sizes, whole = sizes_of(batches), batches[0]
         if len(batches) > 1:
-            known = [size or 0 for size in sizes]
-            whole = join(batches, [size / max(sum(known), 1) for size in known], sizes)
-            if None in sizes or batch_size_of(whole) != sum(known):
+            whole = join_batches(batches, sizes)
+            if None in sizes or batch_size_of(whole) != sum(size or 0 for size in sizes):
                 raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one")
         return self._plain["training_step"](whole, *rest)
 

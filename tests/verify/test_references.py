@@ -1,6 +1,7 @@
 """The reference is right where a module makes it hard: what it recomputes, what its hooks edit."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch.utils.checkpoint
@@ -192,4 +193,24 @@ class Swaps(Plain):
 
 def test_a_module_that_takes_the_name_of_another(worlds):
     report = check(worlds, Swaps, Layout("dp2", 2))
+    assert report.outcome == "same", str(report)
+
+
+class ByHand(Plain):
+    """Steps its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_batches_of_as_many_tensors_as_each_has_samples(worlds):
+    data = partial(regression_data, batch_size=2)
+    report = check(worlds, ByHand, Layout("dp2", 2), num_microbatches=1, make_data=data)
     assert report.outcome == "same", str(report)
