@@ -20,7 +20,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.parts.spans import Part, Shape, part_of
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent, whole_shape
 from lightning_hybrid.step.tree import flatten, map_leaves
 
 # Who has the same boxes as this rank, among whom one is to write: all replicas, or only the first replica, where others
@@ -140,7 +140,7 @@ class Holdings:
 
     def whole_shape(self, parameter: Tensor) -> Shape:
         """The shape of a parameter in one process."""
-        return tuple(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape))
+        return whole_shape(parameter)
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The FQN of a parameter of the module."""

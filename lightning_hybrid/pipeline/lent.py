@@ -19,7 +19,7 @@ from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.parts.reads import IDENTITY
 from lightning_hybrid.pipeline.operands import written_of
-from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole, is_absent
+from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole, is_absent, whole_shape
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
 from lightning_hybrid.step.watch import user_line
@@ -159,7 +159,7 @@ class LentParameters(TorchFunctionMode):
 
     def _sent(self, name: str, parameter: Tensor) -> Tensor:
         """The whole of a parameter; collective over the replica."""
-        shape, holders = as_whole(parameter).shape, self._holders(name)
+        shape, holders = whole_shape(parameter), self._holders(name)
         if is_absent(parameter):
             content = torch.empty(shape, dtype=parameter.dtype, device=self._device)
         else:

@@ -100,11 +100,15 @@ def make_absent_parameter(parameter: Tensor, device: torch.device | None = None)
     return absent
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape that a parameter has in one process: it may be absent, or a part."""
+    return tuple(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape))
+
+
 def as_whole(parameter: Tensor) -> Tensor:
-    """Without content, the whole of a parameter of which this rank may hold a part: to ask it for its shape."""
-    shape = parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)
+    """The whole of a parameter without content: to ask it for its shape."""
     with torch._C.DisableTorchFunction():
-        return torch.empty(shape, dtype=parameter.dtype, device="meta")
+        return torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
 
 
 def is_absent(value: Any) -> bool:

@@ -162,9 +162,9 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[in
     if small.shape != large.shape:
         differ = [dim for dim, sizes in enumerate(zip(small.shape, large.shape, strict=False)) if len(set(sizes)) > 1]
         return _concatenate(differ[0]) if len(differ) == 1 and len(small.shape) == len(large.shape) else None
-    maker = _maker(value, whole)
+    maker = maker_of(value, whole)
     if maker is not None:
-        name, source = maker
+        name, (source,) = maker.name, maker.inputs
         over = whole.values[source]
         if over.dynamic or part.values[pairs.get(source, source)].shape != over.shape:  # it is taken over the samples
             if name in SUMS:
@@ -179,8 +179,8 @@ def how_to_join(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[in
 
 def is_of_all_samples(value: int, graph: StepGraph, samples: int) -> bool:
     """Whether a value is a sum, maximum or minimum over the samples: joined otherwise than by their share."""
-    maker = _maker(value, graph)
-    return maker is not None and maker[0] in SUMS | _MOST | _LEAST and samples in graph.values[maker[1]].shape
+    maker = maker_of(value, graph)
+    return maker is not None and maker.name in SUMS | _MOST | _LEAST and samples in graph.values[maker.inputs[0]].shape
 
 
 def _adds_in_place(value: int, graph: StepGraph) -> bool:
@@ -189,14 +189,14 @@ def _adds_in_place(value: int, graph: StepGraph) -> bool:
     return node is not None and node.name in ("add_", "__iadd__") and graph.cloned.isdisjoint(node.inputs)
 
 
-def _maker(value: int, graph: StepGraph) -> tuple[str, int] | None:
-    """The operation that a value comes from, beneath copies and casts, and what it was given."""
+def maker_of(value: int, graph: StepGraph) -> Node | None:
+    """The operation of one value that another comes from, beneath copies and casts."""
     while True:
         node = next((node for node in graph.nodes if value in node.outputs), None)
         if node is None or node.unit is not None or len(node.inputs) != 1 or len(node.outputs) != 1:
             return None
         if node.name not in HANDED_ON:
-            return node.name, node.inputs[0]
+            return node
         value = node.inputs[0]
 
 

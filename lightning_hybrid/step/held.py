@@ -7,7 +7,7 @@ such a value is an input of the unit like its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,21 +31,24 @@ def held_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 
 
 def found_on(
-    unit: nn.Module, mark_of: Callable[[Tensor], int | None], is_own: Callable[[Tensor], bool]
+    unit: nn.Module, mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str], owned: Collection[str]
 ) -> list[tuple[Place, Tensor]]:
     """The values that a unit finds on its own modules, and what it was given in the place of its parameters.
 
     Args:
         unit: About to run.
         mark_of: The index of a value; None for other tensors.
-        is_own: Whether a tensor is a parameter of the unit.
+        parameters: FQN by id.
+        owned: FQNs of the unit's own.
     """
     slots = (
         (Place(name, member, ()), tensor)
         for name, module in unit.named_modules()
         for member, tensor in module._parameters.items()
     )
-    given = [(place, tensor) for place, tensor in slots if tensor is not None and not is_own(tensor)]
+    given = [
+        (place, tensor) for place, tensor in slots if tensor is not None and parameters.get(id(tensor)) not in owned
+    ]
     return [(place, tensor) for place, tensor in held_tensors(unit) if mark_of(tensor) is not None] + given
 
 
@@ -76,8 +79,7 @@ def put(unit: nn.Module, places: Sequence[Place], tensors: Sequence[Any]) -> Non
 def _holder(unit: nn.Module, place: Place) -> tuple[Any, Any]:
     """The container that a place is an entry of, and the entry's key."""
     module = unit.get_submodule(place.module)
-    members = (held for held in (module._buffers, module._parameters) if place.attribute in held)
-    holder: Any = next(members, module.__dict__)
+    holder: Any = next((m for m in (module._buffers, module._parameters) if place.attribute in m), module.__dict__)
     keys = (place.attribute, *place.path)
     for key in keys[:-1]:
         try:

@@ -52,25 +52,6 @@ def join(
     return _Join(tuple(weights), tuple(counts), step).of(list(parts), whole)
 
 
-def join_batches(batches: Sequence[Any], counts: Sequence[int | None]) -> Any:
-    """One batch out of those of several replicas.
-
-    Args:
-        batches: In order.
-        counts: Number of samples of each, if known.
-    """
-    total = sum(count or 0 for count in counts)
-    shares = [(count or 0) / max(total, 1) for count in counts]
-    # A batch of two tensors of two samples each is no list of two samples.
-    columns = [
-        isinstance(batch, list) and all(isinstance(entry, Tensor) and entry.shape[:1] == (count,) for entry in batch)
-        for batch, count in zip(batches, counts, strict=True)
-    ]
-    if all(columns):
-        return list(join([tuple(batch) for batch in batches], shares, counts))
-    return join(batches, shares, counts)
-
-
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Sum of ``weight * part``; the mean over samples if the weights are shares of the samples."""
     total = parts[0] * weights[0]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.tree import children_of, flatten
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
@@ -127,6 +128,31 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     each, more = divmod(size, count)
     counts = [each + (index < more) for index in range(count)]
     return _cut(batch, size, counts), [part / size for part in counts]
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """One batch out of those of several replicas.
+
+    Args:
+        batches: In order.
+
+    Raises:
+        BatchError: What comes out has not their samples.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    counts = sizes_of(batches)
+    total = sum(count or 0 for count in counts)
+    # A batch of two tensors of two samples each is no list of two samples.
+    are_columns = all(
+        isinstance(batch, list) and all(isinstance(entry, Tensor) and entry.shape[:1] == (count,) for entry in batch)
+        for batch, count in zip(batches, counts, strict=True)
+    )
+    parts = [tuple(batch) for batch in batches] if are_columns else batches
+    whole = join(parts, [(count or 0) / max(total, 1) for count in counts], counts)
+    if None in counts or batch_size_of(whole) != total:
+        raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one")
+    return list(whole) if are_columns else whole
 
 
 def _is_one(item: Any) -> bool:

@@ -13,10 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.bookkeeping import Join
+from lightning_hybrid.step.bookkeeping import Join, maker_of
 from lightning_hybrid.step.graph import Picks, StepGraph
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.totals import HANDED_ON
 
 
 class OtherRowsPicked(StepError):
@@ -37,11 +36,8 @@ def how_to_pick(
     Returns:
         None for the second if no microbatch has picked some of them.
     """
-    makers = {output: node for node in reversed(whole.nodes) for output in node.outputs}
-    node = makers.get(value)
-    while node is not None and node.name in HANDED_ON and len(node.inputs) == 1:
-        node = makers.get(node.inputs[0])
-    if node is None or node.picks is None or len(node.inputs) != 1:
+    node = maker_of(value, whole)
+    if node is None or node.picks is None:
         return False, None
     (source,) = node.inputs
     if not all(source in pairs for pairs in places) or whole.values[source].dynamic:

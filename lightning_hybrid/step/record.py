@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from lightning_hybrid.step.stand_in import (
     run_on_stand_ins,
 )
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState
-from lightning_hybrid.step.transforms import untransformed
+from lightning_hybrid.step.transforms import refuse_transforms
 from lightning_hybrid.step.tree import flatten, memory_of
 from lightning_hybrid.step.units import BufferOf, buffers_of, owned_members
 from lightning_hybrid.step.user_functions import unseen_functions_refused
@@ -199,8 +198,8 @@ class RecordWatch(StepWatch):
         """Run one operation on stand-ins; a node, unless it touches the batch alone."""
         leaves, spec = flatten((args, kwargs))
         given = len(leaves)
-        is_own = partial(self._is_own, owned)
-        held = found_on(self.units[name[1:]], self.mark_of, is_own) if name.startswith("@") else []
+        is_unit = name.startswith("@")
+        held = found_on(self.units[name[1:]], self.mark_of, self.parameters, owned) if is_unit else []
         leaves += [tensor for _, tensor in held]  # a unit reads what lies on its modules as it does its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         marks = [self.mark_of(tensor) for tensor in tensors]
@@ -293,9 +292,6 @@ class RecordWatch(StepWatch):
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
-    def _is_own(self, owned: tuple[str, ...], tensor: Tensor) -> bool:
-        return self.parameters.get(id(tensor)) in owned
-
     def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
         """A buffer that a unit may write, read around it, is right at the unit's home only."""
         for tensor in tensors:
@@ -332,7 +328,9 @@ class RecordWatch(StepWatch):
 
     def _new_value(self, tensor: Tensor, dynamic: bool) -> int:
         index = len(self._values)
-        like = tensor if isinstance(tensor, FakeTensor) else make_absent(untransformed(tensor))
+        if not isinstance(tensor, FakeTensor):
+            refuse_transforms("an operation")
+        like = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
         strides = tuple(like.stride()) if like.layout is torch.strided else ()
         dtype, where = str(like.dtype).removeprefix("torch."), str(like.device)
         self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic, where))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.watch import user_line
@@ -24,9 +23,3 @@ def refuse_transforms(name: str) -> None:
             " values of the model cannot be followed from one operation to the next; apply the transform inside the"
             " forward of one layer, use torch.autograd.grad, or set pipeline_parallel_size=1 and num_microbatches=1"
         )
-
-
-def untransformed(tensor: Tensor) -> Tensor:
-    """A tensor that an operation has made or written, if that was not transformed."""
-    refuse_transforms("an operation")
-    return tensor

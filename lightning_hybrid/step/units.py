@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_hybrid.step.absent import WHOLE_SHAPE
+from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.partition import node_cost
 from lightning_hybrid.step.recording import Recording, StepError
@@ -101,7 +101,7 @@ def to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> se
 
 def _count(module: nn.Module) -> int:
     """Elements of the whole parameters, whatever part of them this rank holds: all ranks choose the same units."""
-    return sum(math.prod(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)) for parameter in module.parameters())
+    return sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())
 
 
 def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.absent import is_absent, whole_shape
 from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.layers import find_layers
@@ -191,7 +191,7 @@ def _kind(module: nn.Module) -> Hashable:
 
 def _member_kind(member: tuple[str, torch.Tensor | None]) -> Hashable:
     name, tensor = member
-    return name, None if tensor is None else (tensor.__dict__.get(WHOLE_SHAPE, tensor.shape), tensor.dtype)
+    return name, None if tensor is None else (whole_shape(tensor), tensor.dtype)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

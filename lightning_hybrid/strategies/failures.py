@@ -36,7 +36,7 @@ _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_s
 
 
 class Failures(pl.Callback):
-    """Stands before the user's callbacks: theirs may wait for ranks that this one has to wake first.
+    """Stands before the user's callbacks: theirs may wait for ranks that this one wakes or brings along first.
 
     Attributes:
         cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.

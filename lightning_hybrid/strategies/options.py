@@ -253,9 +253,9 @@ def advise(error: StepError, layout: ParallelLayout, options: Options) -> None:
         "num_microbatches": (options.microbatches or 1, 1),
         "microbatch_weight": (options.microbatch_weight, None),
     }
-    *most, last = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone] or [""]
-    if last:
-        advice = f"{', '.join(most)} and {last}" if most else last
+    changes = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone]
+    if changes:
+        advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
         message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
         error.args = (message,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.spans import part_of
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.absent import is_absent, whole_shape
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.strategies.gradients import stage_of_gradient
 from lightning_hybrid.strategies.hook_reads import steps_on_parts
@@ -175,8 +176,7 @@ def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str
 
 
 def _whole_bytes(parameter: nn.Parameter) -> int:
-    shape: Any = parameter.__dict__.get(WHOLE_SHAPE, parameter.shape)
-    return torch.Size(shape).numel() * parameter.element_size()
+    return math.prod(whole_shape(parameter)) * parameter.element_size()
 
 
 def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:

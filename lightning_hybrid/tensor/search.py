@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.alike import UnitKinds
 from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.tree import flatten
@@ -19,7 +20,7 @@ from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.patterns import TensorPlanError
 from lightning_hybrid.tensor.plan import Deal, UnitPlan
 from lightning_hybrid.tensor.units import Calls
-from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts, whole_shape
+from lightning_hybrid.tensor.vocabulary import Use, VocabularyCut, choose_cuts
 from lightning_hybrid.tensor.vocabulary_proof import cross_entropy_failure
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.absent import WHOLE_SHAPE
+from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.tree import flatten_call
 from lightning_hybrid.step.watch import _METADATA, user_line
 from lightning_hybrid.tensor.watch import tensors_in
@@ -275,8 +275,3 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
 
 def _can_share(length: int, size: int) -> bool:
     return length % size == 0 or (length >= _UNEVEN_ROWS * size and -(-length // size) * (size - 1) < length)
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter that may be absent, or a part."""
-    return tuple(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape))

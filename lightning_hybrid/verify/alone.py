@@ -20,8 +20,7 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.joined import join_batches
-from lightning_hybrid.step.microbatch import batch_size_of, sizes_of, split
+from lightning_hybrid.step.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.undone import perturbed, undone
 
@@ -180,13 +179,8 @@ class StepAlone:
         count = sum(replica.count for replica in given)
         if count == 1:
             return
-        sizes = sizes_of([replica.batch for replica in given])
-        known = sum(size or 0 for size in sizes)
         try:
-            whole = join_batches([replica.batch for replica in given], sizes)
-            if len(given) > 1 and (None in sizes or batch_size_of(whole) != known):
-                self.result.untried = f"the batches of {len(given)} replicas cannot be concatenated to one"
-                return
+            whole = join_batches([replica.batch for replica in given])
             at_once = []
             for seed in _SEEDS:
                 with undone(self._module), self._randomness.isolated(), torch.no_grad():
@@ -194,6 +188,9 @@ class StepAlone:
                         pass
                     with call.context():
                         at_once.append(float(_loss_of(call.step(whole, *call.rest)).detach()))
+        except BatchError as error:
+            self.result.untried = str(error)
+            return
         except Exception as error:  # a step that does not take so large a batch is no fault
             self.result.untried = f"it raised {type(error).__name__}: {error}"
             return

@@ -21,8 +21,8 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.joined import join, join_batches
-from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, sizes_of, split
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join_batches, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
 from lightning_hybrid.verify.dealt import DealtLoader, deal
@@ -188,12 +188,7 @@ class PartsReference:
         return self._predicted[0][index][-1]
 
     def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
-        sizes, whole = sizes_of(batches), batches[0]
-        if len(batches) > 1:
-            whole = join_batches(batches, sizes)
-            if None in sizes or batch_size_of(whole) != sum(size or 0 for size in sizes):
-                raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one")
-        return self._plain["training_step"](whole, *rest)
+        return self._plain["training_step"](join_batches(batches), *rest)
 
     def _run(
         self,

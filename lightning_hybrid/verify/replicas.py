@@ -89,14 +89,13 @@ class Replicas:
             return
         for module in self.modules[1:]:
             pairs = list(zip(self._seen.modules, module.modules(), strict=True))
-            copies = {ours: theirs for ours, theirs in pairs}
             memo = {**self._shared(), **{id(ours): theirs for ours, theirs in pairs}}
             for ours, theirs in pairs:
                 if ours is not theirs:
                     self._follow(ours.__dict__, theirs.__dict__, memo, top=True)
                     # A hook may have given a module another name too, or taken one.
                     named = ours._modules.items()
-                    theirs._modules = {name: None if inner is None else copies[inner] for name, inner in named}
+                    theirs._modules = {name: None if inner is None else memo[id(inner)] for name, inner in named}
 
     def after_step(self) -> None:
         """Note what the first replica holds."""
