@@ -72,14 +72,14 @@ class _Known:
 
     Attributes:
         latest: The form that was chosen last.
-        state: The plain attributes with which it was.
+        state: The plain attributes with which it was; None where microbatches of one batch took several.
         around: The modules that have these attributes.
         ways: All forms, with the units that they know; made when first needed.
     """
 
     latest: Variant
     around: list[nn.Module]
-    state: list[Any]
+    state: list[Any] | None
     forms: list[Variant] = field(default_factory=list)
     ways: Ways[Variant] | None = None
 
@@ -183,8 +183,10 @@ class VariantChoice:
                 chosen.append(variant)
         finally:
             start.restore()
-        for key, variant in zip(keys, chosen, strict=True):
-            self._known[key].latest, self._known[key].state = variant, states[key]
+        for key, state in states.items():
+            taken = [variant for each, variant in zip(keys, chosen, strict=True) if each == key]
+            self._known[key].latest = taken[-1]
+            self._known[key].state = state if all(variant is taken[0] for variant in taken) else None
         return chosen
 
     def _way(

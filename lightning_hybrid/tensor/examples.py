@@ -94,7 +94,14 @@ def make_example(
     enough = [prime for prime in _PRIMES if prime >= least] or [*_PRIMES[-1:]]
     primes = [prime for prime in enough if prime % size and size % prime and prime not in weights] or enough
     further = [prime for prime in primes[1:] if prime >= 2 * least] or primes
-    numbered = {length: further[(k - 1) % len(further)] if k else primes[0] for k, length in enumerate(lengths)}
+    masked = _mask_lengths(leaves)
+    numbered: dict[int, int] = {}
+    for length in lengths:
+        fitting = [prime for prime in (further if numbered else primes) if prime <= length or length not in masked]
+        unused = [prime for prime in fitting if prime not in numbered.values()] or fitting
+        if unused:
+            numbered[length] = unused[0]
+    lengths = [*numbered]
     free = {length: _Resize(numbered[length], _EVERY_DIM) for length in lengths if length not in weights}
     if runs(example(free)):
         return example(free)
@@ -150,6 +157,16 @@ def _lengths(leaves: list[Any], weights: set[int]) -> list[int]:
     return sorted(found, key=lambda length: length in weights)
 
 
+def _mask_lengths(leaves: list[Any]) -> set[int]:
+    """Sizes of what has a row and a column for each position, which must not grow: a longer mask would mean another."""
+    known = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_without_content(leaf)]
+    return {length for tensor in known for length in tensor.shape if tensor.shape.count(length) > 1}
+
+
+def _is_without_content(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     needs, tensor = tensor.requires_grad, tensor.detach()
     for dim, length in enumerate(tensor.shape):
@@ -171,7 +188,7 @@ def _without_fakes(leaf: Any, generator: torch.Generator, dtype: torch.dtype) ->
 def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     floating = tensor.is_floating_point()
     dtype = dtype if floating else tensor.dtype
-    if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+    if not _is_without_content(tensor):
         value = tensor.detach().to("cpu", dtype)
         return (value.clone() if value is tensor else value).requires_grad_(tensor.requires_grad)
     if floating:

@@ -198,6 +198,15 @@ def test_examples_without_content_will_do():
     assert shown(plan) == ["c_attn -> c_proj"]
 
 
+@pytest.mark.parametrize("batch, length", [(2, 3), (4, 3), (4, 4)])
+def test_a_causal_mask_of_few_positions_stays_causal(batch, length):
+    """With random content elsewhere, evaluation by the mask and training by the promise would be two results."""
+    unit = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    keywords = {"src_mask": nn.Transformer.generate_square_subsequent_mask(length), "is_causal": True}
+    plan = plan_unit(unit, (torch.randn(batch, length, 8),), keywords, 2)
+    assert [group.role for group in plan.groups] == ["attention", "column"], plan.kept
+
+
 def test_positions_are_dealt_to_many_ranks():
     unit = nn.TransformerEncoderLayer(16, 8, 16, batch_first=True)
     plan = plan_unit(unit, (tokens(2, 10, 16),), {}, 1, context=8)

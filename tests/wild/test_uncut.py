@@ -25,7 +25,7 @@ from lightning_hybrid.verify import Layout
 PP2, *_ = LAYOUTS
 EXPERTS = Layout("ep2 x tp2", devices=4, strategy={"tensor_parallel_size": 2, "expert_parallel_size": 2})
 ZERO = Layout("pp2 x zero 3", devices=4, strategy={"pipeline_parallel_size": 2, "zero_stage": 3})
-WORDS, LENGTH, END = 11, 6, 3
+WORDS, LENGTH, END = 11, 4, 3
 
 
 class Deciding(Regressor):
@@ -167,7 +167,7 @@ class Generates(LightningModule):
         return self.model(input_ids=text, labels=text).loss
 
     def validation_step(self, batch, batch_idx):
-        written = self.model.generate(batch[0], max_new_tokens=8, num_beams=2, do_sample=False)
+        written = self.model.generate(batch[0], max_new_tokens=4, num_beams=2, do_sample=False)
         self.log("val_loss", self.training_step(batch, batch_idx))
         self.log("written", written.double().mean())
 
