@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_hybrid.step.absent import MARK, make_absent
-from lightning_hybrid.step.tree import flatten, map_leaves, unflatten
+from lightning_hybrid.step.copies import copied
+from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside, unflatten
 
 NO_FAKE_KERNEL = (
     DataDependentOutputException,
@@ -120,9 +121,16 @@ def run_on_stand_ins(
         for members, member, tensor in saved:
             members[member] = tensor
     originals = {id(real): leaf for real, leaf in zip(given, leaves, strict=True)}
-    return map_leaves(
-        lambda leaf: originals.get(id(leaf), make_absent(leaf)) if isinstance(leaf, Tensor) else leaf, out
-    )
+
+    def made_absent(leaf: Any) -> Any:
+        if id(leaf) in originals:
+            return originals[id(leaf)]
+        if isinstance(leaf, Tensor):
+            return make_absent(leaf)
+        # An object of another class, such as a distribution, holds values of the step as well.
+        return copied(leaf, made_absent, modules=False) if tensors_inside(leaf) else leaf
+
+    return map_leaves(made_absent, out)
 
 
 def _stand_in(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:

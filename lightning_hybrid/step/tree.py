@@ -1,9 +1,9 @@
 """Take apart and rebuild the containers that user code passes around.
 
-Steps receive and return tensors inside tuples, named tuples, dicts, dataclasses, Hugging Face ``BatchEncoding`` and
-``ModelOutput`` objects. ``flatten`` yields the leaves in a fixed order and a ``Spec`` from which the same container is
-rebuilt around other leaves. It is written for the hot path: a bare tensor or a flat tuple costs next to nothing, and a
-container type that is not known here is a leaf.
+Steps receive and return tensors inside tuples, named tuples, dicts, dataclasses, ``torch.distributions``, Hugging Face
+``BatchEncoding`` and ``ModelOutput`` objects. ``flatten`` yields the leaves in a fixed order and a ``Spec`` from which
+the same container is rebuilt around other leaves. It is written for the hot path: a bare tensor or a flat tuple costs
+next to nothing, and a container type that is not known here is a leaf.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
 
 LEAF = None
 
@@ -112,7 +113,9 @@ def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
     if isinstance(value, Mapping):
         return _mapping(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dataclass(value)
+        return _with_members(value, [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)])
+    if isinstance(value, Distribution):
+        return _with_members(value, list(vars(value)))
     return None
 
 
@@ -133,9 +136,7 @@ def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]],
     return [value[key] for key in keys], build
 
 
-def _dataclass(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
+def _with_members(value: Any, names: list[str]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     def build(children: list[Any]) -> Any:
         result = copy.copy(value)
         for name, child in zip(names, children, strict=True):

@@ -5,7 +5,10 @@ import torch
 from models import WIDTH, Layers, batch_of, make, mlp
 from one_process.in_process import assert_same_gradients, pipeline, reference
 from torch import nn
+from torch.distributions import Independent, Normal
 from torch.nn import functional as F
+
+from lightning_hybrid.step.recording import StepError
 
 
 def assert_parity(module, dtype=torch.float64, num_stages=2, tolerance=1e-10):
@@ -122,3 +125,68 @@ def test_arguments_of_distributions_are_checked_where_they_are():
     module.sign = -1.0
     with pytest.raises(ValueError, match="found invalid values"):
         pipeline(module, lambda: module.loss(batch), 2)
+
+
+class Posterior(nn.Module):
+    """Returns a distribution, which checks what it is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.mean, self.scale = mlp(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.found(Independent(Normal(self.mean(hidden), self.scale(hidden).exp()), 1))
+
+    def found(self, belief):
+        return belief
+
+
+class Found:
+    """Holds what was found, as an output of a class of the user's."""
+
+    def __init__(self, belief):
+        self.belief, self.energy = belief, belief.mean.square().mean()
+
+
+class PosteriorInAnObject(Posterior):
+    found = Found
+
+
+class Variational(Layers):
+    kind = Posterior
+
+    def __init__(self):
+        super().__init__()
+        self.layers.extend(mlp() for _ in range(4))
+        self.encoder = self.kind()
+
+    def loss(self, batch):
+        return self.bound(batch["x"], self.encoder(batch["x"]))
+
+    def bound(self, x, belief):
+        hidden, prior = belief.mean, Normal(torch.zeros(WIDTH), torch.ones(WIDTH))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        kl = torch.distributions.kl_divergence(belief.base_dist, prior)
+        return F.mse_loss(hidden, x) + kl.mean() - 0.1 * belief.log_prob(x).mean()
+
+
+class VariationalInAnObject(Variational):
+    kind = PosteriorInAnObject
+
+    def bound(self, x, found):
+        return super().bound(x, found.belief) + found.energy
+
+
+def test_a_distribution_comes_out_of_a_layer():
+    """What it is made of is read on the other stage."""
+    got = assert_parity(make(Variational))
+    assert "encoder" in got.units[0] and got.units[1], "else nothing here is about what a unit returns"
+
+
+def test_an_object_that_holds_values_is_no_constant():
+    """Its numbers would be those of a stand-in; the layer is opened instead, or it is refused."""
+    module = make(VariationalInAnObject)
+    with pytest.raises(StepError, match="left a unit on a side way"):
+        assert_parity(module)
