@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from torch.distributed import ProcessGroup
 
@@ -16,12 +17,13 @@ from lightning_hybrid.checkpoint.writing import Save, write
 class Background:
     """The save that one rank takes part in beside its training."""
 
+    _lock: ClassVar = threading.Lock()  # of all of them: a strategy is copied by who saves its arguments
+
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._afterwards: list[Path] = []
-        self._lock = threading.Lock()
 
     @property
     def is_writing(self) -> bool:

@@ -15,6 +15,8 @@ from torchmetrics import Metric
 
 from lightning_hybrid.step.absent import is_absent
 
+_NUMBER = object()
+
 
 @dataclass
 class Entry:
@@ -23,6 +25,7 @@ class Entry:
     Attributes:
         name: The logged key.
         metric: The Metric object logged, if it was one; its value is that of the step.
+        other: What was logged, if it was no number at all, which is for an overridden ``log`` to understand.
         kwargs: The other arguments of the call, those of the last microbatch.
         values: By microbatch; NaN where the value lives on another rank.
         sizes: The ``batch_size`` given, by microbatch.
@@ -35,6 +38,12 @@ class Entry:
     values: list[float]
     sizes: list[int | None]
     dtype: torch.dtype = torch.float32
+    other: Any = _NUMBER
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it was a number, or a Metric with one."""
+        return self.other is _NUMBER
 
     @property
     def how(self) -> str:
@@ -58,8 +67,8 @@ class Entry:
         return {**self.kwargs, "batch_size": sum(known)} if known else self.kwargs
 
 
-# Key, metric, value, other arguments, dtype.
-_Call = tuple[str, Metric | None, float, dict[str, Any], torch.dtype]
+# Key, what was logged if it is not a number, value, other arguments, dtype.
+_Call = tuple[str, Any, float, dict[str, Any], torch.dtype]
 
 
 class LogCapture:
@@ -87,11 +96,12 @@ class LogCapture:
         return [
             Entry(
                 name=columns[-1][0],
-                metric=columns[-1][1],
+                metric=columns[-1][1] if isinstance(columns[-1][1], Metric) else None,
                 kwargs=columns[-1][3],
                 values=[column[2] for column in columns],
                 sizes=[column[3].get("batch_size") for column in columns],
                 dtype=columns[-1][4],
+                other=_NUMBER if isinstance(columns[-1][1], Metric) else columns[-1][1],
             )
             for columns in zip(*rows, strict=True)
         ]
@@ -122,9 +132,10 @@ class _Catching(AbstractContextManager[None]):
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
         kwargs.update(zip(names, args, strict=False))
-        metric = value if isinstance(value, Metric) else None
         with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
-            self._calls.append((name, metric, _number(name, value), kwargs, _dtype(value)))
+            number = _number(name, value)
+            what = value if number is None or isinstance(value, Metric) else _NUMBER
+            self._calls.append((name, what, math.nan if number is None else number, kwargs, _dtype(value)))
 
 
 @contextlib.contextmanager
@@ -146,8 +157,8 @@ def _dtype(value: Any) -> torch.dtype:
     return torch.promote_types(value.dtype, default) if isinstance(value, Tensor) else default
 
 
-def _number(name: str, value: Any) -> float:
-    """What is logged as a number; NaN if it lives elsewhere."""
+def _number(name: str, value: Any) -> float | None:
+    """What is logged as a number; NaN if it lives elsewhere, None if it is none."""
     if isinstance(value, Metric):
         value = getattr(value, "_forward_cache", None)
         if value is None:
@@ -158,4 +169,7 @@ def _number(name: str, value: Any) -> float:
         if value.numel() != 1:
             raise ValueError(f"self.log({name!r}, ...) needs one number, but the tensor has shape {tuple(value.shape)}")
         return float(value.detach())
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

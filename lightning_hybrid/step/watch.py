@@ -33,6 +33,7 @@ from lightning_hybrid.step.absent import (
 from lightning_hybrid.step.absent_content import content_message, stand_in_for_content
 from lightning_hybrid.step.asides import given_on, returning_asides
 from lightning_hybrid.step.backward_hooks import backward_hooks_inside
+from lightning_hybrid.step.comparisons import COMPARISONS, in_order
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_inside
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
@@ -196,6 +197,8 @@ class StepWatch(TorchFunctionMode, ABC):
         elif name == "_pack_padded_sequence" and not self._is_of_the_model(args[1]):
             data, _ = self.event(name, func, args, kwargs, ())
             return data, packed_sizes(args)
+        elif name in COMPARISONS:
+            name, func, args = in_order(name, func, args, self.mark_of, self.parameters)
         return self.event(name, func, args, kwargs, ())
 
     def _is_of_the_model(self, leaf: Any) -> bool:

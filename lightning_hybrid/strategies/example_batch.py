@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.step.randomness import GeneratorStates
+from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.strategies.one_shot import TakenBack, give_back, is_one_shot
 
 _NOTHING = object()
 
@@ -43,7 +46,11 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         for loader in combined.flattened:
             trainer.strategy.deal_to_replicas(loader)
         with trainer.strategy.user_world():
-            batches = [_first(loader) for loader in combined.flattened]
+            first = [_first(loader, trainer.strategy.root_device) for loader in combined.flattened]
+        batches = [batch for batch, _ in first]
+        if any(new is not old for (_, new), old in zip(first, combined.flattened, strict=True)):
+            combined.flattened = [loader for _, loader in first]
+            loaders = combined if isinstance(loaders, CombinedLoader) else combined.iterables
         needed = batches[:1] if combined._mode == "sequential" else batches
         if any(batch is _NOTHING for batch in needed):
             raise ValueError(
@@ -62,26 +69,58 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         states.restore()
 
 
-def _first(loader: Any) -> Any:
+def _first(loader: Any, device: torch.device) -> tuple[Any, Any]:
+    """The first batch of a loader, and what the loop is to read instead of the loader: mostly itself."""
     if not isinstance(loader, DataLoader):
-        states = _states_of([loader])
-        try:
-            return next(iter(loader), _NOTHING)
-        finally:
-            _restore(states)
-    owners: list[Any] = [loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+        return _taken_from(loader, 1, device, lambda taken: taken[0])
+    inner = _loaders_inside(loader)
+    owners = [owner for one in inner for owner in (one, one.sampler, getattr(one.batch_sampler, "sampler", None))]
     drawing = [getattr(owner, "generator", None) for owner in owners]
     generators = {id(generator): generator for generator in drawing if isinstance(generator, torch.Generator)}
     drawn = [(generator, generator.get_state()) for generator in generators.values()]
     # Not the loader: one that has a state begins to read when it is asked for it.
     states = _states_of([*owners[1:], loader.batch_sampler, loader.dataset])
     try:
-        samples = _samples(loader)
-        return _NOTHING if samples is _NOTHING else loader.collate_fn(samples)
+        if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
+            with _without_workers(inner):
+                return next(iter(loader), _NOTHING), loader  # only its own code knows what it hands out
+        samples = _samples(loader, device)
+        return (_NOTHING if samples is _NOTHING else loader.collate_fn(samples)), loader
     finally:
         for generator, state in drawn:
             generator.set_state(state)
         _restore(states)
+
+
+def _taken_from(owner: Any, count: int, device: torch.device, use: Callable[[list[Any]], Any]) -> tuple[Any, Any]:
+    """What is made of the first items, and what is to be read instead of the owner."""
+    states, before = _states_of([owner]), GeneratorStates(device)
+    rest = iter(owner)
+    try:
+        taken = list(itertools.islice(rest, count))
+    finally:
+        _restore(states)
+    if not states and is_one_shot(owner):
+        owner = give_back(owner, TakenBack(taken, rest, before, GeneratorStates(device)))
+    return (use(taken) if taken else _NOTHING), owner
+
+
+def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
+    """The loader, and those that one of a class of its own reads from."""
+    held = flatten(list(vars(loader).values()))[0]
+    return [loader, *(leaf for leaf in held if isinstance(leaf, DataLoader) and leaf is not loader)]
+
+
+@contextlib.contextmanager
+def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
+    kept = [(loader, loader.num_workers, loader.timeout) for loader in loaders]
+    for loader in loaders:
+        loader.num_workers, loader.timeout = 0, 0
+    try:
+        yield
+    finally:
+        for loader, num_workers, timeout in kept:
+            loader.num_workers, loader.timeout = num_workers, timeout
 
 
 def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
@@ -99,16 +138,24 @@ def _restore(states: list[tuple[Any, Any]]) -> None:
         owner.load_state_dict(state)
 
 
-def _samples(loader: DataLoader[Any]) -> Any:
+def _samples(loader: DataLoader[Any], device: torch.device) -> Any:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        samples: Iterator[Any] = iter(dataset)
-        if loader.batch_size is None:
-            return next(samples, _NOTHING)
-        return list(itertools.islice(samples, loader.batch_size)) or _NOTHING
+        if loader.num_workers:  # each worker reads a copy from its start
+            return _some(list(itertools.islice(iter(dataset), loader.batch_size or 1)), loader)
+        torch.empty((), dtype=torch.int64).random_(
+            generator=loader.generator
+        )  # as an iterator of the loader does first
+        return _taken_from(dataset, loader.batch_size or 1, device, lambda taken: _some(taken, loader))[0]
     indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
     if loader.batch_sampler is None or indices is _NOTHING:
         return _NOTHING if indices is _NOTHING else dataset[indices]
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]
+
+
+def _some(taken: list[Any], loader: DataLoader[Any]) -> Any:
+    if not taken:
+        return _NOTHING
+    return taken[0] if loader.batch_size is None else taken

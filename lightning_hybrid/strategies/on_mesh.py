@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -62,7 +61,7 @@ class MeshStrategy(ParallelStrategy):
         self._mesh: Mesh | None = None
         self._user_world: UserWorld | None = None
         self._in_step = False
-        self._stop_showing: Callable[[], None] = lambda: None
+        self._shown_world = contextlib.ExitStack()
         self._changed_loops = contextlib.ExitStack()
 
     # -- the world ----------------------------------------------------------------------------------------------------
@@ -191,9 +190,9 @@ class MeshStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.published()
         name_layers(self.lightning_module)
-        self._stop_showing()
+        self._shown_world.close()
         self._user_world = UserWorld(self._mesh)
-        self._stop_showing = self._user_world.show_to_hooks(self.lightning_module.trainer)
+        self._shown_world.callback(self._user_world.show_to_hooks(self.lightning_module.trainer))
         self._changed_loops.close()
         trainer = self.lightning_module.trainer
         self._changed_loops.callback(evaluate_each_sample_once(trainer, self._mesh, self._has_failed))
@@ -205,7 +204,7 @@ class MeshStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Leave the trainer's loops as they were, and its hooks with the launcher's world."""
-        self._stop_showing()
+        self._shown_world.close()
         self._changed_loops.close()
         super().teardown()
 

@@ -284,6 +284,6 @@ class StagedStrategy(MeshStrategy):
             assert self.lightning_module is not None
             self._guard.remove()
             self._guard = self.lightning_module.register_state_dict_post_hook(check_left_whole)
-        self._stop_showing()
+        self._shown_world.close()
         if self._failures is not None:
             self._failures.report(exception)

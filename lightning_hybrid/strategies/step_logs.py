@@ -115,6 +115,9 @@ def _digest(logged: Sequence[tuple[Entry, float]]) -> int:
 
 def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[str, Any]) -> None:
     kwargs = {**kwargs, "sync_dist": False}
+    if not entry.is_number:
+        module.log(entry.name, entry.other, **kwargs)
+        return
     if entry.metric is None:
         module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
         return

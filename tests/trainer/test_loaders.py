@@ -1,6 +1,7 @@
 """Loaders and batches as users have them: every rank of a replica sees what one process sees."""
 
 import dataclasses
+import itertools
 import random
 import warnings
 from collections import namedtuple
@@ -137,6 +138,41 @@ class ListOfBatches:
         return (Batches()[index] for index in range(4))
 
 
+def endless():
+    """Batches that differ from each other for ever, and draw by what all else draws by."""
+    for index in itertools.count():
+        yield {"x": torch.rand(4, 4, dtype=torch.float64) + index, "y": torch.rand(4, 1, dtype=torch.float64)}
+
+
+class Slices:
+    """Each time it is read, some more of one stream."""
+
+    def __init__(self, items, count):
+        self.items, self.count = items, count
+
+    def __iter__(self):
+        yield from itertools.islice(self.items, self.count)
+
+
+class StreamOfSamples(IterableDataset):
+    def __init__(self):
+        self.items = (Samples()[index % 16] | {"x": torch.rand(4, dtype=torch.float64)} for index in itertools.count())
+
+    def __iter__(self):
+        return itertools.islice(self.items, 10)
+
+
+class Zipped(DataLoader):
+    """What it hands out is known to its own code alone; it has a dataset that cannot be indexed."""
+
+    def __init__(self, *loaders):
+        super().__init__(Slices(loaders, 0), batch_size=1, sampler=range(len(loaders[0])))
+        self.loaders = loaders
+
+    def __iter__(self):
+        return iter([{"a": a, "b": b} for a, b in zip(*self.loaders, strict=False)])
+
+
 class Combined(Tiny):
     def training_step(self, batch, batch_idx):
         return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
@@ -181,6 +217,18 @@ def fit_kind(kind, size, pp):
         train = DataLoader(Batches(), batch_size=None)
     elif kind == "own_iterable":
         train = ListOfBatches()
+    elif kind == "stream":
+        train, options = Slices(endless(), 3), {"max_epochs": 2}
+    elif kind == "streams":
+        model = Combined()
+        train, options = {"a": Slices(endless(), 3), "b": Slices(endless(), 3)}, {"max_epochs": 2}
+    elif kind == "bare_stream":
+        train, options = endless(), {"limit_train_batches": 3, "max_epochs": 2}
+    elif kind == "stream_of_samples":
+        train, options = DataLoader(StreamOfSamples(), batch_size=4), {"max_epochs": 2}
+    elif kind == "zipped":
+        model = Combined()
+        train = Zipped(loader(4, shuffle=True, generator=torch.Generator().manual_seed(5)), loader(4, num_workers=1))
     elif kind == "short_last":
         train = loader(6)
     elif kind == "combined":
@@ -213,6 +261,11 @@ KINDS = [
     "sampler_of_batches",
     "no_batch_size",
     "own_iterable",
+    "stream",
+    "streams",
+    "bare_stream",
+    "stream_of_samples",
+    "zipped",
     "short_last",
     "combined",
     "dict_of_loaders",

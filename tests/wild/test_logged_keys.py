@@ -2,7 +2,7 @@
 
 import pytest
 from layouts import under
-from wild.suite import LAYOUTS, check
+from wild.suite import LAYOUTS, check, regression_data
 from wild.test_outputs import Regression, fit_until_error
 
 from lightning_hybrid.verify import Layout
@@ -28,6 +28,11 @@ class ValidatesOnFirstRank(Regression):
         loss = super().training_step(batch, batch_idx)
         if self.trainer.is_global_zero:
             self.log("first_rank_val", loss)
+
+
+def with_prediction():
+    data = regression_data()
+    return {**data, "predict_dataloaders": data["val_dataloaders"]}
 
 
 TENSOR_RANKS = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})
@@ -69,3 +74,33 @@ def test_other_keys_on_other_replicas_are_refused(worlds, module, pp):
         assert "log the same keys on every rank" in reason or "connection closed" in reason, message
         assert kind == "RanksDisagree" or pp == 2
         assert not moved
+
+
+class LogsThroughItsOwn(Regression):
+    """Has a prefix of its own, and logs in prediction what only its own method understands: nothing."""
+
+    def log(self, name, value, **options):
+        if not self.trainer.predicting:
+            super().log(f"mine/{name}", value, **options)
+
+    def predict_step(self, batch, batch_idx):
+        self.log("no_number", None)
+        self.log("words", "as they are")
+        return self(batch[0])
+
+
+@under([LAYOUTS[0], TENSOR_RANKS])
+def test_an_own_method_for_logging_is_asked_first(worlds, layout):
+    report = check(worlds, LogsThroughItsOwn, layout, make_data=with_prediction)
+    assert report.outcome == "same", str(report)
+
+
+class LogsNothing(Regression):
+    def training_step(self, batch, batch_idx):
+        self.log("nothing", None)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_no_number_is_refused_in_lightnings_words(worlds):
+    report = check(worlds, LogsNothing, LAYOUTS[0])
+    assert "`self.log(nothing, None)` was called, but `NoneType` values cannot be logged" in report.message, str(report)

@@ -1,0 +1,79 @@
+"""Streams that can be read once: what was taken from them to look at is given back as the first of the run.
+
+A loader, or an iterable dataset, may hand out the next items of one iterator each time it is iterated over. Another
+iterator of it begins where the last one stopped, so one that was made to take an example from has to be gone on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.step.randomness import GeneratorStates
+from lightning_hybrid.step.tree import children_of
+
+_DEEPEST = 3
+
+
+def is_one_shot(owner: Any) -> bool:
+    """Whether what is iterated over holds an iterator, or is one.
+
+    Args:
+        owner: Loader or dataset.
+    """
+    return _holds_iterator(owner, 0)
+
+
+def _holds_iterator(value: Any, depth: int) -> bool:
+    if isinstance(value, Iterator):
+        return True
+    if depth > _DEEPEST or isinstance(value, Tensor | nn.Module | type | str | bytes):
+        return False
+    parts = children_of(value)
+    inner = parts[0][:10] if parts is not None else list(getattr(value, "__dict__", {}).values())
+    return any(_holds_iterator(part, depth + 1) for part in inner)
+
+
+class TakenBack:
+    """What was taken, and the rest; the generators that the taking has moved move when it is read."""
+
+    def __init__(self, taken: list[Any], rest: Iterator[Any], before: GeneratorStates, after: GeneratorStates) -> None:
+        """Args: taken, rest: of the stream. before, after: the states of generators around the taking."""
+        self._items = chain(taken, rest)
+        self._before, self._after = before, after
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read it, once."""
+        if self._before.still_stand():
+            self._after.restore()
+        yield from self._items
+
+
+def give_back(owner: Any, back: TakenBack) -> Any:
+    """Let the next one who iterates over ``owner`` and reads get this, and all later ones what they would have got.
+
+    Args:
+        owner: Loader or dataset.
+        back: What the next one gets.
+
+    Returns:
+        The owner, or what takes its place where it is a bare iterator.
+    """
+    kind = type(owner)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        if type(self) is not given:  # somebody has read since this iterator was made
+            yield from kind.__iter__(self)
+            return
+        self.__class__ = kind
+        yield from back
+
+    try:
+        given = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+        owner.__class__ = given
+    except TypeError:  # a generator, or another object of Python's own
+        return iter(back)
+    return owner

@@ -1,0 +1,31 @@
+"""The strategy as an object among the arguments that users save, copy and send."""
+
+import copy
+import pickle
+
+import pytest
+from lightning.pytorch import LightningModule
+
+from lightning_hybrid import Hybrid3DStrategy
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
+def test_it_can_be_copied_before_a_run(again):
+    other = again(Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4, recompute="full"))
+    assert vars(other).keys() == vars(Hybrid3DStrategy()).keys()
+    assert repr(other.options) == repr(
+        Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4, recompute="full").options
+    )
+
+
+class TakesTrainerArguments(LightningModule):
+    """As forecasting libraries have it, which make the Trainer themselves."""
+
+    def __init__(self, **trainer_kwargs):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_module_may_save_it_with_its_arguments():
+    module = TakesTrainerArguments(strategy=Hybrid3DStrategy(pipeline_parallel_size=2))
+    assert isinstance(module.hparams["strategy"], Hybrid3DStrategy)
