@@ -241,7 +241,7 @@ class StagePlan:
             missed = {unit for unit in recording.unopened | entered if can_open(units[unit])} - self._opened
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
-                branches.check(recording, record_once)
+                branches.check(recording, record_once, context)
                 return recording
             self._opened |= missed
             self._tracked |= found

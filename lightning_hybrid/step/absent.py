@@ -8,9 +8,9 @@ right; an absent number is a NaN that refuses to be compared.
 from __future__ import annotations
 
 import contextlib
-import math
 import struct
 from collections.abc import Iterator
+from math import isnan  # the function itself: a step asks another
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
 class ControlFlowError(RuntimeError):
-    """User code branches on a value that lives on another stage."""
+    """User code branches on a value that is not there."""
 
 
 def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torch.device | None = None) -> FakeTensor:
@@ -152,37 +152,90 @@ def exchange(first: Tensor, second: Tensor) -> None:
 class AbsentFloat(float):
     """A number read from an absent tensor: NaN, so what is computed from it is NaN too.
 
-    Its comparison would decide a branch by a value that is not there, so it raises.
+    Its comparison would decide a branch by a value that is not there, so it raises; unless it is known what the number
+    is if the model's are finite.
     """
 
     line: str
     values: frozenset[int]
+    asked: set[int] | None
+    taken: bool | int | float | None
 
-    def __new__(cls, line: str = "", values: frozenset[int] = frozenset()) -> AbsentFloat:
-        """Args: line: where the number was read, for messages. values: of the step graph that it was computed from."""
+    def __new__(
+        cls,
+        line: str = "",
+        values: frozenset[int] = frozenset(),
+        asked: set[int] | None = None,
+        taken: bool | int | float | None = None,
+    ) -> AbsentFloat:
+        """An absent number.
+
+        Args:
+            line: Where it was read, for messages.
+            values: Of the step graph that it was computed from.
+            asked: Where to note values by which the step decides as if all numbers were finite.
+            taken: What it is then.
+        """
         number = super().__new__(cls, _nan_of(values))
-        number.line, number.values = line, values
+        number.line, number.values, number.asked, number.taken = line, values, asked, taken
         return number
 
     def _arithmetic(self, *others: Any) -> Any:
         if not all(isinstance(other, int | float) for other in others):
             return NotImplemented  # a tensor knows better
-        return AbsentFloat(self.line, self.values.union(*(getattr(other, "values", ()) for other in others)))
+        values = self.values.union(*(getattr(other, "values", ()) for other in others))
+        return AbsentFloat(self.line, values, self.asked)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
     __truediv__ = __rtruediv__ = __rpow__ = __neg__ = __pos__ = __abs__ = _arithmetic
     __pow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _arithmetic
     __round__ = _arithmetic
 
-    def _compare(self, *_: Any) -> bool:
-        raise ControlFlowError(branch_message(self.line))
+    def _taken(self) -> bool | int | float:
+        if self.taken is None:
+            raise ControlFlowError(branch_message(self.line))
+        return self.known_if_finite(self.taken)
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _compare
+    def known_if_finite(self, answer: Any) -> Any:
+        """An answer that other ranks are to check."""
+        if self.asked is None or not self.values:
+            raise ControlFlowError(branch_message(self.line))
+        self.asked.update(self.values)
+        return answer
+
+    def __eq__(self, other: object) -> bool:
+        """A number that is no NaN equals itself."""
+        return bool(self.known_if_finite(True) if other is self else self._taken() == other)
+
+    def __ne__(self, other: object) -> bool:
+        """As above."""
+        return not self == other
+
+    def __lt__(self, other: Any) -> bool:
+        """See the class, as for all that follow."""
+        return bool(self._taken() < other)
+
+    def __le__(self, other: Any) -> bool:
+        """See above."""
+        return bool(self._taken() <= other)
+
+    def __gt__(self, other: Any) -> bool:
+        """See above."""
+        return bool(self._taken() > other)
+
+    def __ge__(self, other: Any) -> bool:
+        """See above."""
+        return bool(self._taken() >= other)
+
+    def __bool__(self) -> bool:
+        """See above."""
+        return bool(self._taken())
+
     __hash__ = float.__hash__
 
     def __int__(self) -> int:
-        """No whole number can stand for an absent one."""
-        return self._compare()
+        """See above."""
+        return int(self._taken())
 
 
 # A NaN has room for a number, which float(x) and most arithmetic pass on. So what was computed from a number that is
@@ -199,7 +252,7 @@ def values_behind(number: Any) -> frozenset[int] | None:
     """The values of the step graph that a number was computed from; None if it is no absent one."""
     if isinstance(number, AbsentFloat):
         return number.values
-    if not isinstance(number, float) or not math.isnan(number):
+    if not isinstance(number, float) or not isnan(number):
         return None
     bits = struct.unpack("<Q", struct.pack("<d", number))[0] & 0x7FFFFFFFFFFFFFFF
     return frozenset({bits & 0xFFFFFFFF}) - {0xFFFFFFFF} if bits >> 32 == _NAN_BITS else None
@@ -208,8 +261,8 @@ def values_behind(number: Any) -> frozenset[int] | None:
 def branch_message(line: str) -> str:
     """What to tell a user whose step branches on an absent value."""
     return (
-        f"{line}: the step branches on a value that is computed by the model; with pipeline stages each rank has only"
-        " its own part of the values. Make the decision from the batch alone, use torch.where,"
+        f"{line}: the step branches on a value that is computed by the model, which is not there while the step is"
+        " recorded, nor later on every pipeline stage. Make the decision from the batch alone, use torch.where,"
         " or set pipeline_parallel_size=1"
     )
 

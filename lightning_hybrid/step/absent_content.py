@@ -11,23 +11,25 @@ import numpy
 from torch import Tensor
 
 from lightning_hybrid.step.absent import AbsentFloat, ControlFlowError
+from lightning_hybrid.step.finite import ANSWERS
 
 
 def content_message(line: str, name: str) -> str:
     """What to tell a user whose step computes with the content of an absent tensor."""
     return (
-        f"{line}: .{name}() reads values of the model that live on another pipeline stage; compute with torch functions"
-        " before you read (what is read may be kept on the module as it is), keep the tensor itself (it is filled in"
-        " after the step) or set pipeline_parallel_size=1"
+        f"{line}: .{name}() reads values of the model that are not there while the step is recorded, nor later on every"
+        " pipeline stage; compute with torch functions before you read (what is read may be kept on the module as it"
+        " is), keep the tensor itself (it is filled in after the step) or set pipeline_parallel_size=1"
     )
 
 
 class AbsentArray:
     """Stands for a NumPy array whose content is on another rank; it knows its shape and refuses all else."""
 
-    def __init__(self, line: str, like: Tensor) -> None:
-        """Args: line: where it was read, for messages. like: the absent tensor."""
+    def __init__(self, line: str, like: Tensor, values: frozenset[int], asked: set[int]) -> None:
+        """Args: line: where it was read. like: the absent tensor. values, asked: as of an ``AbsentFloat``."""
         self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
+        self.__dict__.update(values=values, asked=asked)
 
     def __len__(self) -> int:
         """The size of the first dim."""
@@ -52,7 +54,14 @@ class AbsentArray:
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __getitem__ = __iter__ = __contains__ = __bool__ = __int__ = __float__ = __index__ = __round__ = _refuse
     __setitem__ = __delitem__ = __setattr__ = _refuse
-    __array__ = __array_ufunc__ = __array_function__ = _refuse
+    __array__ = __array_function__ = _refuse
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Elements are content, but whether they are finite has an answer."""
+        if ufunc.__name__ not in ANSWERS or method != "__call__" or not self.__dict__["values"]:
+            self._refuse()
+        self.__dict__["asked"].update(self.__dict__["values"])
+        return numpy.full(self.__dict__["shape"], ANSWERS[ufunc.__name__])
 
     def __eq__(self, other: object) -> bool:
         """Elements are content too."""
@@ -61,7 +70,9 @@ class AbsentArray:
     __hash__ = object.__hash__
 
 
-def stand_in_for_content(name: str, line: str, tensor: Tensor, values: frozenset[int], reads_as: float | None) -> Any:
+def stand_in_for_content(
+    name: str, line: str, tensor: Tensor, values: frozenset[int], asked: set[int], reads_as: float | None
+) -> Any:
     """What ``tolist()`` or ``numpy()`` gives where the tensor is absent.
 
     Args:
@@ -69,18 +80,19 @@ def stand_in_for_content(name: str, line: str, tensor: Tensor, values: frozenset
         line: Where it is read.
         tensor: The absent tensor.
         values: Of the step graph that it is.
+        asked: Where to note values by which the step decides as if all numbers were finite.
         reads_as: What every element is instead, while branches are looked for.
     """
     shape = tuple(tensor.shape)
     if name == "numpy":
         if reads_as is None:
-            return AbsentArray(line, tensor)
+            return AbsentArray(line, tensor, values, asked)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return numpy.full(shape, reads_as, dtype=numpy.dtype(dtype))
 
     def nested(sizes: tuple[int, ...]) -> Any:
         if not sizes:
-            return AbsentFloat(line, values) if reads_as is None else reads_as
+            return AbsentFloat(line, values, asked) if reads_as is None else reads_as
         return [nested(sizes[1:]) for _ in range(sizes[0])]
 
     return nested(shape)

@@ -26,6 +26,7 @@ class Value:
         requires_grad: Whether a gradient flows back through it.
         dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
         device: Where it is on the rank that recorded it, such as "cpu" after ``.cpu()``; on the rank's device if empty.
+        taken: What each element is if the model's numbers are finite; None if that does not tell.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Value:
     requires_grad: bool
     dynamic: bool = False
     device: str = ""
+    taken: bool | int | float | None = None
 
 
 Picks: TypeAlias = int | tuple[int | None, int | None, int | None]
@@ -95,6 +97,7 @@ class StepGraph:
         cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
         draws: FQNs of modules that draw random numbers themselves.
         buffers: FQNs of the tracked buffers among the parameters of nodes.
+        asked: Values by which it decides as if all numbers were finite.
     """
 
     step: str
@@ -107,6 +110,7 @@ class StepGraph:
     cloned: frozenset[int] = frozenset()
     draws: tuple[str, ...] = ()
     buffers: frozenset[str] = frozenset()
+    asked: frozenset[int] = frozenset()
 
     def units(self) -> list[str]:
         """FQNs of the units called, in order of their first call."""

@@ -7,7 +7,6 @@ same shapes. Kernels that write, and whatever depends on contents, are asked eac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -119,7 +118,7 @@ def _describe(values: Any, parts: list[Any]) -> bool:
                 return False
             parts += (Tensor, value.shape, value.stride(), value.dtype, value.device)
         elif kind in _PLAIN:
-            if kind is float and math.isnan(value):  # equals nothing
+            if kind is float and value != value:  # equals nothing
                 return False
             parts += (kind, value)
         elif isinstance(value, list | tuple):

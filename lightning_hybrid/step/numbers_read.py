@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from math import isnan  # the function itself: a step asks another
 from typing import Any, NamedTuple
 
 import numpy
@@ -31,7 +32,7 @@ def numbers_among(leaves: list[Any], read_at: str) -> tuple[int, ...]:
         StepError: It cannot be known which values are behind a number.
     """
     known = [values for leaf in leaves if (values := values_behind(leaf)) is not None]
-    lost = [leaf for leaf in leaves if type(leaf) is float and math.isnan(leaf) and values_behind(leaf) is None]
+    lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and values_behind(leaf) is None]
     if read_at and lost:
         raise StepError(
             f"{user_line()}: an operation is given a number that was computed from one read from the model ({read_at});"
@@ -63,15 +64,21 @@ class BranchCheck:
         result = self._step()
         leaves = dict(reachable(self._root))
         self._plain = {place: leaf for place, leaf in leaves.items() if type(leaf) in (bool, int, str)}
-        self._floats = {place: leaf for place, leaf in leaves.items() if type(leaf) is float and not math.isnan(leaf)}
+        self._floats = {place: leaf for place, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
         return result
 
-    def check(self, recording: Recording, record_again: Callable[[], Recording]) -> None:
+    def check(
+        self,
+        recording: Recording,
+        record_again: Callable[[], Recording],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         """Compare a recording with others in which the numbers are not the same.
 
         Args:
             recording: Of ``step``.
             record_again: Records ``step`` again.
+            context: Of the step; its errors pass through it.
 
         Raises:
             ControlFlowError: The step does something else when the numbers are others.
@@ -85,7 +92,8 @@ class BranchCheck:
                 continue
             same = operations(other) == operations(recording)
             if not same or self._plain != plain or (self._moved(floats) and self._moved_again(record_again, probe)):
-                raise ControlFlowError(branch_message(recording.numbers_read))
+                with context():
+                    raise ControlFlowError(branch_message(recording.numbers_read))
 
     def _recorded(self, record_again: Callable[[], Recording], probe: float) -> Recording | None:
         StepWatch.reads_as = probe
@@ -157,7 +165,7 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
     if places:
         computed = computed_weights(root)
         places = [(place, value) for place, value in places if place not in computed]
-    read = tuple(watch.values_read)
+    read = watch.values_told()
     values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
     return Kept(tuple(places), tuple(values), (numbers, read), map_leaves(described, result))
 
@@ -175,9 +183,9 @@ def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.M
 def _is_absent_number(leaf: Any) -> bool:
     """Whether a leaf was read from an absent tensor, or computed from what was: then it is, or holds, a NaN."""
     if isinstance(leaf, float | numpy.floating):
-        return math.isnan(leaf)
+        return isnan(leaf)
     if isinstance(leaf, numpy.ndarray):
-        return leaf.dtype.kind == "f" and bool(numpy.isnan(leaf).any())
+        return leaf.dtype.kind == "f" and bool((leaf != leaf).any())
     if isinstance(leaf, Tensor):
         return leaf.is_floating_point() and leaf.layout is torch.strided and bool(leaf.isnan().any())
     return isinstance(leaf, AbsentArray)

@@ -21,6 +21,7 @@ from lightning_hybrid.step.asked import asked_of, picks_of
 from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
+from lightning_hybrid.step.finite import Answer, taken_for
 from lightning_hybrid.step.graph import Node, StepGraph, Value
 from lightning_hybrid.step.held import found_on
 from lightning_hybrid.step.installed import asking
@@ -29,7 +30,7 @@ from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss, no_loss
-from lightning_hybrid.step.side_ways import SideWays
+from lightning_hybrid.step.side_ways import SideWays, refuse_untracked
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import (
     NO_FAKE_KERNEL,
@@ -170,6 +171,7 @@ class RecordWatch(StepWatch):
         self._member_memory: dict[int, str] = {}  # of parameters and tracked buffers: their FQN
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
+        self._taken: Answer | None = None  # of what the operation under way makes
         self.side_ways = SideWays(parameters, self.mark_of, costs)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
@@ -179,6 +181,10 @@ class RecordWatch(StepWatch):
     def is_dynamic(self, value: int) -> bool:
         """As far as is known when it is made."""
         return self._values[value].dynamic
+
+    def taken_for(self, value: int) -> Answer | None:
+        """As it was made."""
+        return self._values[value].taken
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Metrics are rehearsed on a copy."""
@@ -208,7 +214,7 @@ class RecordWatch(StepWatch):
         if not owned:
             self._note_unit_buffers(tensors)
         if not inputs and not direct and not owned:
-            self._refuse_untracked(name, tensors)
+            refuse_untracked(name, tensors)
             if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
                 self._looks.note("the content of the batch")
             result = run(*args, **kwargs)
@@ -256,6 +262,7 @@ class RecordWatch(StepWatch):
         # Also through `parameter.data` and other views.
         members = {id(t): self.parameters.get(id(t), self._member_memory.get(memory_of(t))) for t in writes}
         written_names = tuple(dict.fromkeys(member for member in members.values() if member is not None))
+        self._taken = taken_for(name, run, args, kwargs, self)
         written: list[tuple[int, int]] = []
         for tensor in {id(t): t for t in writes}.values():
             if id(tensor) in self.parameters:
@@ -333,7 +340,8 @@ class RecordWatch(StepWatch):
         like = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
         strides = tuple(like.stride()) if like.layout is torch.strided else ()
         dtype, where = str(like.dtype).removeprefix("torch."), str(like.device)
-        self._values.append(Value(index, tuple(like.shape), dtype, strides, tensor.requires_grad, dynamic, where))
+        grad, taken = tensor.requires_grad, self._taken
+        self._values.append(Value(index, tuple(like.shape), dtype, strides, grad, dynamic, where, taken))
         self.mark(tensor, index)
         self._by_memory.setdefault(memory_of(tensor), []).append(tensor)
         return index
@@ -342,13 +350,6 @@ class RecordWatch(StepWatch):
         """The values that are seen to change when these tensors are written."""
         others = [other for t in writes for other in self._by_memory.get(memory_of(t), ()) if other is not t]
         return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
-
-    def _refuse_untracked(self, name: str, tensors: list[Tensor]) -> None:
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            raise StepError(
-                f"{user_line()}: {name} reads a tensor that left a unit on a side way (an attribute or an object it was"
-                " given); return it from the module's forward, or name a cut inside that module in pipeline_cuts"
-            )
 
     def finish(
         self,
@@ -391,6 +392,7 @@ class RecordWatch(StepWatch):
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),
             buffers=frozenset(name for name, _ in root.named_buffers()),
+            asked=frozenset(self.asked),
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)

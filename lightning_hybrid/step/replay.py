@@ -19,6 +19,7 @@ from lightning_hybrid.step.absent import MARK, fill, make_placeholder
 from lightning_hybrid.step.backward_hooks import SET_UP
 from lightning_hybrid.step.bound_functions import users_functions
 from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
+from lightning_hybrid.step.finite import Answer, check_answer
 from lightning_hybrid.step.graph import SINK, Node
 from lightning_hybrid.step.held import look_up, put
 from lightning_hybrid.step.partition import Assignment
@@ -27,7 +28,7 @@ from lightning_hybrid.step.recording import Recording, StepError, Template
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.user_checkpointing import recomputed
-from lightning_hybrid.step.watch import Current, StepWatch, user_line
+from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line
 
 
 class StepChanged(StepError):
@@ -165,6 +166,7 @@ class ReplayWatch(StepWatch):
         self._values = replay.recording.graph.values
         self._templates = replay.recording.templates
         self._cloned = replay.recording.graph.cloned
+        self.asked = set(replay.recording.graph.asked)
         self._wanted = replay.wanted
         self._held_by_user = replay.held_by_user
         self._reused = replay.placeholders
@@ -190,6 +192,17 @@ class ReplayWatch(StepWatch):
     def is_dynamic(self, value: int) -> bool:
         """As it was recorded."""
         return self._values[value].dynamic
+
+    def taken_for(self, value: int) -> Answer | None:
+        """As it was recorded."""
+        return self._values[value].taken
+
+    def read_here(self, name: str, result: Any, args: Any) -> Any:
+        """A read by which the step decides must be what the others take it for."""
+        mark = self.mark_of(args[0]) if self.asked and name not in TEXT_READS and isinstance(args[0], Tensor) else None
+        if mark is not None and mark in self.asked:
+            check_answer(name, result, self._values[mark].taken, user_line())
+        return result
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]

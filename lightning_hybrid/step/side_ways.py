@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.costs import CostWatch
+from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.watch import user_line
 
 
 class SideWays:
@@ -67,3 +70,16 @@ def with_their_like(entered: Iterable[str], units: Mapping[str, nn.Module]) -> s
     """These units and all of the same classes: layers are given the same things."""
     kinds = {type(units[fqn]) for fqn in entered}
     return {fqn for fqn, unit in units.items() if type(unit) in kinds}
+
+
+def refuse_untracked(name: str, tensors: Iterable[Tensor]) -> None:
+    """Refuse an operation on stand-ins of which nobody knows which values they are.
+
+    Raises:
+        StepError: One is among the tensors.
+    """
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise StepError(
+            f"{user_line()}: {name} reads a tensor that left a unit on a side way (an attribute or an object it was"
+            " given); return it from the module's forward, or name a cut inside that module in pipeline_cuts"
+        )

@@ -35,6 +35,7 @@ from lightning_hybrid.step.asides import given_on, returning_asides
 from lightning_hybrid.step.backward_hooks import backward_hooks_inside
 from lightning_hybrid.step.comparisons import COMPARISONS, in_order
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_inside
+from lightning_hybrid.step.finite import Answer
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
@@ -45,51 +46,18 @@ _VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 _METADATA = frozenset(
     {
-        "dim",
-        "size",
-        "numel",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "ndimension",
-        "stride",
-        "is_contiguous",
-        "__len__",
-        "__hash__",
-        "is_signed",
-        "get_device",
-        "nelement",
-        "type_as_string",
-        "storage_offset",
-        "register_hook",
-        "retain_grad",
-        "requires_grad_",
-        "is_tensor",
-        "is_same_size",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "__dir__",
-        "is_shared",
-        "is_pinned",
-        "is_inference",
-        "is_conj",
-        "is_neg",
-        "_is_view",
-        "names",
-        "has_names",
-        "broadcast_shapes",
-        "result_type",
-        "can_cast",
-        "promote_types",
-        "is_storage",
-        "dim_order",
-        "register_post_accumulate_grad_hook",
+        "dim", "size", "numel", "is_floating_point", "is_complex", "element_size", "ndimension", "stride",
+        "is_contiguous", "__len__", "__hash__", "is_signed", "get_device", "nelement", "type_as_string",
+        "storage_offset", "register_hook", "retain_grad", "requires_grad_", "is_tensor", "is_same_size", "data_ptr",
+        "untyped_storage", "storage", "__dir__", "is_shared", "is_pinned", "is_inference", "is_conj", "is_neg",
+        "_is_view", "names", "has_names", "broadcast_shapes", "result_type", "can_cast", "promote_types", "is_storage",
+        "dim_order", "register_post_accumulate_grad_hook",
     }
-)
+)  # fmt: skip
 _NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
 TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
 _BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
+_DECIDING = frozenset({"__bool__", "__int__", "__index__", "is_nonzero"})
 _CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _CHECKING = "torch.distributions."  # its branches on tensors ask whether arguments are valid, and raise if not
 _READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
@@ -108,6 +76,7 @@ class StepWatch(TorchFunctionMode, ABC):
         recompute_depth: How many checkpointed functions of the user's glue are running.
         numbers_read: Where a number was last read from a tensor that is absent.
         values_read: The values that numbers were read from.
+        asked: The values by which the step decides as if all numbers were finite.
         reads_as: What absent numbers are, of all watches, while branches on them are looked for.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Keeps what lies around units from being compiled.
@@ -128,6 +97,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self.recompute_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
+        self.asked: set[int] = set()
         self.units: Mapping[str, nn.Module] = {}
 
     reads_as: ClassVar[float | None] = None
@@ -149,6 +119,10 @@ class StepWatch(TorchFunctionMode, ABC):
     @abstractmethod
     def is_dynamic(self, value: int) -> bool:
         """Whether the shape of a value depends on data."""
+
+    @abstractmethod
+    def taken_for(self, value: int) -> Answer | None:
+        """``Value.taken`` of a value."""
 
     def __enter__(self) -> Any:
         """Watch from now on."""
@@ -194,14 +168,15 @@ class StepWatch(TorchFunctionMode, ABC):
             self._randomness.reseed()
         elif fills(name) and self._has_known_shape(args) and (result := filled(func, args, kwargs)) is not None:
             return result
-        elif name == "_pack_padded_sequence" and not self._is_of_the_model(args[1]):
+        elif name == "_pack_padded_sequence" and not self.is_of_the_model(args[1]):
             data, _ = self.event(name, func, args, kwargs, ())
             return data, packed_sizes(args)
         elif name in COMPARISONS:
             name, func, args = in_order(name, func, args, self.mark_of, self.parameters)
         return self.event(name, func, args, kwargs, ())
 
-    def _is_of_the_model(self, leaf: Any) -> bool:
+    def is_of_the_model(self, leaf: Any) -> bool:
+        """Whether something is a value of the model, here or not."""
         return isinstance(leaf, Tensor) and (self.mark_of(leaf) is not None or self.is_absent_here(leaf))
 
     def _has_known_shape(self, args: Any) -> bool:
@@ -230,12 +205,16 @@ class StepWatch(TorchFunctionMode, ABC):
             return True  # an argument is checked, and is on the stage that has it
         line = user_line()
         values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
+        answer = self.taken_for(*values) if len(values) == len(absent) == 1 else None
+        if answer is not None and (name in _DECIDING or (name == "item" and values <= self.asked)):
+            self.asked.update(values)
+            return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
         if name in _NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
-            if self.reads_as is not None:
+            if self.reads_as is not None and (answer is None or name != "item"):
                 return self.reads_as
-            number = AbsentFloat(line, values)
+            number = AbsentFloat(line, values, self.asked, answer)
             # Python asks for a plain float there, and would warn.
             return float(number) if name == "__float__" else number
         if name == "__format__":
@@ -247,8 +226,12 @@ class StepWatch(TorchFunctionMode, ABC):
                 raise ControlFlowError(content_message(line, name))
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
-            return stand_in_for_content(name, line, absent[0], values, self.reads_as)
+            return stand_in_for_content(name, line, absent[0], values, self.asked, self.reads_as)
         raise ControlFlowError(branch_message(line))
+
+    def values_told(self) -> tuple[int, ...]:
+        """The values of which numbers were read that are not known already."""
+        return tuple(value for value in self.values_read if value not in self.asked or self.taken_for(value) is None)
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """A read of a tensor that has content; a recording notes it."""

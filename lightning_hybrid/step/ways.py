@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, exchange, fill, make_placeholder
 from lightning_hybrid.step.asked import asked_of
+from lightning_hybrid.step.finite import Answer
 from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.held import look_up
 from lightning_hybrid.step.numbers_read import find_kept
@@ -137,7 +138,7 @@ class Ways(Generic[Way]):
             watch.mark_of(loss) if isinstance(loss, Tensor) else None,
             _once(value for _, value in kept.places),
             bool(kept.numbers[0]),
-            _once(watch.values_read),
+            watch.values_told(),
         )
         if end not in watch.point.ends:
             raise NotKnown
@@ -184,6 +185,10 @@ class _Rehearsal(StepWatch):
     def is_dynamic(self, value: int) -> bool:
         """As it was recorded."""
         return self._values[value].dynamic
+
+    def taken_for(self, value: int) -> Answer | None:
+        """As it was recorded."""
+        return self._values[value].taken
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]

@@ -14,7 +14,6 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.microbatch import BatchSplitter
-from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 from lightning_hybrid.tensor.patterns import check_styles
 
@@ -235,7 +234,7 @@ def check_module(
         )
 
 
-def advise(error: StepError, layout: ParallelLayout, options: Options) -> None:
+def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
     """Have an error that advises to run a step as it is, with one pipeline rank, name all that must be set for that.
 
     Args:

@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.schedule import Span
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.absent import ControlFlowError, is_absent
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
@@ -260,7 +260,7 @@ class SteppingStrategy(FolderStrategy):
                 with self.user_world(), precision(), loggers, recomputed, self._among_others(name):
                     yield
             except Exception as error:
-                if isinstance(error, StepError):
+                if isinstance(error, StepError | ControlFlowError):
                     advise(error, self.layout, self.options)
                 loop = self._trainer.fit_loop.epoch_loop
                 if name == "training_step":

@@ -285,7 +285,7 @@ def test_a_time_that_is_kept_is_no_decision():
 
 def test_reads_for_bookkeeping_are_allowed():
     def read(loss):
-        assert math.exp(float(loss)) != 2.0 and (math.isnan(float(loss)) or math.sqrt(float(loss)) > 0)
+        assert math.exp(float(loss)) != 2.0 and (float(loss) != float(loss) or math.sqrt(float(loss)) > 0)
         text = f"{loss.item():.3f} {loss} {loss:.2f}"
         assert len(text) > 0 and loss.item() * 2 + 1 is not None
         return loss
