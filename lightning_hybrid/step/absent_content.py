@@ -26,7 +26,7 @@ def content_message(line: str, name: str) -> str:
 class AbsentArray:
     """Stands for a NumPy array whose content is on another rank; it knows its shape and refuses all else."""
 
-    def __init__(self, line: str, like: Tensor, values: frozenset[int], asked: set[int]) -> None:
+    def __init__(self, line: str, like: Tensor, values: frozenset[int], asked: set[int] | None) -> None:
         """Args: line: where it was read. like: the absent tensor. values, asked: as of an ``AbsentFloat``."""
         self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
         self.__dict__.update(values=values, asked=asked)
@@ -58,9 +58,10 @@ class AbsentArray:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Elements are content, but whether they are finite has an answer."""
-        if ufunc.__name__ not in ANSWERS or method != "__call__" or not self.__dict__["values"]:
+        asked = self.__dict__["asked"]
+        if ufunc.__name__ not in ANSWERS or method != "__call__" or not self.__dict__["values"] or asked is None:
             self._refuse()
-        self.__dict__["asked"].update(self.__dict__["values"])
+        asked.update(self.__dict__["values"])
         return numpy.full(self.__dict__["shape"], ANSWERS[ufunc.__name__])
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +72,7 @@ class AbsentArray:
 
 
 def stand_in_for_content(
-    name: str, line: str, tensor: Tensor, values: frozenset[int], asked: set[int], reads_as: float | None
+    name: str, line: str, tensor: Tensor, values: frozenset[int], asked: set[int] | None, reads_as: float | None
 ) -> Any:
     """What ``tolist()`` or ``numpy()`` gives where the tensor is absent.
 

@@ -107,6 +107,7 @@ def _test(current: Current, module: Any, name: str) -> Callable[..., Any]:
         watch = current.watch
         if watch is None or watch.inside_unit:
             return original(value, *args, **kwargs)
+        asked = watch.asked
         if isinstance(value, Tensor) and watch.is_of_the_model(value):
             if module is numpy:
                 return getattr(torch, name)(value)
@@ -114,9 +115,9 @@ def _test(current: Current, module: Any, name: str) -> Callable[..., Any]:
         values = values_behind(value)
         if values is None:
             return original(value, *args, **kwargs)
-        if not values:  # it cannot be known who has them
+        if not values or asked is None:  # it cannot be known who has them
             raise ControlFlowError(branch_message(watch.numbers_read))
-        watch.asked.update(values)
+        asked.update(values)
         return ANSWERS[name]
 
     return test

@@ -86,8 +86,7 @@ def record(
         for member, tensor in members.items()
         if tensor is not None and (everything or (f"{fqn}.{member}" if fqn else member) in tracked)
     ]
-    state = ModuleState(root)
-    looks = Looks() if looks is None else looks
+    state, looks = ModuleState(root), Looks() if looks is None else looks
     around_units, bound = modules_around(root, units), bound_functions(root)
     costs = CostWatch(root)
     watch: RecordWatch | None = None
@@ -99,6 +98,7 @@ def record(
             watch = RecordWatch(
                 names, costs, buffers, SinkRehearsal(sinks), units, looks, randomness, whole_graph=whole_graph
             )
+            watch.asked = set() if loss_required else None  # evaluation runs whole instead, and decides itself
             with contextlib.ExitStack() as stack:
                 stack.enter_context(randomness.microbatch(*draws_as))
                 # Glue draws what it draws in a replay: it may decide by it.
@@ -262,7 +262,7 @@ class RecordWatch(StepWatch):
         # Also through `parameter.data` and other views.
         members = {id(t): self.parameters.get(id(t), self._member_memory.get(memory_of(t))) for t in writes}
         written_names = tuple(dict.fromkeys(member for member in members.values() if member is not None))
-        self._taken = taken_for(name, run, args, kwargs, self)
+        self._taken = None if self.asked is None else taken_for(name, run, args, kwargs, self)
         written: list[tuple[int, int]] = []
         for tensor in {id(t): t for t in writes}.values():
             if id(tensor) in self.parameters:
@@ -392,7 +392,7 @@ class RecordWatch(StepWatch):
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),
             buffers=frozenset(name for name, _ in root.named_buffers()),
-            asked=frozenset(self.asked),
+            asked=frozenset(self.asked or ()),
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)

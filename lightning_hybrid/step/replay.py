@@ -166,7 +166,8 @@ class ReplayWatch(StepWatch):
         self._values = replay.recording.graph.values
         self._templates = replay.recording.templates
         self._cloned = replay.recording.graph.cloned
-        self.asked = set(replay.recording.graph.asked)
+        self._asked = replay.recording.graph.asked
+        self.asked = set(self._asked)
         self._wanted = replay.wanted
         self._held_by_user = replay.held_by_user
         self._reused = replay.placeholders
@@ -199,8 +200,8 @@ class ReplayWatch(StepWatch):
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """A read by which the step decides must be what the others take it for."""
-        mark = self.mark_of(args[0]) if self.asked and name not in TEXT_READS and isinstance(args[0], Tensor) else None
-        if mark is not None and mark in self.asked:
+        mark = self.mark_of(args[0]) if self._asked and name not in TEXT_READS and isinstance(args[0], Tensor) else None
+        if mark is not None and mark in self._asked:
             check_answer(name, result, self._values[mark].taken, user_line())
         return result
 

@@ -76,7 +76,7 @@ class StepWatch(TorchFunctionMode, ABC):
         recompute_depth: How many checkpointed functions of the user's glue are running.
         numbers_read: Where a number was last read from a tensor that is absent.
         values_read: The values that numbers were read from.
-        asked: The values by which the step decides as if all numbers were finite.
+        asked: The values by which the step decides as if all numbers were finite; None if it does not.
         reads_as: What absent numbers are, of all watches, while branches on them are looked for.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Keeps what lies around units from being compiled.
@@ -97,7 +97,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self.recompute_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
-        self.asked: set[int] = set()
+        self.asked: set[int] | None = set()
         self.units: Mapping[str, nn.Module] = {}
 
     reads_as: ClassVar[float | None] = None
@@ -206,8 +206,9 @@ class StepWatch(TorchFunctionMode, ABC):
         line = user_line()
         values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
         answer = self.taken_for(*values) if len(values) == len(absent) == 1 else None
-        if answer is not None and (name in _DECIDING or (name == "item" and values <= self.asked)):
-            self.asked.update(values)
+        asked = self.asked
+        if asked is not None and answer is not None and (name in _DECIDING or (name == "item" and values <= asked)):
+            asked.update(values)
             return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
         if name in _NUMBER_READS:
             self.numbers_read = line
@@ -231,7 +232,8 @@ class StepWatch(TorchFunctionMode, ABC):
 
     def values_told(self) -> tuple[int, ...]:
         """The values of which numbers were read that are not known already."""
-        return tuple(value for value in self.values_read if value not in self.asked or self.taken_for(value) is None)
+        asked = self.asked or ()
+        return tuple(value for value in self.values_read if value not in asked or self.taken_for(value) is None)
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """A read of a tensor that has content; a recording notes it."""

@@ -187,25 +187,23 @@ def warn_on_nan(value):
         print("NaN")
 
 
-def run_breaking(size, options, ask, when, place):
+def run_breaking(size, options, ask, place):
     """What each rank says, and whether its parameters are as before the batch."""
     ignore_warnings()
-    model = Breaks(ask, when, place)
+    model = Breaks(ask, "training", place)
     pp = options.pop("pipeline_parallel_size", 1)
     own, recorded = (VariantChoice._record, VariantChoice._rehearse), []
     VariantChoice._record = lambda *args: recorded.append(args[1].name) or own[0](*args)
     VariantChoice._rehearse = lambda *args, **kwargs: recorded.append("rehearsal") or own[1](*args, **kwargs)
     trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
-    loaders = [loader(4, 32), loader(4, 32)]
     try:
-        trainer.fit(model, *loaders)
+        trainer.fit(model, loader(4, 32))
     except Exception as error:
         VariantChoice._record, VariantChoice._rehearse = own
         texts = [str(error), *getattr(error, "__notes__", [])]
         pairs = [(trainer.before[name], p) for name, p in held_by(model).items() if name in trainer.before]
         same = all(torch.equal(before, p) for before, p in pairs if before.shape == p.shape)  # ranks end with wholes
-        same = when == "validation" or (same and trainer.global_step == 2)
-        return type(error).__name__, texts, same, recorded
+        return type(error).__name__, texts, same and trainer.global_step == 2, recorded
     return None
 
 
@@ -226,18 +224,17 @@ ADVICE = {
 
 
 @pytest.mark.parametrize(
-    ("ask", "when", "place"),
+    ("ask", "place"),
     [
-        (raise_on_nan, "training", "late"),
-        (raise_on_infinite_number, "training", "late"),
-        (warn_on_nan, "training", "early"),
-        (raise_on_nan, "validation", "late"),
+        (raise_on_nan, "late"),
+        (raise_on_infinite_number, "late"),
+        (warn_on_nan, "early"),
     ],
 )
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_batch_with_nan_ends_on_every_rank_before_parameters_change(worlds, name, ask, when, place):
+def test_a_batch_with_nan_ends_on_every_rank_before_parameters_change(worlds, name, ask, place):
     size, options = BROKEN[name]
-    results = worlds.run(size, run_breaking, size, dict(options), ask, when, place, timeout=30)
+    results = worlds.run(size, run_breaking, size, dict(options), ask, place, timeout=30)
     asked = ask.__code__
     for error, texts, unchanged, recorded in results:
         said = [text for text in texts if "asks whether values of the model are finite" in text]
@@ -245,8 +242,37 @@ def test_a_batch_with_nan_ends_on_every_rank_before_parameters_change(worlds, na
         assert f"{asked.co_filename}:{asked.co_firstlineno + 1}: the step" in said[0]
         assert "in this batch some are not" in said[0] and "detect_anomaly=True" in said[0]
         # Nothing is recorded anew, or rehearsed, from batch to batch.
-        assert sorted(recorded) == ["training_step", "validation_step"][: 1 + (when == "validation")]
+        assert recorded == ["training_step"]
     assert any(error == "ControlFlowError" and texts[0].endswith(ADVICE[name]) for error, texts, *_ in results)
+
+
+class SkipsInValidation(Breaks):
+    """Logs what is finite, and how often something was not."""
+
+    def validation_step(self, batch, batch_idx):
+        loss = super(Breaks, self).loss(batch)
+        if torch.isnan(loss):
+            self.log("skipped", 1.0, reduce_fx="sum")
+            return
+        if not math.isnan(loss.item()):
+            self.log("val", loss)
+
+
+def run_validating(size, options):
+    ignore_warnings()
+    pp = options.pop("pipeline_parallel_size", 1)
+    trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
+    trainer.fit(SkipsInValidation(raise_on_nan, "validation", "late"), loader(4, 32), loader(4, 32))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("name", ["pp2", "tp2", "m2"])
+def test_in_evaluation_the_step_decides(worlds, name):
+    size, options = BROKEN[name]
+    [expected] = worlds.run(1, run_validating, 1, {})
+    assert expected.keys() == {"val", "skipped"}
+    for metrics in worlds.run(size, run_validating, size, dict(options)):
+        assert metrics == pytest.approx(expected, rel=1e-10)
 
 
 # --- what cannot be decided ------------------------------------------------------------------------------------------
