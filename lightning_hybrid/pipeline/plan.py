@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.pipeline.misplaced import refuse_misplaced
 from lightning_hybrid.step.absent import drop, fill, is_absent
+from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks
 from lightning_hybrid.step.members import modules_in, parameters_of
@@ -239,6 +240,8 @@ class StagePlan:
             recording = record_once()
             entered = with_their_like(recording.entered, units) if self.num_stages > 1 else set()
             missed = {unit for unit in recording.unopened | entered if can_open(units[unit])} - self._opened
+            if self.num_stages > 1:  # its calls may lie on several
+                missed |= {unit for unit in recording.left if not has_backward_hooks(units[unit])}
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
                 branches.check(recording, record_once, context)

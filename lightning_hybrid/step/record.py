@@ -172,7 +172,7 @@ class RecordWatch(StepWatch):
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
         self._taken: Answer | None = None  # of what the operation under way makes
-        self.side_ways = SideWays(parameters, self.mark_of, costs)
+        self.side_ways = SideWays(parameters, self.mark_of, costs, units)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Everything that came from a parameter is absent while recording."""
@@ -396,5 +396,5 @@ class RecordWatch(StepWatch):
         )
         parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
         found = frozenset(self._found_buffers | self.opened.buffers)
-        looked, entered = self._looks.first, frozenset(self.side_ways.units)
-        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, looked, kept.returns, entered=entered)
+        looked, aside = self._looks.first, self.side_ways.found()
+        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, looked, kept.returns, **aside)

@@ -75,6 +75,7 @@ class Recording:
         returns: What the step returned, with a ``ReturnedTensor`` in place of each tensor.
         bound: Where the user's code keeps the ``apply`` of autograd functions.
         entered: Units that read values of the step that they were not given as tensors; they should be opened.
+        left: Units that read what an earlier call of them has left on them; likewise.
     """
 
     graph: StepGraph
@@ -91,6 +92,7 @@ class Recording:
     returns: Any = None
     bound: Sequence[BoundFunction] = ()
     entered: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
 
     def read_from_outside(self) -> dict[str, str]:
         """Parameters that other code than the unit that has them reads, or takes the place of; the line of each."""

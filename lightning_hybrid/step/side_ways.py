@@ -1,7 +1,8 @@
 """What a unit reads beside its arguments and its own members.
 
-It may come in an object that the unit is given (a cache with the keys of a learned prefix), or belong to another module
-(a table of positions that all layers are handed).
+It may come in an object that the unit is given (a cache with the keys of a learned prefix), belong to another module
+(a table of positions that all layers are handed), or be left on the unit by an earlier call of it (the mean and the
+deviation by which RevIN undoes in the end what it did first).
 """
 
 from __future__ import annotations
@@ -24,15 +25,26 @@ class SideWays:
     Attributes:
         units: The units that read values of the step so: to be opened, so that what they read is seen.
         members: FQNs of what the unit that ran last reads of other modules.
+        left: The units that read what an earlier call of them has left in their attributes.
     """
 
     def __init__(
-        self, parameters: Mapping[int, str], mark_of: Callable[[Tensor], int | None], costs: CostWatch
+        self,
+        parameters: Mapping[int, str],
+        mark_of: Callable[[Tensor], int | None],
+        costs: CostWatch,
+        modules: Mapping[str, nn.Module],
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. mark_of: which value a tensor is. costs: sees the kernels."""
-        self._parameters, self._mark_of, self._costs = parameters, mark_of, costs
+        """Args: parameters: FQN by id of the stand-ins. mark_of: which value it is. modules: the units, by FQN."""
+        self._parameters, self._mark_of, self._costs, self._modules = parameters, mark_of, costs, modules
+        self._before: dict[str, dict[int, Tensor]] = {}  # what units had before their first call
         self.units: dict[str, None] = {}
         self.members: dict[str, None] = {}
+        self.left: dict[str, None] = {}
+
+    def found(self) -> dict[str, Any]:
+        """What a recording tells of it."""
+        return {"entered": frozenset(self.units), "left": frozenset(self.left)}
 
     @contextlib.contextmanager
     def watched(self, unit: str | None, given: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
@@ -43,6 +55,8 @@ class SideWays:
             return
         known = {id(tensor) for tensor in given}
         own = frozenset(owned)
+        has = _in_attributes(self._modules[unit])
+        fresh = has.keys() - self._before.setdefault(unit, has).keys()
 
         def given_to(arguments: Any) -> int:
             found = 0
@@ -54,6 +68,9 @@ class SideWays:
                     if member is not None and member not in own:
                         self.members[member] = None
                         found += 1
+                    elif id(tensor) in fresh:
+                        self.left[unit] = None
+                        found += 1
                     elif member is None and self._mark_of(tensor) is not None:
                         self.units[unit] = None
                         found += 1
@@ -64,6 +81,11 @@ class SideWays:
             yield
         finally:
             self._costs.given_to = None
+
+
+def _in_attributes(unit: nn.Module) -> dict[int, Tensor]:
+    found = (value for module in unit.modules() for value in module.__dict__.values())
+    return {id(value): value for value in found if isinstance(value, Tensor)}
 
 
 def with_their_like(entered: Iterable[str], units: Mapping[str, nn.Module]) -> set[str]:

@@ -27,7 +27,7 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
     Args:
         root: The user's LightningModule.
         num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
-        opened: FQNs of modules to descend into whatever their size.
+        opened: FQNs of modules to descend into whatever their size; one with nothing inside is no unit then.
 
     Raises:
         StepError: Modules with full backward hooks, which are never opened, leave too few.
@@ -50,7 +50,7 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
         if not fqn or (can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}" if fqn else name, child)
-        elif fqn:
+        elif fqn and (fqn not in opened or has_backward_hooks(module)):  # else its forward is glue
             units[fqn] = module
 
     descend("", root)

@@ -150,7 +150,40 @@ class CountsInInferenceMode(Blocks):
         return F.mse_loss(prediction, batch[1])
 
 
-@each_under("module", [GivesTwice, Prefixed, HandsOnAModule, HooksAtFirst, CountsInInferenceMode], LAYOUTS[:3])
+class Reverses(nn.Module):
+    """What it takes away at first it gives back in the end; in between the numbers lie on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((FEATURES,), 1.5))
+        self.mean, self.spread = torch.zeros(1), None
+
+    def forward(self, x, back):
+        if back:
+            return x / self.scale * self.spread + self.mean
+        self.mean, self.spread = x.mean(1, keepdim=True), x.var(1, keepdim=True).add(1e-5).sqrt()
+        return (x - self.mean) / self.spread * self.scale
+
+
+class NormsAndUndoes(Blocks):
+    """RevIN, of the input or of what the first layer makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer, self.inner = Reverses(), Reverses()
+
+    def forward(self, x):
+        x = self.layers[0](self.outer(x, back=False)).tanh()
+        x = self.inner(x, back=False)
+        for layer in self.layers[1:]:
+            x = layer(x).tanh()
+        return self.head(self.outer(self.inner(x, back=True), back=True))
+
+
+CASES = [GivesTwice, Prefixed, HandsOnAModule, HooksAtFirst, CountsInInferenceMode, NormsAndUndoes]
+
+
+@each_under("module", CASES, LAYOUTS[:3])
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
