@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import increment_version
+from torch.distributions import Distribution
 
 from lightning_hybrid.step.absent import MARK, make_absent
 from lightning_hybrid.step.copies import copied
@@ -112,14 +114,20 @@ def run_on_stand_ins(
                     members[member] = _stand_in(tensor, memo)
     leaves, spec = flatten((args, kwargs))
     given = [_stand_in(leaf, memo) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+    versions = [(real, real._version, leaf) for real, leaf in zip(given, leaves, strict=True) if real is not leaf]
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)  # small random values are no probabilities
     try:
         real_args, real_kwargs = unflatten(given, spec)
         out = run(*real_args, **real_kwargs)
     except Exception as failure:
         raise error from failure
     finally:
+        Distribution.set_default_validate_args(checks)
         for members, member, tensor in saved:
             members[member] = tensor
+    for leaf in {id(leaf): leaf for real, version, leaf in versions if real._version != version}.values():
+        increment_version(leaf)  # it is what was written in place
     originals = {id(real): leaf for real, leaf in zip(given, leaves, strict=True)}
 
     def made_absent(leaf: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.jit import ScriptFunction
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bound_functions import APPLIED_IN_PYTHON, BoundFunction, unseen_functions
 from lightning_hybrid.step.finite import tests_of_numbers
+from lightning_hybrid.step.probabilities import without_branches
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten
@@ -67,7 +68,7 @@ def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> Abstr
     """Make each autograd function and collective that a step calls one event of the current run.
 
     A function of ``torch.jit`` runs as it is written, since no mode sees what its interpreter does. Tests of numbers
-    (``math.isnan``) know those that are not there.
+    (``math.isnan``) know those that are not there, and metrics of torchmetrics ask no question of them.
 
     Args:
         current: The run.
@@ -81,6 +82,7 @@ def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> Abstr
         *((dist, name, _collected(current, name, own)) for name, own in collectives if own is not None),
         (ScriptFunction, "__call__", _as_written(current, vars(ScriptFunction)["__call__"])),
         *tests_of_numbers(current),
+        *without_branches(current),
         _TOLIST,
     )
 

@@ -5,6 +5,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics import functional as metrics_of
 from wild.suite import FEATURES, check
 from wild.test_inside_forward import Regressor, all_layouts, mlp
 
@@ -106,7 +107,24 @@ class SyncsEachStep(Measured):
         return F.mse_loss(out, y)
 
 
-MODULES = [LoggedObject, Aggregated, Listing, AsLoss, SyncsEachStep]
+class AsFunctions(Measured):
+    """Metrics that ask whether they were given probabilities, and one that writes by masks without dims."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        right, target = out[:, 0], (y[:, 0] > 0).long()
+        self.log("accuracy", metrics_of.accuracy(right.sigmoid(), target, task="binary"))
+        self.log("f1", metrics_of.f1_score(right, target, task="binary"))
+        self.log("precision", metrics_of.average_precision(right, target, task="binary", thresholds=5))
+        self.log("r2", metrics_of.r2_score(right, y[:, 0]))
+        return F.mse_loss(out, y)
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+
+MODULES = [LoggedObject, Aggregated, Listing, AsLoss, SyncsEachStep, AsFunctions]
 
 
 @all_layouts
