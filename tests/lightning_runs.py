@@ -1,5 +1,6 @@
 """A tiny LightningModule with its data, and how the tests of the Trainer run it on a rank."""
 
+import contextlib
 import logging
 import warnings
 
@@ -104,3 +105,17 @@ def assert_same(result, expected, *, rtol=1e-10, atol=1e-12):
 def ignore_warnings():
     """For a run whose warnings another test is about."""
     warnings.simplefilter("ignore")
+
+
+@contextlib.contextmanager
+def lines_of_lightning():
+    """What is logged inside on this rank, at the level that users see; make the Trainer before."""
+    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning.pytorch")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.ERROR)

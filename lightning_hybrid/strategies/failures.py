@@ -1,4 +1,4 @@
-"""When a rank fails, its peers learn of it within seconds, and when one is told to stop, all stop after the same batch.
+"""When a rank fails, its peers learn of it within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
 the others waiting for its messages until their timeout. What ranks tell each other goes through the store by which they
@@ -17,7 +17,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.mesh import Mesh, is_lost_connection
@@ -25,6 +24,7 @@ from lightning_hybrid.pipeline.places import note, notes
 from lightning_hybrid.same_host.streams import close_streams
 from lightning_hybrid.strategies.rendezvous import Rendezvous
 from lightning_hybrid.strategies.requeue import Requeue
+from lightning_hybrid.strategies.stopping import Stopping
 
 # So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
 _SECONDS_FOR_PEERS = 1.0
@@ -43,8 +43,14 @@ class Failures(pl.Callback):
         rendezvous: Where ranks meet before something is gathered from all.
     """
 
-    def __init__(self, trainer: Any, mesh: Mesh) -> None:
-        """Args: trainer: about to run. mesh: of this run; every rank watches over as many runs as the others."""
+    def __init__(self, trainer: Any, mesh: Mesh, timeout: timedelta) -> None:
+        """Begin to watch.
+
+        Args:
+            trainer: About to run.
+            mesh: Of this run; every rank watches over as many runs as the others.
+            timeout: For ranks of which nothing is heard.
+        """
         self.cut_off = False
         self._trainer = trainer
         self._mesh = mesh
@@ -52,23 +58,16 @@ class Failures(pl.Callback):
         # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
         self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
         self._reported = False
-        self._stopping = False
-        self._batches = 0
         trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, Failures))]
-        # Lightning's own handler waits in a collective that the other ranks may never join.
-        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
         self._requeue = Requeue(trainer, mesh, self._store, self._prefix)
         self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
-        # It also asks rank 0 before every batch, and so makes all ranks wait for each other.
-        self._loop = trainer.fit_loop.epoch_loop
-        self._loop._broadcast_sigterm_tensor = self._stop_if_told
+        self._stopping = Stopping(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
         """Undo what was done to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
-        vars(self._trainer._signal_connector).pop("_sigterm_notifier_fn", None)
         self._requeue.stop_listening()
-        vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+        self._stopping.stop_listening()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compute the epoch's metrics on all ranks, before callbacks such as a progress bar ask for them on one."""
@@ -145,37 +144,10 @@ class Failures(pl.Callback):
         hook = _hook_of(error)
         return f"{rank} in {hook}" if hook else rank
 
-    # -- a rank that is told to stop ----------------------------------------------------------------------------------
-
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """Agree on the batch after which all ranks stop; a signal that comes again changes nothing."""
-        if self._stopping:
-            return
-        self._stopping = True
-        if self._trainer.strategy.launcher is not None:
-            self._trainer.strategy.launcher.kill(signum)
-        if self._mesh.layout.world_size == 1:
-            self._trainer._signal_connector.received_sigterm = True
-            return
-        # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
-        due = self._batches + 1 + self._trainer.accumulate_grad_batches
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(self._prefix + "stop", "", str(due))
-
-    def _stop_if_told(self) -> None:
-        if self._trainer.received_sigterm:
-            raise SIGTERMException
-
     def _on_batch_start(self, *_: Any, **__: Any) -> None:
-        self._batches += 1
-        if self._mesh.layout.world_size == 1:
-            return
-        self.rendezvous.passes()
-        with contextlib.suppress(RuntimeError):
-            key = self._prefix + "stop"
-            if self._store.check([key]) and self._batches >= int(self._store.get(key)):
-                # Lightning looks at this at the end of each batch.
-                self._trainer._signal_connector.received_sigterm = True
+        self._stopping.on_batch_start()
+        if self._mesh.layout.world_size > 1:
+            self.rendezvous.passes()
 
     on_train_batch_start: Callable[..., None] = _on_batch_start
     on_validation_batch_start: Callable[..., None] = _on_batch_start

@@ -81,7 +81,8 @@ class StagedStrategy(MeshStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         refuse_callbacks(trainer, self.layout, is_recorded=self._needs_runner())
-        self._failures = Failures(trainer, self.mesh)
+        self._failures = Failures(trainer, self.mesh, self._timeout or default_pg_timeout)
+        self._changed_loops.callback(self._failures.stop_watching)
 
     @abc.abstractmethod
     def _needs_runner(self) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning_runs import Tiny, ignore_warnings, loader, trainer_of, weights_of
+from lightning_runs import Tiny, ignore_warnings, lines_of_lightning, loader, trainer_of, weights_of
 
 
 class Fails(Tiny):
@@ -201,14 +201,15 @@ def run_signalled(size, pp, ranks, hook, options):
     trainer = trainer_of(size, pp, callbacks=callbacks, num_sanity_val_steps=0, enable_checkpointing=True, **options)
     model = Fails(-1, "")
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        trainer.fit(model, loader(2, 64), loader(2, 64))
-        ended = "fit"
-    except SystemExit as error:
-        ended = type(error).__name__
+    with lines_of_lightning() as lines:
+        try:
+            trainer.fit(model, loader(2, 64), loader(2, 64))
+            ended = "fit"
+        except SystemExit as error:
+            ended = type(error).__name__
     assert signal.getsignal(signal.SIGTERM) == before
     saved = os.path.exists("on_exception.ckpt") and torch.load("on_exception.ckpt", weights_only=False)["state_dict"]
-    return ended, signals.batches, saved and sorted(saved)
+    return ended, signals.batches, saved and sorted(saved), [line for line in lines if "SIGTERM" in line]
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["first", "last", "all"])
@@ -218,6 +219,11 @@ def test_a_rank_told_to_stop_stops_all_after_the_same_batch(worlds, ranks, pp):
     assert first[0] == second[0] == "SIGTERMException"
     assert first[1] == second[1] == 5
     assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the whole module"
+    for rank, (*_, said) in enumerate((first, second)):
+        received = [f"[rank: {rank}] Received SIGTERM: 15"] * (rank in ranks)
+        assert said[: len(received)] == received
+        assert len(said) == len(received) + (rank == 0)
+    assert "has received SIGTERM: all ranks stop, after batch 4 of epoch 0" in first[3][-1]
 
 
 def test_a_rank_told_to_stop_while_validating_stops_all(worlds):
