@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +33,8 @@ _SECONDS_FOR_PEERS = 1.0
 _SECONDS_FOR_READERS = 2.0
 _NEVER_SENT = 0x7FFFFFFE
 _SHOWN_CHARS = 500
+# Why the connections of a world were closed; one that is made anew is another.
+_closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
 
 
@@ -95,9 +98,9 @@ class Failures(pl.Callback):
         if lost:
             reason = "another rank of the job has died without a word" if first == mine else first
             note(error, f"{here} had to stop: {reason}")
-            self._close()
+            self._close(reason)
         elif not self._all_reported(_SECONDS_FOR_PEERS):
-            self._close()
+            self._close(first)
             if self._mesh.rank == 0:
                 self._all_reported(_SECONDS_FOR_READERS)
 
@@ -125,10 +128,11 @@ class Failures(pl.Callback):
             return True
         return False
 
-    def _close(self) -> None:
+    def _close(self, reason: str) -> None:
         """Close this rank's connections; whoever waits for it gets an error."""
         self.cut_off = True
         world: Any = dist.group.WORLD
+        _closed[world] = reason
         for group in {id(group): group for group in (world, *map(self._mesh.group, self._mesh.axes))}.values():
             if group.size() > 1:
                 _close_group(group)
@@ -153,6 +157,20 @@ class Failures(pl.Callback):
     on_validation_batch_start: Callable[..., None] = _on_batch_start
     on_test_batch_start: Callable[..., None] = _on_batch_start
     on_predict_batch_start: Callable[..., None] = _on_batch_start
+
+
+def check_connections() -> None:
+    """See that no run that failed has closed the connections that another would use.
+
+    Raises:
+        RuntimeError: One has.
+    """
+    reason = _closed.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    if reason is not None:
+        raise RuntimeError(
+            "a run in this process failed, and its connections to the other ranks were closed so that none waits for"
+            f" it: {reason}; start the script again to train, validate or test on"
+        )
 
 
 def warn_of_missing_checkpoint(path: Any) -> None:

@@ -29,7 +29,7 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart
-from lightning_hybrid.strategies.failures import Failures, warn_of_missing_checkpoint
+from lightning_hybrid.strategies.failures import Failures, check_connections, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
@@ -77,6 +77,7 @@ class StagedStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         """Join the world, and watch over its ranks from then on."""
         self._failed, self._is_whole, self._guard, self._loads_parts = False, True, None, None
+        check_connections()
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer

@@ -102,6 +102,26 @@ def test_a_mistake_of_all_ranks_leaves_their_connections_as_they_are(worlds):
         assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
+def run_after_one_failed():
+    """What two later runs say after one that failed on a rank alone and was caught."""
+    ignore_warnings()
+    said = []
+    for rank in (1, -1, -1):
+        try:
+            trainer_of(2, 2, num_sanity_val_steps=0).fit(Fails(rank, "hook"), loader(4))
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_after_one_whose_connections_were_closed_says_which_rank_failed(worlds):
+    for _, second, third in worlds.run(2, run_after_one_failed, timeout=30):
+        assert second == third
+        assert second.startswith("a run in this process failed, and its connections to the other ranks were closed")
+        assert "rank 1 (pipeline rank 1 of 2) in on_train_batch_start failed: ZeroDivisionError: on purpose" in second
+        assert second.endswith("start the script again to train, validate or test on")
+
+
 class FailsOnce(Tiny):
     """On all ranks, in one hook."""
 
