@@ -104,11 +104,13 @@ def _held_in_parts(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
 
 
-def whole_again_callback(strategy: Any) -> pl.Callback:
-    """A callback that comes before the user's: at the end of training their hooks find the whole module."""
+class WholeAgain(pl.Callback):
+    """Comes before the user's callbacks: at the end of training their hooks find the whole module."""
 
-    class WholeAgain(pl.Callback):
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            strategy.make_whole()
+    def __init__(self, strategy: Any) -> None:
+        """Args: strategy: holds the module in parts."""
+        self._strategy = strategy
 
-    return WholeAgain()
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lightning's hook."""
+        self._strategy.make_whole()

@@ -72,12 +72,6 @@ class Failures(pl.Callback):
         self._requeue.stop_listening()
         self._stopping.stop_listening()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compute the epoch's metrics on all ranks, before callbacks such as a progress bar ask for them on one."""
-        _ = trainer.callback_metrics
-
-    # -- a rank that fails --------------------------------------------------------------------------------------------
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Lightning's hook."""
         self.report(exception)

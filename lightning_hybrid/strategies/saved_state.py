@@ -29,6 +29,7 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart
+from lightning_hybrid.strategies.epoch_metrics import EpochMetrics
 from lightning_hybrid.strategies.failures import Failures, check_connections, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
@@ -84,6 +85,7 @@ class StagedStrategy(MeshStrategy):
         refuse_callbacks(trainer, self.layout, is_recorded=self._needs_runner())
         self._failures = Failures(trainer, self.mesh, self._timeout or default_pg_timeout)
         self._changed_loops.callback(self._failures.stop_watching)
+        self._changed_loops.callback(EpochMetrics(trainer).leave)
 
     @abc.abstractmethod
     def _needs_runner(self) -> bool:

@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.strategies.agreement import agree_on_start, check_left_whole, whole_again_callback
+from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
@@ -241,7 +241,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._in_parts(module)
             self._read_globally(trainer, module, self._plan)
             if trainer.state.fn == TrainerFn.FITTING:
-                self._whole_again = whole_again_callback(self)
+                self._whole_again = WholeAgain(self)
                 trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
 
     def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule, experts: ExpertPlanner | None) -> None:

@@ -7,7 +7,7 @@ import torch
 import torchmetrics
 from layouts import under_sizes
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning_runs import Tiny, assert_same, loader, trainer_of
+from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of
 
 LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
 
@@ -213,3 +213,77 @@ def test_a_bar_asks_for_metrics_on_one_rank_before_hooks_that_meet_the_others(wo
     (mean, norm, seen), *others = worlds.run(size, run_with_bar, size, pp)
     assert seen == {"mean": mean} and math.isfinite(mean)
     assert all(other == (mean, norm, None) for other in others)
+
+
+class CountsEvaluations(Tiny):
+    """Logs metrics of evaluations, looks at its weights as they end, and then changes one of the metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.later, self.reset = (torchmetrics.MeanMetric() for _ in range(3))
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        for name in ("mean", "later", "reset"):
+            metric = getattr(self, name)
+            metric(loss)
+            self.log(name, metric)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self):
+        self.norm = float(sum(p.detach().square().sum() for p in self.parameters()))
+        self.later.update(torch.tensor(5.0))
+        self.reset.reset()
+        self.reset.update(torch.tensor(3.0))
+        self.log("norm", self.norm)
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class BarOfEvaluations(Callback):
+    """Asks for metrics on one rank."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            self.seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def run_evaluations_with_bar(size, pp):
+    ignore_warnings()
+    bar, numbers = BarOfEvaluations(), []
+    model, data = CountsEvaluations(), loader(2)
+    for call in ("fit", "validate", "test"):
+        trainer = trainer_of(size, pp, callbacks=[bar])
+        getattr(trainer, call)(model, *([loader(4)] if call == "fit" else []), data)
+        seen = {name: value for name, value in getattr(bar, "seen", {}).items() if name != "norm"}
+        numbers.append({name: float(value) for name, value in trainer.callback_metrics.items()} | {"seen": len(seen)})
+        numbers[-1] |= {f"seen {name}": value for name, value in seen.items()}
+    return numbers
+
+
+@LAYOUTS
+def test_a_bar_asks_for_metrics_of_an_evaluation_on_one_rank(worlds, size, pp):
+    [expected] = worlds.run(1, run_evaluations_with_bar, 1, 1, timeout=60)
+    first, *others = worlds.run(size, run_evaluations_with_bar, size, pp, timeout=60)
+    for index, numbers in enumerate(first):
+        assert numbers["seen"] == 4
+        if size == pp:
+            assert_same(numbers, expected[index])
+        for other in others:
+            assert other[index] == {k: v for k, v in numbers.items() if "seen" not in k} | {"seen": 0}
+
+
+def run_profiled():
+    trainer = trainer_of(2, 2, profiler="simple", max_steps=1)
+    trainer.fit(Tiny(), loader(8))
+    return [name for name in trainer.profiler.recorded_durations if name.startswith("[Callback]")]
+
+
+def test_a_profiler_shows_callbacks_by_names_of_classes(worlds):
+    for names in worlds.run(2, run_profiled):
+        assert "[Callback]WholeAgain.on_train_end" in names
+        assert not [name for name in names if "<locals>" in name]
