@@ -223,15 +223,11 @@ ADVICE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("ask", "place"),
-    [
-        (raise_on_nan, "late"),
-        (raise_on_infinite_number, "late"),
-        (warn_on_nan, "early"),
-    ],
-)
-@pytest.mark.parametrize("name", BROKEN)
+ASKED = [(name, raise_on_nan, "late") for name in BROKEN]
+ASKED += [("pp2", raise_on_infinite_number, "late"), ("pp2", warn_on_nan, "early"), ("m2", warn_on_nan, "early")]
+
+
+@pytest.mark.parametrize(("name", "ask", "place"), ASKED)
 def test_a_batch_with_nan_ends_on_every_rank_before_parameters_change(worlds, name, ask, place):
     size, options = BROKEN[name]
     results = worlds.run(size, run_breaking, size, dict(options), ask, place, timeout=30)
@@ -297,8 +293,9 @@ def run_deciding(size, options, on_number):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("on_number", [False, True], ids=["tensor", "number"])
-@pytest.mark.parametrize("name", ["pp2", "tp2", "zero3", "m2"])
+@pytest.mark.parametrize(
+    ("name", "on_number"), [("pp2", False), ("pp2", True), ("tp2", False), ("zero3", True), ("m2", False)]
+)
 def test_other_branches_are_refused_with_advice_that_fits_the_layout(worlds, name, on_number):
     size, options = BROKEN[name]
     for message in worlds.run(size, run_deciding, size, options, on_number):
