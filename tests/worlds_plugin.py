@@ -264,8 +264,8 @@ def start_server() -> None:
     """Start the process that ranks are forked from; it loads its modules while pytest goes on."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # OpenMP reads its variable once, when torch is loaded; gloo would listen on the interface of the host's name.
-    needed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    # gloo would listen on the interface of the host's name.
+    needed = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     # Some Pythons load the modules before they know the path that they are told, and pass over what they do not find.
     needed["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     before = {name: os.environ.get(name) for name in needed}
@@ -290,6 +290,9 @@ _WORLDS = pytest.StashKey[Worlds]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # OpenMP reads it once, when torch is loaded. Threads of one process that wait for each other turn round meanwhile:
+    # where cores are shared, tests without ranks took four times as long with two threads as with one.
+    os.environ["OMP_NUM_THREADS"] = "1"
     config.stash[_WORLDS] = Worlds(capture=config.getoption("capture") != "no")
 
 

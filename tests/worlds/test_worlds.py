@@ -134,6 +134,10 @@ def test_ranks_see_what_torchrun_would_set(worlds):
         }
 
 
+def test_tests_without_ranks_compute_in_one_thread_too():
+    assert torch.get_num_threads() == 1
+
+
 def test_a_world_lives_on_until_it_fails(worlds):
     before = worlds.run(2, process_id)
     assert worlds.run(2, process_id) == before
