@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -359,13 +360,16 @@ def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
 def replaced_forwards(
     modules: Mapping[str, nn.Module], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace the forward of each module, on the instance alone and below its hooks, by ``wrap(FQN, forward)``."""
+    """Replace the forward of each module, on the instance alone and below its hooks, by ``wrap(FQN, forward)``.
+
+    Who asks for its signature, as transformers does before it generates, is told that of the user's.
+    """
     saved: list[tuple[dict[str, Any], Any]] = []
     try:
         for fqn, module in modules.items():
             attributes = module.__dict__
             saved.append((attributes, attributes.get("forward")))
-            attributes["forward"] = wrap(fqn, module.forward)
+            attributes["forward"] = with_signature_of(module.forward, wrap(fqn, module.forward))
         yield
     finally:
         for attributes, own in saved:
@@ -373,3 +377,16 @@ def replaced_forwards(
                 del attributes["forward"]
             else:
                 attributes["forward"] = own
+
+
+def with_signature_of(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """``replacement``, for which `inspect.signature` gives that of ``original``."""
+    within: Callable[..., Any] | None = original
+    while within is not None:
+        if within == replacement:  # an earlier forward, put back for a while
+            return replacement
+        within = getattr(within, "__wrapped__", None)
+    if isinstance(replacement, MethodType):  # takes no attributes
+        replacement = partial(replacement)
+    replacement.__wrapped__ = original  # type: ignore[attr-defined]
+    return replacement

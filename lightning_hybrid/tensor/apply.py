@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, cut
 from lightning_hybrid.step.deferred import with_wholes
+from lightning_hybrid.step.randomness import with_signature_of
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
@@ -74,7 +75,7 @@ def sharded(
     )
     attributes = unit.__dict__
     had, before = "forward" in attributes, attributes.get("forward")
-    attributes["forward"] = runner.run_sharded
+    attributes["forward"] = with_signature_of(unit.forward, runner.run_sharded)
     try:
         yield runner
     finally:
