@@ -15,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.step.known_kernels import KnownKernels
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, kernel_on_stand_ins
+from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.step.user_tensors import as_plain
 
 
 class CostWatch(TorchDispatchMode):
@@ -58,6 +60,9 @@ class CostWatch(TorchDispatchMode):
                 out = func(*args, **kwargs)
                 if key is not None:
                     self._known.learn(key, (*args, *kwargs.values()), out, is_view=func.is_view)
+            except TypeError:  # fake kernels pass over tensors of a class of the user's
+                plain_args, plain_kwargs = map_leaves(as_plain, (args, kwargs))
+                out = func(*plain_args, **plain_kwargs)
             except NO_FAKE_KERNEL as error:
                 out = kernel_on_stand_ins(func, args, kwargs, error)
                 self.guessed |= isinstance(error, DynamicOutputShapeException)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.tree import children_of, flatten
+from lightning_hybrid.step.user_tensors import of_class
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
@@ -44,13 +45,19 @@ def _measure(batch: Any) -> tuple[int | None, str]:
             if leaf.dim():
                 sizes.setdefault(leaf.shape[0], leaf)
         elif not isinstance(leaf, _PLAIN):
-            return None, f"it holds a {type(leaf).__name__}, whose samples are not known"
+            return None, f"it holds an object of class {type(leaf).__name__}, whose samples are not known"
     if len(sizes) > 1:
         shapes = [tuple(tensor.shape) for tensor in sizes.values()]
         return None, f"its tensors have different first dimensions: {shapes}"
     if not sizes:
         return None, "it holds no tensor with a batch dimension"
     return next(iter(sizes)), ""
+
+
+def _is_one_sample(batch: Any) -> bool:
+    """Whether there is nothing to split, whatever objects come with the sample."""
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+    return {tensor.shape[0] for tensor in tensors if tensor.dim()} == {1}
 
 
 def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: BatchSplitter | None) -> int:
@@ -69,7 +76,7 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
         return wanted or max(1, 2 * num_stages)
     size, reason = _measure(batch)
     if size is None:
-        if wanted is not None and wanted > 1:
+        if wanted is not None and wanted > 1 and not _is_one_sample(batch):
             raise BatchError(
                 f"num_microbatches={wanted} but the batch cannot be split: {reason}; pass"
                 " batch_splitter=function(batch, count) -> list of batches, or num_microbatches=1"
@@ -165,7 +172,7 @@ def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
             return [value] * len(counts)
         parts = value.split(counts)
         # What one microbatch writes in place is nothing that another one saved for its backward.
-        return list(parts) if value.requires_grad else [part.data for part in parts]
+        return [of_class(value, part if value.requires_grad else part.data) for part in parts]
     if type(value) in (list, tuple) and len(value) == size and all(_is_one(item) for item in value):
         # One plain object or number per sample: file names, captions, labels.
         starts = [sum(counts[:index]) for index in range(len(counts))]

@@ -140,6 +140,29 @@ def as_list_of_numbers(samples):
     return x, list(y.flatten().unbind())
 
 
+class Picture(torch.Tensor):
+    """As torchvision's: a tensor that carries more than its numbers, which hardly any operation hands on."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            return picture(out, args[0].scale) if func.__name__ in ("clone", "to", "detach") else out
+
+
+def picture(x, scale):
+    x = x.as_subclass(Picture)
+    x.scale = scale
+    return x
+
+
+class OnPictures(Regression):
+    def shared_step(self, batch):
+        x, y = batch
+        assert type(x) is Picture
+        return F.mse_loss(self(x * x.scale) + self(x), y)
+
+
 class WritesIntoIts(Regression):
     """Changes its samples in place, as augmentations do; a layer saves the result for its backward."""
 
@@ -151,6 +174,11 @@ class WritesIntoIts(Regression):
 
 def as_pair(samples):
     return columns(samples)[:2]
+
+
+def as_pictures(samples):
+    x, y, _ = columns(samples)
+    return picture(x, 0.5), y
 
 
 def as_named(samples):
@@ -197,6 +225,7 @@ SPLIT = [
     (OnNestedDicts, as_nested_dict),
     (OnLists, as_views),
     (OnListsOfNumbers, as_list_of_numbers),
+    (OnPictures, as_pictures),
 ]
 
 
@@ -348,6 +377,35 @@ def test_a_number_of_microbatches_for_them_is_refused(worlds, module, collate):
     report = check(worlds, module, LAYOUTS[2], make_data=Loaders(collate))
     assert report.outcome == "refused" and "cannot be split" in report.message, str(report)
     assert "batch_splitter" in report.message
+
+
+class Steps:
+    def __init__(self, length):
+        self.length = length
+
+
+class PredictsOne(Regression):
+    """A time series and where in time it lies, as forecasting packages predict it."""
+
+    def shared_step(self, batch):
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]) * batch[2].length
+
+
+def one_predicted(pp):
+    ignore_warnings()
+    torch.manual_seed(0)
+    trainer = trainer_of(pp, pp, strategy_options={"num_microbatches": 2} if pp > 1 else {})
+    samples = DataLoader(Samples(2), collate_fn=lambda one: (*columns(one)[:2], Steps(3)))
+    return trainer.predict(PredictsOne().double(), samples)
+
+
+def test_one_sample_needs_no_splitting(worlds):
+    [expected] = worlds.run(1, one_predicted, 1)
+    for predicted in worlds.run(2, one_predicted, 2):
+        assert len(predicted) == 2 and all(map(torch.equal, predicted, expected))
 
 
 class WithGuessedSizes(OnGraphDicts):
