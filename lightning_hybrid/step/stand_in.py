@@ -103,6 +103,20 @@ def run_on_stand_ins(
     """
     owner = getattr(run, "__self__", None) if unit is None else unit
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    try:
+        return _run_on_stand_ins(run, args, kwargs, modules)
+    except Exception as failure:
+        if modules:
+            raise error from failure
+    try:
+        return _run_on_stand_ins(run, args, kwargs, modules, positive=True)  # torch refuses negative variances
+    except Exception as failure:
+        raise error from failure
+
+
+def _run_on_stand_ins(
+    run: Callable[..., Any], args: Any, kwargs: Any, modules: list[nn.Module], *, positive: bool = False
+) -> Any:
     memo: dict[int, Tensor] = {}
     saved = []
     for module in modules:
@@ -111,17 +125,15 @@ def run_on_stand_ins(
             for member, tensor in members.items():
                 if isinstance(tensor, FakeTensor):
                     saved.append((members, member, tensor))
-                    members[member] = _stand_in(tensor, memo)
+                    members[member] = _stand_in(tensor, memo, positive=positive)
     leaves, spec = flatten((args, kwargs))
-    given = [_stand_in(leaf, memo) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+    given = [_stand_in(leaf, memo, positive=positive) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
     versions = [(real, real._version, leaf) for real, leaf in zip(given, leaves, strict=True) if real is not leaf]
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # small random values are no probabilities
     try:
         real_args, real_kwargs = unflatten(given, spec)
         out = run(*real_args, **real_kwargs)
-    except Exception as failure:
-        raise error from failure
     finally:
         Distribution.set_default_validate_args(checks)
         for members, member, tensor in saved:
@@ -141,13 +153,15 @@ def run_on_stand_ins(
     return map_leaves(made_absent, out)
 
 
-def _stand_in(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
+def _stand_in(tensor: Tensor, memo: dict[int, Tensor], *, positive: bool) -> Tensor:
     if id(tensor) not in memo:
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.is_floating_point() or tensor.is_complex():
             generator = torch.Generator(device).manual_seed(0)
             real.normal_(0.0, 0.02, generator=generator)
+            if positive and tensor.is_floating_point():
+                real.abs_()
         real.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
     return memo[id(tensor)]

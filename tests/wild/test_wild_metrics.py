@@ -108,7 +108,7 @@ class SyncsEachStep(Measured):
 
 
 class AsFunctions(Measured):
-    """Metrics that ask whether they were given probabilities, and one that writes by masks without dims."""
+    """Metrics and losses that look at what they are given, and one that writes by masks without dims."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -118,6 +118,7 @@ class AsFunctions(Measured):
         self.log("f1", metrics_of.f1_score(right, target, task="binary"))
         self.log("precision", metrics_of.average_precision(right, target, task="binary", thresholds=5))
         self.log("r2", metrics_of.r2_score(right, y[:, 0]))
+        self.log("likelihood", F.gaussian_nll_loss(right, y[:, 0], right.exp()))  # refuses variances below zero
         return F.mse_loss(out, y)
 
     def validation_step(self, batch, batch_idx):
