@@ -21,7 +21,6 @@ from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.pipeline.misplaced import refuse_misplaced
 from lightning_hybrid.step.absent import drop, fill, is_absent
-from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks
 from lightning_hybrid.step.members import modules_in, parameters_of
@@ -31,9 +30,9 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
-from lightning_hybrid.step.side_ways import with_their_like
+from lightning_hybrid.step.side_ways import LeftOnUnit
 from lightning_hybrid.step.tree import flatten, tensors_inside
-from lightning_hybrid.step.units import can_open, choose_units, to_open
+from lightning_hybrid.step.units import choose_units, missed_units, to_open
 
 # A stage may cost so much more than the mean before the units of the costliest are opened to balance better.
 _UNBALANCED = 1.08
@@ -215,7 +214,7 @@ class StagePlan:
         if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
             recording = recorded()
         if changes:
-            names = {name for name, _ in self._root.named_parameters()}
+            names = set(dict(self._root.named_parameters()))
             self._everywhere = names.difference(*(node.parameters for node in recording.graph.nodes))
             self.homes.update(dict.fromkeys(self._everywhere, 0))
         self._adopt(recording)
@@ -237,17 +236,19 @@ class StagePlan:
 
         while True:
             units = choose_units(self._root, self.num_stages, self._opened)
-            recording = record_once()
-            entered = with_their_like(recording.entered, units) if self.num_stages > 1 else set()
-            missed = {unit for unit in recording.unopened | entered if can_open(units[unit])} - self._opened
-            if self.num_stages > 1:  # its calls may lie on several
-                missed |= {unit for unit in recording.left if not has_backward_hooks(units[unit])}
+            try:
+                recording = record_once()
+            except LeftOnUnit as error:
+                if error.unit in self._opened:
+                    raise
+                self._opened.add(error.unit)
+                continue
+            missed = missed_units(recording, units, self.num_stages) - self._opened
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
                 branches.check(recording, record_once, context)
                 return recording
-            self._opened |= missed
-            self._tracked |= found
+            self._opened, self._tracked = self._opened | missed, self._tracked | found
 
     def record_once(
         self,

@@ -30,7 +30,7 @@ from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss, no_loss
-from lightning_hybrid.step.side_ways import SideWays, refuse_untracked
+from lightning_hybrid.step.side_ways import SideWays
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.stand_in import (
     NO_FAKE_KERNEL,
@@ -213,8 +213,7 @@ class RecordWatch(StepWatch):
         direct = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
         if not owned:
             self._note_unit_buffers(tensors)
-        if not inputs and not direct and not owned:
-            refuse_untracked(name, tensors)
+        if self.side_ways.reads_batch_alone(name, tensors, known=bool(inputs or direct or owned)):
             if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
                 self._looks.note("the content of the batch")
             result = run(*args, **kwargs)

@@ -2,7 +2,8 @@
 
 It may come in an object that the unit is given (a cache with the keys of a learned prefix), belong to another module
 (a table of positions that all layers are handed), or be left on the unit by an earlier call of it (the mean and the
-deviation by which RevIN undoes in the end what it did first).
+deviation by which RevIN undoes in the end what it did first). Code around units, other methods of theirs among it, may
+read what is left there too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.watch import user_line
+
+
+class LeftOnUnit(StepError):
+    """Code around units reads a value of the model that a call of one left in its attributes.
+
+    Attributes:
+        unit: Which, by FQN; recorded as code around units, what it does is seen.
+    """
+
+    def __init__(self, unit: str, message: str) -> None:
+        super().__init__(message)
+        self.unit = unit
 
 
 class SideWays:
@@ -25,7 +39,7 @@ class SideWays:
     Attributes:
         units: The units that read values of the step so: to be opened, so that what they read is seen.
         members: FQNs of what the unit that ran last reads of other modules.
-        left: The units that read what an earlier call of them has left in their attributes.
+        left: The units that left in their attributes what a later call of them, or code around them, reads.
     """
 
     def __init__(
@@ -38,6 +52,7 @@ class SideWays:
         """Args: parameters: FQN by id of the stand-ins. mark_of: which value it is. modules: the units, by FQN."""
         self._parameters, self._mark_of, self._costs, self._modules = parameters, mark_of, costs, modules
         self._before: dict[str, dict[int, Tensor]] = {}  # what units had before their first call
+        self._after: dict[int, tuple[Tensor, str]] = {}  # what calls of units made and left, and which
         self.units: dict[str, None] = {}
         self.members: dict[str, None] = {}
         self.left: dict[str, None] = {}
@@ -81,6 +96,36 @@ class SideWays:
             yield
         finally:
             self._costs.given_to = None
+        for key, tensor in _in_attributes(self._modules[unit]).items():
+            if key not in has and key not in known:
+                self._after[key] = tensor, unit
+
+    def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, known: bool) -> bool:
+        """Whether an operation reads nothing of the model; notes who left what it reads.
+
+        Args:
+            name: Of the operation.
+            tensors: Its arguments.
+            known: Some of them are parameters or known to be values of the model.
+
+        Raises:
+            LeftOnUnit: A value of the model comes from the attributes of a unit.
+            StepError: A value of the model comes from nobody knows where.
+        """
+        for tensor in tensors:
+            _, unit = self._after.get(id(tensor), (None, None))
+            if unit is not None and self._mark_of(tensor) is None:
+                self.left[unit] = None
+            if known or not isinstance(tensor, FakeTensor):
+                continue
+            message = (
+                f"{user_line()}: {name} reads a tensor that left a unit on a side way (an attribute or an object it was"
+                " given); return it from the module's forward, or name a cut inside that module in pipeline_cuts"
+            )
+            if unit is not None and not has_backward_hooks(self._modules[unit]):
+                raise LeftOnUnit(unit, message)
+            raise StepError(message)
+        return not known
 
 
 def _in_attributes(unit: nn.Module) -> dict[int, Tensor]:
@@ -92,16 +137,3 @@ def with_their_like(entered: Iterable[str], units: Mapping[str, nn.Module]) -> s
     """These units and all of the same classes: layers are given the same things."""
     kinds = {type(units[fqn]) for fqn in entered}
     return {fqn for fqn, unit in units.items() if type(unit) in kinds}
-
-
-def refuse_untracked(name: str, tensors: Iterable[Tensor]) -> None:
-    """Refuse an operation on stand-ins of which nobody knows which values they are.
-
-    Raises:
-        StepError: One is among the tensors.
-    """
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        raise StepError(
-            f"{user_line()}: {name} reads a tensor that left a unit on a side way (an attribute or an object it was"
-            " given); return it from the module's forward, or name a cut inside that module in pipeline_cuts"
-        )

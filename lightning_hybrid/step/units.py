@@ -16,6 +16,7 @@ from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.partition import node_cost
 from lightning_hybrid.step.recording import Recording, StepError
+from lightning_hybrid.step.side_ways import with_their_like
 from lightning_hybrid.step.tree import memory_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
@@ -47,7 +48,7 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened or size * num_stages > total
         is_open |= _is_listened_to(module)
-        if not fqn or (can_open(module) and is_open) or isinstance(module, _CONTAINERS):
+        if not fqn or (_can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}" if fqn else name, child)
         elif fqn and (fqn not in opened or has_backward_hooks(module)):  # else its forward is glue
@@ -70,7 +71,23 @@ def _is_listened_to(module: nn.Module) -> bool:
     return any(inner._forward_hooks for inner in module.modules() if inner is not module)
 
 
-def can_open(module: nn.Module) -> bool:
+def missed_units(recording: Recording, units: Mapping[str, nn.Module], num_stages: int) -> set[str]:
+    """The units whose insides the step reads from outside, so that they are to be opened.
+
+    Args:
+        recording: Of the step.
+        units: By FQN.
+        num_stages: Of the pipeline.
+    """
+    if num_stages == 1:
+        return {unit for unit in recording.unopened if _can_open(units[unit])}
+    entered = with_their_like(recording.entered, units)
+    missed = {unit for unit in recording.unopened | entered if _can_open(units[unit])}
+    # Its calls, and what reads what they left, may lie on several.
+    return missed | {unit for unit in recording.left if not has_backward_hooks(units[unit])}
+
+
+def _can_open(module: nn.Module) -> bool:
     """Whether there is something smaller inside ``module`` that could be a unit, and it may lie on several stages."""
     return not has_backward_hooks(module) and _has_parts(module)
 
@@ -96,7 +113,7 @@ def to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> se
             if node.unit is not None:
                 costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
         inside = {unit for unit, spent in costs.items() if spent > cost}
-    return {unit for unit in inside if can_open(recording.units[unit])}
+    return {unit for unit in inside if _can_open(recording.units[unit])}
 
 
 def _count(module: nn.Module) -> int:

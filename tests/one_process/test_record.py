@@ -334,8 +334,8 @@ def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
             self.net = mlp()
 
         def forward(self, x):
-            self.hidden = self.net(x)
-            return x + self.hidden
+            self.hidden = [self.net(x)]
+            return x + self.hidden[0]
 
     class Step(Layers):
         def __init__(self):
@@ -343,7 +343,7 @@ def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
             self.layers = nn.ModuleList(Leaks() for _ in range(4))
 
         def loss(self, batch):
-            return super().loss(batch) + self.layers[1].hidden.mean()
+            return super().loss(batch) + self.layers[1].hidden[0].mean()
 
     with pytest.raises(StepError, match="left a unit on a side way"):
         record(make(Step), 2)

@@ -180,7 +180,61 @@ class NormsAndUndoes(Blocks):
         return self.head(self.outer(self.inner(x, back=True), back=True))
 
 
+class Inverts(Reverses):
+    """Gives it back by another method."""
+
+    def forward(self, x):
+        return super().forward(x, back=False)
+
+    def inverse(self, x):
+        return super().forward(x, back=True)
+
+
+class UndoneByAMethod(Blocks):
+    """As darts has it: code around layers reads what the batch alone left on one, before a value of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Inverts()
+
+    def forward(self, x):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(self.norm.inverse(x))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.value = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.open = None
+
+    def forward(self, x):
+        self.open = self.gate(x).sigmoid()
+        return x + self.open * self.value(x)
+
+
+class ReadsItsGates(Blocks):
+    """Each layer leaves on itself how open it was; the loss, and a log, ask for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gated = nn.ModuleList(Gated() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.gated:
+            x = layer(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("first", self.gated[0].open[:, 0].mean())
+        return loss + 0.1 * sum(layer.open.mean() for layer in self.gated)
+
+
 CASES = [GivesTwice, Prefixed, HandsOnAModule, HooksAtFirst, CountsInInferenceMode, NormsAndUndoes]
+CASES += [UndoneByAMethod, ReadsItsGates]
 
 
 @each_under("module", CASES, LAYOUTS[:3])
