@@ -135,7 +135,8 @@ def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = N
         if num_stages > len(starts):
             line = next((node.line for node in graph.nodes if node.together), None)
             raise UnfitError(
-                f"the step needs {num_stages} stages but has only {len(starts)} units with parameters"
+                f"the step needs {num_stages} stages but has only {len(starts)} unit{'s' * (len(starts) != 1)}"
+                " with parameters"
                 + (f", counting all that the derivative at {line} goes through as one" if line is not None else "")
                 + (
                     "; set pipeline_parallel_size=1"

@@ -262,9 +262,12 @@ class SteppingStrategy(FolderStrategy):
             except Exception as error:
                 if isinstance(error, StepError | ControlFlowError):
                     advise(error, self.layout, self.options)
-                loop = self._trainer.fit_loop.epoch_loop
+                batch = self._trainer.fit_loop.epoch_loop.batch_idx
                 if name == "training_step":
-                    note(error, f"in training_step of batch {loop.batch_idx} (step {self._trainer.global_step})")
+                    when = (
+                        f"of batch {batch} (step {self._trainer.global_step})" if batch >= 0 else "when it was recorded"
+                    )
+                    note(error, f"in training_step {when}")
                 raise
             finally:
                 self._in_step = before

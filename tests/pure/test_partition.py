@@ -213,5 +213,5 @@ def test_what_a_derivative_goes_through_is_on_its_latest_stage():
     whole = with_derivative(chain(4), (0, 1, 2, 3))
     with pytest.raises(PartitionError, match=r"leaves nothing to stages \[0\]"):
         assign(whole, find_homes(whole, 2, ["blocks.2"]), 2)
-    with pytest.raises(PartitionError, match="only 1 units with parameters, counting all that the derivative"):
+    with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all that the derivative"):
         find_homes(whole, 2)

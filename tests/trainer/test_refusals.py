@@ -92,11 +92,11 @@ CASES = {
     "manual": (Manual, {}, ["Manual", "manual optimization", "pipeline_parallel_size=1"]),
     "none": (ReturnsNone, {}, ["training_step", "NoneType", "loss"]),
     "detached": (ReturnsDetached, {}, ["training_step", "loss", "trainable"]),
-    "branch": (Branches, {}, ["test_refusals.py", "branches", "torch.where", "pipeline_parallel_size=1"]),
+    "branch": (Branches, {}, ["test_refusals.py", "branches", "torch.where", "in training_step when it was recorded"]),
     "branch_item": (BranchesOnNumber, {}, ["test_refusals.py", "branches", "pipeline_parallel_size=1"]),
     "recurrent": (Recurrent, {}, ["pipeline_parallel_size=1", "stages"]),
     "lbfgs": (WithLBFGS, {}, ["LBFGS", "pipeline_parallel_size=1"]),
-    "one_unit": (OneUnit, {}, ["1", "2", "pipeline_parallel_size"]),
+    "one_unit": (OneUnit, {}, ["2 stages", "only 1 unit with", "pipeline_parallel_size"]),
     "cut": (Tiny, {"pipeline_cuts": ["layers.9"]}, ["layers.9", "pipeline_cuts"]),
     "microbatches": (Tiny, {"num_microbatches": 9}, ["num_microbatches=9", "4 samples"]),
     "sizes": (Tiny, {"data_parallel_size": 3}, ["6", "world has 2", "devices=6"]),
@@ -115,7 +115,8 @@ def run_refused(case):
             for name, value in weights_of(model).items()
             if value.device.type == "cpu" and not same(value, before[name])
         ]
-        return type(error).__name__, str(error), changed
+        notes = getattr(error, "__notes__", [])
+        return type(error).__name__, "\n".join([str(error), *notes]), changed
     return "nothing was raised", "", []
 
 
