@@ -109,9 +109,10 @@ def _failed(layout: Layout, ranks: Sequence[Observed]) -> Report | None:
     failures = [(rank, observed.failure) for rank, observed in enumerate(ranks) if observed.failure is not None]
     if not failures:
         return None
-    if len(failures) == len(ranks) and all(failure.refused for _, failure in failures):
-        return Report(layout.name, "refused", failures[0][1].message)
     causes = [(rank, failure) for rank, failure in failures if not failure.lost] or failures
+    unchanged = len(failures) == len(ranks) and all(f.refused or (f.lost and f.unchanged) for _, f in failures)
+    if unchanged and all(failure.refused for _, failure in causes):
+        return Report(layout.name, "refused", causes[0][1].message)
     rank, failure = next(((rank, f) for rank, f in causes if not f.refused), causes[0])
     message = f"rank {rank}: {failure.message} ({failure.where})"
     return Report(layout.name, "failed", message, steps=len(ranks[rank].steps))

@@ -44,12 +44,14 @@ class Failure:
         refused: Whether it is a clear error of this package's, raised before any parameter changed.
         where: File and line that raised.
         lost: Whether it only says that another rank is not there any more.
+        unchanged: Whether no parameter of this rank had changed.
     """
 
     message: str
     refused: bool
     where: str
     lost: bool = False
+    unchanged: bool = False
 
 
 @dataclass
@@ -221,9 +223,10 @@ def describe_failure(error: Exception, *, steps_done: int) -> Failure:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     ours = last is not None and _raised_here(last)
-    refused = ours and steps_done == 0 and not isinstance(error, AssertionError)
+    unchanged = steps_done == 0
+    refused = ours and unchanged and not isinstance(error, AssertionError)
     where = "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
-    return Failure(f"{type(error).__name__}: {error}", refused, where, lost=is_lost_connection(error))
+    return Failure(f"{type(error).__name__}: {error}", refused, where, is_lost_connection(error), unchanged)
 
 
 _RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.same_host")

@@ -253,10 +253,17 @@ def test_a_run_that_fails_after_its_steps_says_how_many_there_were():
 
 def test_who_lost_another_rank_is_not_who_failed():
     ranks = [run_of(), run_of()]
-    ranks[0].failure = describe_failure(dist.DistNetworkError("rank 1 has closed its connections"), steps_done=0)
+    lost = dist.DistNetworkError("rank 1 has closed its connections")
+    ranks[0].failure = describe_failure(lost, steps_done=1)
     ranks[1].failure = Failure("StepError: no", refused=True, where="there.py:1")
     report = _failed(parse_layout("pp=2"), ranks)
     assert report.outcome == "failed" and report.message == "rank 1: StepError: no (there.py:1)"
+    # One that was stopped by a refusal, before anything changed, makes no failure of it.
+    ranks[0].failure = describe_failure(lost, steps_done=0)
+    report = _failed(parse_layout("pp=2"), ranks)
+    assert report.outcome == "refused" and report.message == "StepError: no"
+    ranks[1].failure = describe_failure(lost, steps_done=0)
+    assert _failed(parse_layout("pp=2"), ranks).outcome == "failed"
 
 
 def in_32_bits(observed, step):
