@@ -13,6 +13,7 @@ Where it leaves the tree, the step is to be recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -152,11 +153,17 @@ def _once(values: Any) -> tuple[int, ...]:
 
 def _alike(point: _Point, template: Template, values: Mapping[int, Value]) -> bool:
     return (
-        point.values == values
+        {value: _known(made) for value, made in point.values.items()}
+        == {value: _known(made) for value, made in values.items()}
         and point.template.written == template.written
         and [(leaf.value, leaf.input) for leaf in point.template.leaves]
         == [(leaf.value, leaf.input) for leaf in template.leaves]
     )
+
+
+def _known(value: Value) -> Value:
+    """What is known of a value before the batch is there."""
+    return replace(value, shape=(), stride=()) if value.dynamic else value
 
 
 class _Rehearsal(StepWatch):

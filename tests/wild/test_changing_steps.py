@@ -177,6 +177,17 @@ def task_data():
     }
 
 
+class AsksItsMask(Regression):
+    """A term of the loss over the rows of a mask, where there are enough of them."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.layers[0](x)
+        mask = (y > 0)[:, 0]
+        loss, rows = self.loss(batch), self.head(h)[mask]
+        return loss + rows.square().mean() if int(mask.sum()) > 1 else loss
+
+
 class ValidatesByLoader(Regression):
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x, y = batch
@@ -190,7 +201,7 @@ def two_loaders():
     return {**loaders, "val_dataloaders": [loaders["val_dataloaders"]] * 2}
 
 
-ANY = [AlternatesLosses, CountsByItself, DropsLayersByTorch, Phases, Lengthens, KeepsSometimes]
+ANY = [AlternatesLosses, CountsByItself, DropsLayersByTorch, Phases, Lengthens, KeepsSometimes, AsksItsMask]
 
 
 @pytest.mark.parametrize("module", ANY, ids=lambda module: module.__name__)
