@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import make_absent
 from lightning_hybrid.step.costs import CostWatch
+from lightning_hybrid.step.graph import SizedBy
 from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.transforms import refuse_transforms
 from lightning_hybrid.step.tree import flatten, unflatten
@@ -142,7 +143,7 @@ class _Known(NamedTuple):
     flops: float
     moved_bytes: float
     drawing: tuple[str, ...]
-    dynamic: bool
+    sized_by: SizedBy
 
 
 class LikeUnits:
@@ -160,9 +161,9 @@ class LikeUnits:
         self.reused = False
 
     def run(
-        self, fqn: str, unit: nn.Module, leaves: list[Any], spec: Any, execute: Callable[[], tuple[Any, bool]]
-    ) -> tuple[Any, bool]:
-        """The result of a unit on stand-ins, and whether its shape depends on data.
+        self, fqn: str, unit: nn.Module, leaves: list[Any], spec: Any, execute: Callable[[], tuple[Any, SizedBy]]
+    ) -> tuple[Any, SizedBy]:
+        """The result of a unit on stand-ins, and what its size depends on but shapes.
 
         Args:
             fqn: FQN of the unit.
@@ -188,16 +189,16 @@ class LikeUnits:
             leaves[place] if place is not None else plain if like is None else made[id(like)]
             for place, like, plain in known.leaves
         ]
-        return unflatten(given, known.spec), known.dynamic
+        return unflatten(given, known.spec), known.sized_by
 
     def _learn(
-        self, key: Hashable, fqn: str, unit: nn.Module, leaves: list[Any], execute: Callable[[], tuple[Any, bool]]
-    ) -> tuple[Any, bool]:
+        self, key: Hashable, fqn: str, unit: nn.Module, leaves: list[Any], execute: Callable[[], tuple[Any, SizedBy]]
+    ) -> tuple[Any, SizedBy]:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
         aside = self._costs.read_aside
-        out, dynamic = execute()
+        out, sized_by = execute()
         out_leaves, out_spec = flatten(out)
         described = [_describe(leaf, leaves) for leaf in out_leaves]
         repeatable = (
@@ -214,9 +215,9 @@ class LikeUnits:
                 self._costs.flops - flops,
                 self._costs.moved_bytes - moved,
                 tuple(name[len(fqn) :] for name in drawing),
-                dynamic,
+                sized_by,
             )
-        return out, dynamic
+        return out, sized_by
 
 
 def _another(like: FakeTensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of a metric
 
@@ -39,6 +39,7 @@ class Value:
     taken: bool | int | float | None = None
 
 
+SizedBy: TypeAlias = Literal["", "the content of the batch", "values of the model"]
 Picks: TypeAlias = int | tuple[int | None, int | None, int | None]
 
 
@@ -60,6 +61,7 @@ class Node:
         moved_bytes: Bytes written by its forward.
         line: Where in the user's code it was called, ``file:line``.
         picks: The rows that it picks by their numbers along the first dimension: one, or a slice's start, stop, step.
+        sized_by: What the size of its result depends on but shapes; empty if that is known.
     """
 
     index: int
@@ -75,6 +77,7 @@ class Node:
     moved_bytes: float = 0.0
     line: str = ""
     picks: Picks | None = None
+    sized_by: SizedBy = ""
 
     @property
     def unit(self) -> str | None:

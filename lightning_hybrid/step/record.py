@@ -22,7 +22,7 @@ from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
 from lightning_hybrid.step.finite import Answer, taken_for
-from lightning_hybrid.step.graph import Node, StepGraph, Value
+from lightning_hybrid.step.graph import Node, SizedBy, StepGraph, Value
 from lightning_hybrid.step.held import found_on
 from lightning_hybrid.step.installed import asking
 from lightning_hybrid.step.looks import Looks, modules_around
@@ -243,13 +243,13 @@ class RecordWatch(StepWatch):
         with self.side_ways.watched(unit, tensors, owned):
             if unit is not None and self._alike is not None:
                 arguments = unit, self.units[unit], leaves[:given], spec
-                out, dynamic = self._alike.run(*arguments, lambda: self._run(name, run, args, kwargs))
+                out, sized_by = self._alike.run(*arguments, lambda: self._run(name, run, args, kwargs))
             else:
-                out, dynamic = self._run(name, run, args, kwargs)
+                out, sized_by = self._run(name, run, args, kwargs)
         parameters = tuple(dict.fromkeys((*direct, *owned, *self.side_ways.members)))
         for parameter in parameters:
             self._bytes.setdefault(parameter, 0)
-        dynamic |= self._sized_by_data or any(self._values[v].dynamic for v in inputs)
+        dynamic = bool(sized_by) or self._sized_by_data or any(self._values[v].dynamic for v in inputs)
 
         # A tensor whose version moved was written in place: the object now is a new value. Binding `.data` moves none.
         writes = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
@@ -293,6 +293,7 @@ class RecordWatch(StepWatch):
                 moved_bytes=self._costs.moved_bytes - moved,
                 line=user_line(),
                 picks=picks_of(name, args),
+                sized_by=sized_by,
             )
         )
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
@@ -305,23 +306,21 @@ class RecordWatch(StepWatch):
             if buffer is not None and buffer.inside:
                 self._found_buffers.add(buffer.name)
 
-    def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """The result on stand-ins, and whether its shape depends on data."""
-        dynamic = name in SIZED_BY_DATA
-        if name in ("__getitem__", "masked_select", "__setitem__"):
-            args, by_mask = index_by_numbers(name, args)
-            if by_mask and name == "masked_select":
-                return args[0][args[1]], True
-            dynamic |= by_mask
+    def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, SizedBy]:
+        """The result on stand-ins, and what its size depends on but shapes."""
+        args, sized_by = index_by_numbers(name, args)
+        if name == "masked_select" and sized_by == "the content of the batch":
+            return args[0][args[1]], sized_by
         self._costs.guessed = False
         before = ArgumentState(flatten((args, kwargs))[0]) if name.startswith("@") else None
         try:
-            return run(*args, **kwargs), dynamic or self._costs.guessed
+            out = run(*args, **kwargs)
+            return out, "values of the model" if self._costs.guessed else sized_by
         except NO_FAKE_KERNEL as error:
             if before is not None:
                 before.restore()
             unit = self.units[name[1:]] if name.startswith("@") else None
-            return run_on_stand_ins(run, args, kwargs, error, unit), True
+            return run_on_stand_ins(run, args, kwargs, error, unit), "values of the model"
 
     def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
         for place, given in enumerate(inputs):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
 from lightning_hybrid.step.backward_hooks import SET_UP
 from lightning_hybrid.step.bound_functions import users_functions
+from lightning_hybrid.step.changed import Changes, StepChanged
 from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
 from lightning_hybrid.step.finite import Answer, check_answer
 from lightning_hybrid.step.graph import SINK, Node
@@ -29,10 +30,6 @@ from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.user_checkpointing import recomputed
 from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line
-
-
-class StepChanged(StepError):
-    """The step did something else than when it was recorded."""
 
 
 @dataclasses.dataclass
@@ -138,7 +135,7 @@ class StageReplay:
         finally:
             current.watch = None
             self.randomness.watched = before
-        watch.check_complete()
+        watch.check_complete(result)
         return StageRun(result, watch.made, watch.placeholders, watch.numbers_read)
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
@@ -175,6 +172,7 @@ class ReplayWatch(StepWatch):
         self._received = received
         self._has_others = replay.assignment.num_stages > 1
         self._next = 0
+        self._changes = Changes(replay.recording.graph)
         self.made: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
@@ -204,6 +202,12 @@ class ReplayWatch(StepWatch):
         if mark is not None and mark in self._asked:
             check_answer(name, result, self._values[mark].taken, user_line())
         return result
+
+    def size_read(self, tensor: Tensor) -> None:
+        """Keep in mind what a step that takes another way may have gone by."""
+        mark = self.mark_of(tensor)
+        if mark is not None:
+            self._changes.size_read(mark, tensor.shape, user_line)
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
@@ -254,9 +258,11 @@ class ReplayWatch(StepWatch):
         if any(isinstance(leaf, Deferred) for leaf in out_leaves):
             out = self._settled(out, out_leaves, template)
         if len(out_leaves) != len(template.leaves):
-            raise StepChanged(
-                self._changed(node, f"returned {len(out_leaves)} leaves instead of {len(template.leaves)}")
-            )
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self.size_read(leaf)
+            now = f"returned {len(out_leaves)} leaves instead of {len(template.leaves)}"
+            raise self._changes.of_operation(node, now)
         for leaf, described in zip(out_leaves, template.leaves, strict=True):
             if described.value is not None:
                 self._note(leaf, described.value)
@@ -353,23 +359,17 @@ class ReplayWatch(StepWatch):
 
     def _match(self, name: str, inputs: list[int]) -> Node:
         if self._next >= len(self._nodes):
-            raise StepChanged(f"{user_line()}: the step goes on with {name} where it ended when it was recorded")
+            change = f"the step goes on with {name} at {user_line()} where it ended when it was recorded"
+            raise self._changes.error(change)
         node = self._nodes[self._next]
         if node.name != name or node.inputs != tuple(inputs):
-            raise StepChanged(self._changed(node, f"is now {name} of the values {inputs} at {user_line()}"))
+            raise self._changes.of_operation(node, f"is now {name} of the values {inputs} at {user_line()}")
         self._next += 1
         return node
 
-    def _changed(self, node: Node, now: str) -> str:
-        return (
-            f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
-            f" it was recorded and {now}; its control flow depends on something that is not looked at (such as a"
-            " global variable, or what torch.jit.script has made): keep that as an attribute of the module, make the"
-            " step the same on every batch, or set pipeline_parallel_size=1"
-        )
-
-    def check_complete(self) -> None:
-        """The step must have come to its recorded end."""
+    def check_complete(self, result: Any) -> None:
+        """The step must have come to its recorded end, and return what it returned there."""
         if self._next != len(self._nodes):
             node = self._nodes[self._next]
-            raise StepChanged(self._changed(node, "is missing now"))
+            raise self._changes.of_operation(node, "is missing now")
+        self._changes.check_returned(result, self.mark_of)

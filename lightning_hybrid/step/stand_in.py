@@ -25,6 +25,7 @@ from torch.distributions import Distribution
 
 from lightning_hybrid.step.absent import MARK, make_absent
 from lightning_hybrid.step.copies import copied
+from lightning_hybrid.step.graph import SizedBy
 from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside, unflatten
 
 NO_FAKE_KERNEL = (
@@ -167,10 +168,11 @@ def _stand_in(tensor: Tensor, memo: dict[int, Tensor], *, positive: bool) -> Ten
     return memo[id(tensor)]
 
 
-def index_by_numbers(name: str, args: Any) -> tuple[Any, bool]:
-    """Arguments of an indexing operation with real boolean masks turned into indices, and whether there were any."""
-    if len(args) < 2:
-        return args, False
+def index_by_numbers(name: str, args: Any) -> tuple[Any, SizedBy]:
+    """Arguments with real boolean masks that index turned into indices, and what the size of the result depends on."""
+    sized_by: SizedBy = "values of the model" if name in SIZED_BY_DATA else ""
+    if name not in ("__getitem__", "masked_select", "__setitem__") or len(args) < 2:
+        return args, sized_by
     wanted = args[1] if isinstance(args[1], tuple) else (args[1],)
     parts: list[Any] = []
     found = False
@@ -181,4 +183,4 @@ def index_by_numbers(name: str, args: Any) -> tuple[Any, bool]:
             found = True
         else:
             parts.append(part)
-    return ((args[0], tuple(parts), *args[2:]) if found else args), found
+    return ((args[0], tuple(parts), *args[2:]), "the content of the batch") if found else (args, sized_by)

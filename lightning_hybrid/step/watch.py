@@ -150,16 +150,13 @@ class StepWatch(TorchFunctionMode, ABC):
         if name == "__get__":
             name = func.__self__.__name__
             if name not in _VIEW_PROPERTIES:
-                is_shape = name in SHAPE_PROPERTIES and id(args[0]) in self.parameters
-                return func(as_whole(args[0])) if is_shape else func(*args, **kwargs)
+                return self._shape(func, args, kwargs) if name in SHAPE_PROPERTIES else func(*args, **kwargs)
             name = "get_" + name
         elif name in _METADATA or (name == "__set__" and func.__self__.__name__ != "data"):
             # The gradient goes through a value once, where it is made; what a later stage was sent is no other value.
             if name == "register_hook" and self.is_elsewhere(args[0]):
                 return RemovableHandle(OrderedDict())
-            if name in SHAPE_METHODS and id(args[0]) in self.parameters:
-                return func(as_whole(args[0]), *args[1:], **kwargs)
-            return func(*args, **kwargs)
+            return self._shape(func, args, kwargs) if name in SHAPE_METHODS else func(*args, **kwargs)
         elif name in _READS:
             return self._read(name, func, args, kwargs)
         elif name.startswith("_foreach_"):
@@ -174,6 +171,13 @@ class StepWatch(TorchFunctionMode, ABC):
         elif name in COMPARISONS:
             name, func, args = in_order(name, func, args, self.mark_of, self.parameters)
         return self.event(name, func, args, kwargs, ())
+
+    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What is asked of a tensor's shape; a parameter has that of the whole."""
+        if id(args[0]) in self.parameters:
+            return func(as_whole(args[0]), *args[1:], **kwargs)
+        self.size_read(args[0])
+        return func(*args, **kwargs)
 
     def is_of_the_model(self, leaf: Any) -> bool:
         """Whether something is a value of the model, here or not."""
@@ -238,6 +242,9 @@ class StepWatch(TorchFunctionMode, ABC):
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """A read of a tensor that has content; a recording notes it."""
         return result
+
+    def size_read(self, tensor: Tensor) -> None:
+        """The shape of a tensor is asked for."""
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:

@@ -1,0 +1,83 @@
+"""Sizes that depend on values of the model: a step that decides by one is refused, and told so."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from wild.bases import Regression
+from wild.suite import check
+
+from lightning_hybrid.verify import Layout
+
+PP2 = Layout("pp2, one microbatch", 2, {"pipeline_parallel_size": 2, "num_microbatches": 1})
+TWO_MICROBATCHES = Layout("m2", 1, {"pipeline_parallel_size": 1, "num_microbatches": 2})
+LAYOUTS = {
+    "set pipeline_parallel_size=1": PP2,
+    "set num_microbatches=1": TWO_MICROBATCHES,
+    "set tensor_parallel_size=1": Layout("tp2", 2, {"tensor_parallel_size": 2, "num_microbatches": 1}),
+    "set zero_stage=0": Layout("zero3", 2, {"zero_stage": 3, "num_microbatches": 1}),
+}
+
+
+class LoopsOverClasses(Regression):
+    """How many classes there are depends on what the model says."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.layers[1](self.layers[0](x))
+        likeliest = h.argmax(1)
+        loss = F.mse_loss(self.head(self.layers[2](h)), y)
+        for one in torch.unique(likeliest):
+            loss = loss + h[likeliest == one].mean(0).square().sum()
+        return loss
+
+
+class DecidesByRows(Regression):
+    """A branch that no batch takes, on how many rows a mask of the model picks."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        rows = out[out.detach()[:, 0] > 100.0]
+        if len(rows) >= 1:
+            return rows.square().mean()
+        return F.mse_loss(out, y)
+
+
+class ReturnsByRows(Regression):
+    """What the two branches return is there in both cases."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        large, error = out.square().mean(), F.mse_loss(out, y)
+        return error if out[out.detach()[:, 0] > 100.0].shape[0] == 0 else large
+
+
+class DecidesByMaskOfBatch(Regression):
+    """A size that the batch decides: a recording has seen that of another batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        rows = self.head(x)[(y > 0)[:, 0]]
+        return loss + rows.mean() if rows.shape[0] > 4 else loss
+
+
+@pytest.mark.parametrize(("advice", "layout"), LAYOUTS.items(), ids=[layout.name for layout in LAYOUTS.values()])
+@pytest.mark.parametrize(
+    ("module", "maker"), [(LoopsOverClasses, "unique"), (DecidesByRows, "__getitem__"), (ReturnsByRows, "__getitem__")]
+)
+def test_a_step_that_decides_by_a_size_is_told_so(worlds, module, maker, advice, layout):
+    report = check(worlds, module, layout)
+    assert report.outcome == "refused", str(report)
+    message = report.message
+    assert "StepChanged" in message and "depends on values of the model" in message, message
+    assert f"{maker} at {__file__}:" in message and "has made it" in message, message
+    assert "Make the decision from the batch alone" in message and message.endswith(advice), message
+    assert "global variable" not in message
+
+
+def test_a_decision_by_a_mask_of_the_batch_is_told_to_ask_it(worlds):
+    report = check(worlds, DecidesByMaskOfBatch, PP2, steps=4)
+    assert report.outcome != "same" and "depends on the content of the batch" in report.message, str(report)
+    assert "int(mask.sum())" in report.message, report.message
