@@ -23,6 +23,7 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
+from lightning_hybrid.step.looks import modules_around
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
@@ -283,6 +284,13 @@ class SteppingStrategy(FolderStrategy):
     def uncut_steps(self) -> frozenset[str]:
         """Names of steps of evaluation that every rank runs whole, so far."""
         return frozenset() if self._runner is None else frozenset(self._runner.uncut.names)
+
+    @property
+    def modules_around(self) -> frozenset[str]:
+        """FQNs of the modules inside the user's whose attributes each microbatch finds as the batch found them."""
+        if self._plan is None or self.lightning_module is None:
+            return frozenset()
+        return frozenset(name for name in modules_around(self.lightning_module, self._plan.units()) if name)
 
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
         module = self.lightning_module

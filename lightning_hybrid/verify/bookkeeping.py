@@ -1,17 +1,18 @@
 """What the reference's step keeps of the model, where it runs once per microbatch: once per batch, as in one process.
 
 The strategies promise that a step which keeps something of the model (``self.total += loss.item()``) leaves on the
-LightningModule what one process has after the batch. Here each microbatch sees the module's own attributes as the
-batch found them, and afterwards the step runs once more on the whole batch, for these attributes alone. Where the
-whole batch gives other numbers than its microbatches (BatchNorm, dropout), numbers are joined instead. Steps that keep
-nothing of the model, such as one that counts, count once per microbatch, as the strategies say.
+LightningModule, and on the modules in it whose code all ranks run, what one process has after the batch. Here each
+microbatch sees these attributes as the batch found them, and afterwards the step runs once more on the whole batch for
+them alone. Where the whole batch gives other numbers than its microbatches (BatchNorm, dropout), numbers are
+joined instead. Steps that keep nothing of the model, such as one that counts, count once per microbatch, as the
+strategies say.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +32,18 @@ Leaves = dict[Place, Any]
 class BatchBookkeeping:
     """That of one module in one batch of one replica."""
 
-    def __init__(self, module: nn.Module, run: Callable[[Any], Any], batch: Any) -> None:
-        """Args: module: of the replica. run: the user's step, on a batch or a part. batch: all of the replica's."""
+    def __init__(self, module: nn.Module, run: Callable[[Any], Any], batch: Any, around: Collection[str] = ()) -> None:
+        """Take down what the batch finds.
+
+        Args:
+            module: Of the replica.
+            run: The user's step, on a batch or a part.
+            batch: All of the replica's.
+            around: FQNs of modules in the module that keep things as it does itself.
+        """
         self._module, self._run, self._batch = module, run, batch
-        self._others = {inner for inner in module.modules() if inner is not module}
+        self._own = {inner for name, inner in module.named_modules() if not name or name in around}
+        self._others = {inner for inner in module.modules() if inner not in self._own}
         self._start = self._state()
         self._before = self._leaves()
         self._parts: list[Leaves] = []
@@ -73,7 +82,7 @@ class BatchBookkeeping:
         """Whether other weights leave something else behind."""
         self._restore(self._start)
         try:
-            with undone(self._module, but_its_own=True), perturbed(self._module, _OTHER_WEIGHTS):
+            with undone(self._module, without=self._own), perturbed(self._module, _OTHER_WEIGHTS):
                 self._run(part)
             return not _same(self._leaves(), self._parts[0])
         except Exception:  # such weights are of nobody's making
@@ -83,7 +92,7 @@ class BatchBookkeeping:
         """None where no part can go on with what the whole batch leaves, such as hidden states of all its samples."""
         self._restore(self._start)
         try:
-            with undone(self._module, but_its_own=True):
+            with undone(self._module, without=self._own):
                 loss = self._run(self._batch)
                 state = self._state()
                 self._run(part)
@@ -148,7 +157,7 @@ def _apart(one: Any, other: Any) -> float:
 
 def _put(module: nn.Module, place: Place, value: Any) -> None:
     """Set what is at a place; inside of tuples nothing can be."""
-    container: Any = module.__dict__
+    container: Any = module.get_submodule(place.module).__dict__
     key: Any = place.attribute
     for step in place.path:
         held = container[key]

@@ -39,14 +39,17 @@ class Verification:
         self._timeout = timeout
         self._references: dict[Cut, Reference] = {}
 
-    def reference(self, layout: Layout, uncut: frozenset[str] = frozenset()) -> Reference:
+    def reference(
+        self, layout: Layout, uncut: frozenset[str] = frozenset(), around: frozenset[str] = frozenset()
+    ) -> Reference:
         """What a layout is compared with.
 
         Args:
             layout: To run under.
             uncut: Steps of evaluation that run on whole batches there.
+            around: Modules in the module whose attributes each microbatch finds there as the batch found them.
         """
-        cut = replace(cut_of(self.experiment, layout), uncut=uncut)
+        cut = replace(cut_of(self.experiment, layout), uncut=uncut, around=around)
         if cut not in self._references:
             [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
         return self._references[cut]
@@ -75,7 +78,12 @@ class Verification:
         failed = _failed(layout, ranks)
         if failed is None and ranks[0].uncut:
             reference = self.reference(layout, ranks[0].uncut)
-        return failed or self._compared(layout, ranks, reference)
+        report = failed or self._compared(layout, ranks, reference)
+        if report.outcome == "different" and ranks[0].around:
+            # Only the layout knows which modules lie around its units, and few keep anything of the model.
+            reference = self.reference(layout, ranks[0].uncut, ranks[0].around)
+            report = report if reference.failure is not None else self._compared(layout, ranks, reference)
+        return report
 
     def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
         notes = list(reference.notes)

@@ -72,6 +72,7 @@ class Observed:
         buffers: All buffers after the run.
         trained: FQNs of the parameters that want gradients.
         uncut: Names of steps of evaluation that each rank ran whole.
+        around: FQNs of modules in the module whose attributes each microbatch finds as the batch found them.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -91,6 +92,7 @@ class Observed:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     uncut: frozenset[str] = frozenset()
+    around: frozenset[str] = frozenset()
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
@@ -155,22 +157,23 @@ class Notes:
         self.observed.metrics = self._numbers(trainer.callback_metrics)
         self.observed.weights = held(module.named_parameters(), trainer)
         self.observed.buffers = held(module.named_buffers(), trainer)
-        self._note_uncut(trainer)
+        self._note_steps(trainer)
         return self.observed
 
     def note_test(self, trainer: Any) -> None:
         """Note what a test logged."""
         self.observed.tests = self._numbers(trainer.callback_metrics)
-        self._note_uncut(trainer)
+        self._note_steps(trainer)
 
     def note_predictions(self, predictions: Any, trainer: Any) -> None:
         """Note what came out of a prediction."""
-        self._note_uncut(trainer)
+        self._note_steps(trainer)
         num_loaders = trainer.predict_loop.num_dataloaders
         self.observed.predictions = leaves_of([predictions] if num_loaders == 1 else predictions)
 
-    def _note_uncut(self, trainer: Any) -> None:
+    def _note_steps(self, trainer: Any) -> None:
         self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
+        self.observed.around |= getattr(trainer.strategy, "modules_around", frozenset())
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)

@@ -43,6 +43,7 @@ class Cut:
         splitter: The user's ``batch_splitter``.
         weight: The user's ``microbatch_weight``.
         uncut: Steps of evaluation that run on the whole batch of a replica, whatever the number of parts.
+        around: FQNs of modules in the module whose attributes each part finds as the batch found them.
     """
 
     replicas: int
@@ -51,6 +52,7 @@ class Cut:
     splitter: Callable[[Any, int], Sequence[Any]] | None = None
     weight: Callable[[Any], float] | None = None
     uncut: frozenset[str] = frozenset()
+    around: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class PartsReference:
                 with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):
                     return _detached(_loss_of(self._plain[name](batch, *rest)))
 
-            kept = BatchBookkeeping(module, once_more, batch) if len(mine) > 1 else None
+            kept = BatchBookkeeping(module, once_more, batch, self._cut.around) if len(mine) > 1 else None
             for place, part in mine:
                 if kept is not None:
                     kept.before_part()

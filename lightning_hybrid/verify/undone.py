@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from lightning_hybrid.verify.observed import perturb
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module, *, but_its_own: bool = False) -> Iterator[None]:
+def undone(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterator[None]:
     """What steps log inside is not logged, and what they leave on the modules is put back.
 
     Args:
         module: The user's.
-        but_its_own: Its own attributes stay; those of the modules in it, buffers and metrics do not.
+        without: Modules whose attributes stay, but for buffers and metrics.
     """
-    state = ModuleState(module, buffers=False, without={module} if but_its_own else ())
+    state = ModuleState(module, buffers=False, without=without)
     metrics = [inner for inner in module.modules() if isinstance(inner, Metric)]
     states = [getattr(metric, name) for metric in metrics for name in metric._defaults]
     # BatchNorm writes its running averages without a trace in their versions.
