@@ -29,9 +29,10 @@ from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Leaf, Recording, StepError, Template, find_loss, no_loss
+from lightning_hybrid.step.recording import Leaf, Recording, Template, find_loss, no_loss, own_backward
 from lightning_hybrid.step.side_ways import SideWays
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
+from lightning_hybrid.step.sizes_read import SizesRead
 from lightning_hybrid.step.stand_in import (
     NO_FAKE_KERNEL,
     SIZED_BY_DATA,
@@ -171,12 +172,17 @@ class RecordWatch(StepWatch):
         self._member_memory: dict[int, str] = {}  # of parameters and tracked buffers: their FQN
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
+        self._sizes = SizesRead()
         self._taken: Answer | None = None  # of what the operation under way makes
         self.side_ways = SideWays(parameters, self.mark_of, costs, units)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Everything that came from a parameter is absent while recording."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
+
+    def size_read(self, tensor: Tensor) -> None:
+        """It may become a number that other stages need."""
+        self._sizes.read(self.mark_of(tensor))
 
     def is_dynamic(self, value: int) -> bool:
         """As far as is known when it is made."""
@@ -226,11 +232,7 @@ class RecordWatch(StepWatch):
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
                 self._member_memory[memory_of(tensor)] = self.parameters[id(tensor)]
         if name == "backward":
-            raise StepError(
-                f"{user_line()}: the step calls backward() itself, which starts from values of one stage and should end"
-                " in all; add the term to the loss that the step returns, or set pipeline_parallel_size=1 and"
-                " num_microbatches=1"
-            )
+            raise own_backward(user_line())
         through: tuple[int, ...] = ()
         if is_derivative(name):
             if self._alike is not None and self._alike.reused:
@@ -287,7 +289,7 @@ class RecordWatch(StepWatch):
                 outputs=tuple(dict.fromkeys(outputs)),
                 written=written_names,
                 aliases=aliases,
-                reads=numbers_among(leaves, self.numbers_read),
+                reads=self._sizes.among(leaves, marks, numbers_among(leaves, self.numbers_read)),
                 together=through,
                 flops=self._costs.flops - flops,
                 moved_bytes=self._costs.moved_bytes - moved,
@@ -296,15 +298,14 @@ class RecordWatch(StepWatch):
                 sized_by=sized_by,
             )
         )
+        self._sizes.made(self._nodes[-1])
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
     def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
         """A buffer that a unit may write, read around it, is right at the unit's home only."""
-        for tensor in tensors:
-            buffer = self._buffers.get(id(tensor))
-            if buffer is not None and buffer.inside:
-                self._found_buffers.add(buffer.name)
+        known = (self._buffers.get(id(tensor)) for tensor in tensors)
+        self._found_buffers.update(buffer.name for buffer in known if buffer is not None and buffer.inside)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, SizedBy]:
         """The result on stand-ins, and what its size depends on but shapes."""

@@ -118,3 +118,11 @@ def no_loss(name: str, result: Any) -> StepError:
         f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
         " with the key 'loss'"
     )
+
+
+def own_backward(line: str) -> StepError:
+    """The error for a step that calls ``backward()`` at a line."""
+    return StepError(
+        f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all; add"
+        " the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
+    )

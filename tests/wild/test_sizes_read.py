@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from layouts import each_under
 from torch.nn import functional as F
 from wild.bases import Regression
-from wild.suite import check
+from wild.suite import COMBINED, check
 
 from lightning_hybrid.verify import Layout
 
@@ -61,6 +62,32 @@ class DecidesByMaskOfBatch(Regression):
         loss = F.mse_loss(self(x), y)
         rows = self.head(x)[(y > 0)[:, 0]]
         return loss + rows.mean() if rows.shape[0] > 4 else loss
+
+
+class DividesByRows(Regression):
+    """A size that an early layer decides is a number at the end."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.layers[0](x)
+        count = h[h.detach()[:, 0] > 0.0].shape[0]
+        return (self(x) - y).square().sum() / (1 + count)
+
+
+class MasksByRows(DividesByRows):
+    """It is the size of a tensor of the batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.layers[0](x)
+        count = len(h[h.detach()[:, 0] > 0.0])
+        return ((self(x) - y).square() * (torch.arange(len(x)) <= count)[:, None]).mean()
+
+
+@each_under("module", [DividesByRows, MasksByRows], [PP2, TWO_MICROBATCHES, COMBINED])
+def test_a_size_is_a_number_on_every_stage(worlds, module, layout):
+    report = check(worlds, module, layout)
+    assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize(("advice", "layout"), LAYOUTS.items(), ids=[layout.name for layout in LAYOUTS.values()])
