@@ -169,17 +169,20 @@ class VariantChoice:
                     start.restore()
                 before = start if apart or not place else ModuleState(self._root, without=inside, unhooked=inside)
                 known = self._known[key]
-                variant = self._way(call, microbatch, place, known, units, names)
-                if variant is None:
+                try:
+                    variant = self._way(call, microbatch, place, known, units, names)
+                except NotKnown:
                     before.restore()
                     known.forms.append(self._record(call, microbatch, place))
                     units, names = self._plan.units(), self._plan.names()
-                    variant = self._way(call, microbatch, place, known, units, names)
-                if variant is None:
-                    raise StepError(
-                        f"{call.name} does something else each time it runs on the same batch, so that no recording"
-                        " tells what other ranks will do; set pipeline_parallel_size=1"
-                    )
+                    try:
+                        variant = self._way(call, microbatch, place, known, units, names)
+                    except NotKnown as left:
+                        raise StepError(
+                            f"{call.name} does something else each time it runs on the same batch, so that no recording"
+                            f" tells what it will do: {left}; make it the same each time, or set"
+                            " pipeline_parallel_size=1 and num_microbatches=1"
+                        ) from None
                 chosen.append(variant)
         finally:
             start.restore()
@@ -197,8 +200,12 @@ class VariantChoice:
         known: _Known,
         units: Mapping[str, nn.Module],
         names: Mapping[int, str],
-    ) -> Variant | None:
-        """The known way that a microbatch takes; None if it takes another."""
+    ) -> Variant:
+        """The known way that a microbatch takes.
+
+        Raises:
+            NotKnown: It takes another.
+        """
         if known.ways is None or known.ways.units.keys() != units.keys() or known.ways.count > _MOST_WAYS:
             known.ways = Ways(units, [part for unit in units.values() for part in unit.modules()])
             known.forms = known.forms[-1:]
@@ -221,8 +228,6 @@ class VariantChoice:
         ):
             try:
                 return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness)
-            except NotKnown:
-                return None
             except Exception:  # what is wrong with the step is told where it runs
                 return known.latest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bookkeeping import BookkeepingReplay
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.transaction import Content, ModuleState
+from lightning_hybrid.step.transaction import Content, ModuleState, Place
 from lightning_hybrid.step.tree import tensors_inside
 
 
@@ -32,6 +32,7 @@ class OnceMore:
         microbatches: Sequence[Any],
         kept: str,
         without: set[nn.Module],
+        places: Iterable[Place],
     ) -> None:
         """Take down how the modules are.
 
@@ -43,10 +44,11 @@ class OnceMore:
             microbatches: What the step runs on.
             kept: What the step keeps, and where; for messages.
             without: Modules whose attributes are not its bookkeeping.
+            places: Where it keeps values of the model.
         """
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self.kept, self._without = kept, without
-        self._start = self.state()
+        self._start, self._caches = self.state(), _Caches(root, without, places)
         self._watched = tensors_inside((batch, microbatches))
         self._versions = [tensor._version for tensor in self._watched]
 
@@ -57,6 +59,7 @@ class OnceMore:
     def start_again(self) -> None:
         """Put the modules back as the batch found them."""
         self._start.restore()
+        self._caches.restore()
 
     def check_batch(self) -> None:
         """Refuse a batch that the step has written into.
@@ -82,7 +85,7 @@ class OnceMore:
         randomness = replay.randomness
         what = "the whole batch" if batch is self._batch else f"microbatch {place}"
         self.start_again()
-        buffers = _Buffers(self._root, self._without)
+        buffers = _Buffers(self._root, self._without, self._caches)
         replay.contents = contents
         try:
             with (
@@ -106,20 +109,58 @@ class OnceMore:
         return run.result
 
 
+class _Caches:
+    """Buffers that the step binds to tensors of other sizes, made without the model: a mask for so many samples.
+
+    They go with the attributes that tell for how many samples they are.
+    """
+
+    def __init__(self, root: nn.Module, without: set[nn.Module], places: Iterable[Place]) -> None:
+        of_model = {(place.module, place.path[0]) for place in places if place.attribute == "_buffers"}
+        passed = {id(module) for module in without}
+        modules = [(fqn, module) for fqn, module in root.named_modules() if id(module) not in passed]
+        self._bound = {
+            id(module._buffers): (
+                module._buffers,
+                {name: held for name, held in module._buffers.items() if (fqn, name) not in of_model},
+            )
+            for fqn, module in modules
+            if module._buffers
+        }
+
+    def restore(self) -> None:
+        """Bind them to what they were, or to nothing."""
+        for holder, members in self._bound.values():
+            for name, before in members.items():
+                if _is_resized(before, holder.get(name)):
+                    holder[name] = before
+
+    def among(self, holder: dict[str, Any], members: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that a module holds now, if they had other sizes in ``members``."""
+        known = self._bound.get(id(holder), (holder, {}))[1]
+        return {name: holder[name] for name in known if _is_resized(members.get(name), holder.get(name))}
+
+
 class _Buffers:
     """The buffers that glue may write; the microbatches have done that."""
 
-    def __init__(self, root: nn.Module, without: set[nn.Module]) -> None:
+    def __init__(self, root: nn.Module, without: set[nn.Module], caches: _Caches) -> None:
         passed = {id(module) for module in without}
         holders = [module._buffers for module in root.modules() if id(module) not in passed]
+        self._caches = caches
         self._holders = [(holder, dict(holder)) for holder in holders]
         held = {id(b): b for holder in holders for b in holder.values() if b is not None and not is_absent(b)}
         self._contents = [Content(buffer) for buffer in held.values()]
 
     def restore(self) -> None:
-        """Put them back as they were."""
+        """Put them back as they were, but for caches."""
         for holder, members in self._holders:
+            caches = self._caches.among(holder, members)
             holder.clear()
-            holder.update(members)
+            holder.update({**members, **caches})
         for content in self._contents:
             content.restore()
+
+
+def _is_resized(before: Tensor | None, now: Tensor | None) -> bool:
+    return now is not None and now is not before and (before is None or now.shape != before.shape)

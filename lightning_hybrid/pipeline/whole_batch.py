@@ -137,7 +137,8 @@ class WholeBatch:
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], kept: str
     ) -> EachMicrobatch:
         without = without_state(self._root, [variant.recording for variant in variants])
-        again = OnceMore(self._root, self._plan.names(), call, batch, microbatches, kept, without)
+        places = [place for variant in variants for place, _ in variant.recording.kept]
+        again = OnceMore(self._root, self._plan.names(), call, batch, microbatches, kept, without, places)
         replays = [self._replay(variant) for variant in variants]
         return EachMicrobatch(again, replays, microbatches)
 
@@ -277,7 +278,8 @@ class Bookkeeping:
             give_up: Called where the step cannot run on the whole batch; None if that is an error.
         """
         self._form, self._call, self._batch, self._give_up = form, call, batch, give_up
-        self._again = OnceMore(root, names, call, batch, microbatches, form.kept, form.without)
+        places = [place for place, _ in form.replay.recording.kept]
+        self._again = OnceMore(root, names, call, batch, microbatches, form.kept, form.without, places)
 
     def before_microbatch(self) -> None:
         """Each sees the modules as the batch found them."""

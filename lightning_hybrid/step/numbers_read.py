@@ -154,8 +154,9 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
     places: list[tuple[Place, int]] = []
     numbers = ""
     for place, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
-        if isinstance(leaf, FakeTensor):
-            value = watch.mark_of(leaf)
+        # A value need be no stand-in while a step is recorded: a layer may make it of sizes alone.
+        value = watch.mark_of(leaf) if isinstance(leaf, Tensor) else None
+        if value is not None or isinstance(leaf, FakeTensor):
             if isinstance(place, Place) and value is not None:
                 places.append((place, value))
         elif watch.numbers_read and not numbers and _is_absent_number(leaf):
@@ -174,7 +175,7 @@ def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.M
     """Buffers that the step has made other tensors: ``self.mean = 0.9 * self.mean + 0.1 * x``."""
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
-            if isinstance(buffer, FakeTensor) and id(buffer) not in watch.parameters:
+            if buffer is not None and id(buffer) not in watch.parameters:
                 value = watch.mark_of(buffer)
                 if value is not None:
                     yield Place(name, "_buffers", (member,)), value

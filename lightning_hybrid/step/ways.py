@@ -30,7 +30,7 @@ from lightning_hybrid.step.recording import Recording, Template, find_loss
 from lightning_hybrid.step.replay import put_together
 from lightning_hybrid.step.transaction import Place
 from lightning_hybrid.step.tree import flatten
-from lightning_hybrid.step.watch import Current, StepWatch
+from lightning_hybrid.step.watch import Current, StepWatch, user_line
 
 Way = TypeVar("Way")
 # So many sets of sizes are remembered for one operation.
@@ -38,7 +38,7 @@ _MOST_SIZES = 1000
 
 
 class NotKnown(BaseException):
-    """The step leaves the ways that are known; no exception that user code might catch."""
+    """The step leaves the ways that are known; no exception that user code might catch. Its text says where."""
 
 
 class _Point:
@@ -50,6 +50,7 @@ class _Point:
         self.sizes: set[Hashable] = set()
         self.held: set[int] = set()  # values of which someone may hold the tensor after the operation
         self.next: dict[Hashable, list[_Point]] = {}
+        self.names: dict[str, None] = {}  # of the operations that are next
         self.ends: dict[Hashable, Any] = {}
         self.placeholders: dict[int, FakeTensor] = {}
 
@@ -88,6 +89,7 @@ class Ways(Generic[Way]):
                 self._held[node.name] = tuple(dict.fromkeys((*self._held.get(node.name, ()), *template.held)))
             asked, sizes = template.asked
             children = point.next.setdefault(asked, [])
+            point.names[node.name] = None
             point = next((child for child in children if _alike(child, template, values)), _Point(template, values))
             if point not in children:
                 children.append(point)
@@ -142,7 +144,11 @@ class Ways(Generic[Way]):
             watch.values_told(),
         )
         if end not in watch.point.ends:
-            raise NotKnown
+            keeps = ", ".join(str(place) for place, _ in kept.places) or "nothing of the model"
+            raise NotKnown(
+                f"it ends after {watch.reached} and keeps {keeps}, where other runs go on, or return or keep"
+                " something else"
+            )
         way: Way = watch.point.ends[end]
         return way
 
@@ -180,7 +186,7 @@ class _Rehearsal(StepWatch):
         super().__init__(parameters, randomness)
         self.units = units
         self._held = held
-        self.point = start
+        self.point, self.reached = start, "the start"
         self._values: dict[int, Value] = {}
         self._device = randomness.device
         self._rewritten: list[tuple[Tensor, Tensor]] = []  # with what holds its content meanwhile
@@ -217,8 +223,9 @@ class _Rehearsal(StepWatch):
             if point is not None and len(point.sizes) < _MOST_SIZES:
                 point.sizes.add(sizes)
         if point is None:
-            raise NotKnown
-        self.point = point
+            known = ", ".join(self.point.names) or "the end of the step"
+            raise NotKnown(f"{name} ({user_line()}) comes after {self.reached}, where other runs have {known}")
+        self.point, self.reached = point, name
         self._values.update(point.values)
         return put_together(point.template, leaves, self._placeholder, self.mark, self._rewrite)
 

@@ -234,8 +234,13 @@ def check_module(
         )
 
 
+_ADVISED = "_hybrid_advised"  # attribute of an error
+
+
 def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
     """Have an error that advises to run a step as it is, with one pipeline rank, name all that must be set for that.
+
+    It passes several places on its way, of which the first one does so.
 
     Args:
         error: On its way up.
@@ -253,7 +258,8 @@ def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
         "microbatch_weight": (options.microbatch_weight, None),
     }
     changes = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone]
-    if changes:
+    if changes and not hasattr(error, _ADVISED):
+        setattr(error, _ADVISED, True)
         advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
         message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
         error.args = (message,)

@@ -207,15 +207,16 @@ class SetUpStrategy(VerifyingStrategy):
         if ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
             experts = ExpertPlanner(module, self.mesh, self.options, randomness)
             self._runner.watching_units.append(experts.watching)
-        recorded = record_first_step(
-            trainer,
-            module,
-            self._runner,
-            example=self.options.example_batch,
-            num_microbatches=self.options.microbatches,
-            splitter=self.options.batch_splitter,
-            context=self._context,
-        )
+        with self._advised():
+            recorded = record_first_step(
+                trainer,
+                module,
+                self._runner,
+                example=self.options.example_batch,
+                num_microbatches=self.options.microbatches,
+                splitter=self.options.batch_splitter,
+                context=self._context,
+            )
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(experts is not None), planner.summary
         if recorded:

@@ -192,7 +192,7 @@ class SteppingStrategy(FolderStrategy):
             self._experts.meet(runner.count(name, args[0]))
         share = name == "predict_step" or output_is_read(self._trainer, name)
         gathered = nullcontext() if self._zero is None else self._zero.step(trains=train is not None)
-        with self.user_world(), gathered:  # once: each forward and backward runs code of the user's
+        with self._advised(), self.user_world(), gathered:  # once: each forward and backward runs code of the user's
             result = runner.run(
                 name,
                 getattr(module, name),
@@ -258,11 +258,9 @@ class SteppingStrategy(FolderStrategy):
                 assert module is not None
                 loggers = contextlib.nullcontext() if self._runner is None else noted_loggers(module)
                 recomputed = contextlib.nullcontext() if again is None else again()
-                with self.user_world(), precision(), loggers, recomputed, self._among_others(name):
+                with self._advised(), self.user_world(), precision(), loggers, recomputed, self._among_others(name):
                     yield
             except Exception as error:
-                if isinstance(error, StepError | ControlFlowError):
-                    advise(error, self.layout, self.options)
                 batch = self._trainer.fit_loop.epoch_loop.batch_idx
                 if name == "training_step":
                     when = (
@@ -274,6 +272,15 @@ class SteppingStrategy(FolderStrategy):
                 self._in_step = before
 
         return context
+
+    @contextlib.contextmanager
+    def _advised(self) -> Iterator[None]:
+        """Errors about steps name what is to be set in this layout."""
+        try:
+            yield
+        except (StepError, ControlFlowError) as error:
+            advise(error, self.layout, self.options)
+            raise
 
     def _among_others(self, name: str) -> AbstractContextManager[None]:
         """In a batch of an evaluation that other replicas do not have, asking them is an error: they never answer."""
