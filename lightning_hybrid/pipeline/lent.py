@@ -24,7 +24,7 @@ from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
 from lightning_hybrid.step.watch import user_line
 
-_OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
+OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
 
 
 class LentParameters(TorchFunctionMode):
@@ -66,9 +66,13 @@ class LentParameters(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         """Free what was sent; what the step has written into a parameter stays."""
         super().__exit__(*exception)
+        self.end(failed=bool(exception) and exception[0] is not None)
+
+    def end(self, *, failed: bool) -> None:
+        """Free what was sent, and unless the step has failed keep what it has written into parameters."""
         kept, self._kept = self._kept, {}
         shown, self._shown = self._shown, {}
-        if exception and exception[0] is not None:
+        if failed:
             return
         with torch.no_grad():
             for name, before in shown.items():
@@ -88,7 +92,7 @@ class LentParameters(TorchFunctionMode):
                 return func(as_whole(args[0]))
             if member == "grad" and (whole := self._kept.get(self._lent[id(args[0])])) is not None:
                 return func(whole, *args[1:])
-            if member in _OWN_PROPERTIES:
+            if member in OWN_PROPERTIES:
                 return func(*args, **kwargs)
         elif name in SHAPE_METHODS and id(args[0]) in self._lent:
             return func(as_whole(args[0]), *args[1:], **kwargs)

@@ -80,6 +80,40 @@ class UncutSteps:
         device, holders = self._randomness.device, self._plan.ranks_of
         return LentParameters(parameters, holders, self._plan.group, self._parts(), device, meet=meet, room=room)
 
+    def is_lent(self, name: str) -> bool:
+        """Whether some rank of the replica has not the whole of a parameter."""
+        return "tp" in self._cut_over(name) or len(self._plan.ranks_of(name)) < self._plan.group.size()
+
+    def is_of_replicas(self, name: str) -> bool:
+        """Whether replicas share out a parameter; they are not asked for their parts."""
+        return not self._cut_over(name) <= {"tp", "cp"}
+
+    def _cut_over(self, name: str) -> set[str]:
+        """The axes over which a parameter is cut."""
+        parts = self._parts()
+        return set() if parts is None else {cut.axis for cut in parts.cuts if name in cut.placements}
+
+    def lend(self, where: str) -> LentParameters:
+        """What code outside of steps must run in, on all ranks of the replica; collective over them.
+
+        Args:
+            where: The code, for messages.
+
+        Raises:
+            RanksDisagree: Some ranks do not run it.
+        """
+        meet = partial(self._contents.meet, where)
+        meet("reads the module")
+        others_were_old = self.others_are_old
+        self._refresh()
+        self.others_are_old = others_were_old  # metrics of steps have not been shared
+        return self.lent(meet, self._common_room())
+
+    def _common_room(self) -> int:
+        room = torch.tensor(self._room(), dtype=torch.int64, device=self._randomness.device)
+        dist.all_reduce(room, dist.ReduceOp.MIN, group=self._replica)
+        return int(room)
+
     def run(self, call: Call, batch: Any) -> tuple[Any, list[tuple[Entry, float]]]:
         """Run a step on a batch; collective over the replica.
 
@@ -94,8 +128,7 @@ class UncutSteps:
             RanksDisagree: The ranks do not do the same.
         """
         logs, meet = LogCapture(1), partial(self._contents.meet, call.name)
-        room = torch.tensor(self._room(), dtype=torch.int64, device=self._randomness.device)
-        dist.all_reduce(room, dist.ReduceOp.MIN, group=self._replica)
+        room = self._common_room()
         self._refresh()
         uncompiled = Uncompiled()
         uncompiled.on()
@@ -107,7 +140,7 @@ class UncutSteps:
                 self._around(),
                 logs.microbatch(self._root, 0),
                 slow_attention(),
-                self.lent(meet, int(room)),
+                self.lent(meet, room),
             ):
                 output = call.on(batch)
         finally:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.step.randomness import GeneratorStates
 from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.strategies.loader_reads import NotedReads
 from lightning_hybrid.strategies.one_shot import TakenBack, give_back, is_one_shot
 
 _NOTHING = object()
@@ -45,8 +46,9 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
     try:
         for loader in combined.flattened:
             trainer.strategy.deal_to_replicas(loader)
-        with trainer.strategy.user_world():
-            first = [_first(loader, trainer.strategy.root_device) for loader in combined.flattened]
+        reads = NotedReads([*trainer.lightning_module.parameters()])
+        with trainer.strategy.user_world(), reads:
+            first = [_first(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
         batches = [batch for batch, _ in first]
         if any(new is not old for (_, new), old in zip(first, combined.flattened, strict=True)):
             combined.flattened = [loader for _, loader in first]
@@ -69,10 +71,10 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         states.restore()
 
 
-def _first(loader: Any, device: torch.device) -> tuple[Any, Any]:
+def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, Any]:
     """The first batch of a loader, and what the loop is to read instead of the loader: mostly itself."""
     if not isinstance(loader, DataLoader):
-        return _taken_from(loader, 1, device, lambda taken: taken[0])
+        return _taken_from(loader, 1, device, reads, lambda taken: taken[0])
     inner = _loaders_inside(loader)
     owners = [owner for one in inner for owner in (one, one.sampler, getattr(one.batch_sampler, "sampler", None))]
     drawing = [getattr(owner, "generator", None) for owner in owners]
@@ -84,7 +86,7 @@ def _first(loader: Any, device: torch.device) -> tuple[Any, Any]:
         if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
             with _without_workers(inner):
                 return next(iter(loader), _NOTHING), loader  # only its own code knows what it hands out
-        samples = _samples(loader, device)
+        samples = _samples(loader, device, reads)
         return (_NOTHING if samples is _NOTHING else loader.collate_fn(samples)), loader
     finally:
         for generator, state in drawn:
@@ -92,15 +94,20 @@ def _first(loader: Any, device: torch.device) -> tuple[Any, Any]:
         _restore(states)
 
 
-def _taken_from(owner: Any, count: int, device: torch.device, use: Callable[[list[Any]], Any]) -> tuple[Any, Any]:
-    """What is made of the first items, and what is to be read instead of the owner."""
+def _taken_from(
+    owner: Any, count: int, device: torch.device, reads: NotedReads, use: Callable[[list[Any]], Any]
+) -> tuple[Any, Any]:
+    """What is made of the first items, and what is to be read instead of the owner.
+
+    What asks the model for its items (an environment that is played by a policy) has gone on with them, too.
+    """
     states, before = _states_of([owner]), GeneratorStates(device)
     rest = iter(owner)
     try:
         taken = list(itertools.islice(rest, count))
     finally:
         _restore(states)
-    if not states and is_one_shot(owner):
+    if not states and (reads.is_read or is_one_shot(owner)):
         owner = give_back(owner, TakenBack(taken, rest, before, GeneratorStates(device)))
     return (use(taken) if taken else _NOTHING), owner
 
@@ -138,7 +145,7 @@ def _restore(states: list[tuple[Any, Any]]) -> None:
         owner.load_state_dict(state)
 
 
-def _samples(loader: DataLoader[Any], device: torch.device) -> Any:
+def _samples(loader: DataLoader[Any], device: torch.device, reads: NotedReads) -> Any:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         if loader.num_workers:  # each worker reads a copy from its start
@@ -146,7 +153,8 @@ def _samples(loader: DataLoader[Any], device: torch.device) -> Any:
         torch.empty((), dtype=torch.int64).random_(
             generator=loader.generator
         )  # as an iterator of the loader does first
-        return _taken_from(dataset, loader.batch_size or 1, device, lambda taken: _some(taken, loader))[0]
+        count = loader.batch_size or 1
+        return _taken_from(dataset, count, device, reads, lambda taken: _some(taken, loader))[0]
     indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
     if loader.batch_sampler is None or indices is _NOTHING:
         return _NOTHING if indices is _NOTHING else dataset[indices]

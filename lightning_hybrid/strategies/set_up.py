@@ -26,6 +26,7 @@ from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
+from lightning_hybrid.strategies.loader_reads import serve_loaders
 from lightning_hybrid.strategies.options import Options, check_module, check_scripted, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
@@ -300,16 +301,21 @@ class SetUpStrategy(VerifyingStrategy):
         for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary):
                 self._stop_reads.callback(summarize_wholes(callback, reads))
+        assert self._runner is not None
+        self._stop_reads.callback(serve_loaders(trainer, module, self._runner.uncut, in_parts=self._is_in_parts))
         self._stop_reads.callback(
             read_globally(
                 trainer,
                 module,
                 reads,
-                in_parts=lambda: not self._is_whole,
+                in_parts=self._is_in_parts,
                 complete=lambda: self._grads_complete,
                 passes=self._passes,
             )
         )
+
+    def _is_in_parts(self) -> bool:
+        return not self._is_whole
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
