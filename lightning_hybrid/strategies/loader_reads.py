@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
@@ -76,7 +77,12 @@ class LoaderReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on what this rank is lent where it reads parameters."""
-        found = [leaf for leaf in _operands(args, kwargs) if id(leaf) in self._names or is_absent(leaf)]
+        found: list[Tensor] = []
+        for leaf in args if kwargs is None else (*args, *kwargs.values()):  # of every operation, so no call for each
+            if type(leaf) is list or type(leaf) is tuple:
+                found += [inner for inner in leaf if id(inner) in self._names or is_absent(inner)]
+            elif id(leaf) in self._names or isinstance(leaf, FakeTensor):
+                found.append(leaf)
         name = getattr(func, "__name__", "")
         if not found or name in IDENTITY:
             return func(*args, **(kwargs or {}))
