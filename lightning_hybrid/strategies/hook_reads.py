@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,12 @@ class HookReads:
     def _meet(self, name: str) -> None:
         self._contents.meet(self._hook, f"reads {name}")
 
-    def for_optimizer(self, optimizer: Optimizer) -> HookReads | None:
-        """What the step of an optimizer must run in; None if it does the same to parts as to the whole."""
+    def of_optimizers(self, optimizers: Iterable[Optimizer]) -> dict[Optimizer, HookReads]:
+        """What the steps of optimizers must run in, but for those that do the same to parts as to the whole."""
+        found = {optimizer: self._of_optimizer(optimizer) for optimizer in optimizers}
+        return {optimizer: reads for optimizer, reads in found.items() if reads is not None}
+
+    def _of_optimizer(self, optimizer: Optimizer) -> HookReads | None:
         if looks_at_all(optimizer):
             return self
         if self._cuts is None or steps_on_parts(optimizer):

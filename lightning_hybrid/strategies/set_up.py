@@ -24,6 +24,7 @@ from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, ch
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
+from lightning_hybrid.strategies.fused_steps import fuse_steps
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
 from lightning_hybrid.strategies.loader_reads import serve_loaders
@@ -355,12 +356,11 @@ class SetUpStrategy(VerifyingStrategy):
         self.precision_plugin.connect_mesh(self.mesh, lambda: counted, axes=axes, parts=counted_parts)
         if parts is not None:
             counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
-        if self._hook_reads is not None:
-            for optimizer in self.optimizers:
-                reads = self._hook_reads.for_optimizer(optimizer)
-                if reads is not None:
-                    self._watched.append(optimizer)
-                    self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
+        watched = {} if self._hook_reads is None else self._hook_reads.of_optimizers(self.optimizers)
+        fuse_steps([optimizer for optimizer in self.optimizers if optimizer not in watched], self._stop_reads)
+        for optimizer, reads in watched.items():
+            self._watched.append(optimizer)
+            self._stop_reads.callback(watch_step(optimizer, reads, self._is_in_parts))
         if offload := self.options.offloaded:
             layers = layers_of_parameters(module, self._plan)
             shared = self.mesh.group("dp_shard") if self._by_hand else None

@@ -66,6 +66,11 @@ class Hooked(Tiny):
                     p.mul_(2.0 / total)
 
 
+class OfTorch(Tiny):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 CASES = {case.__name__: case for case in (Sharp, Lbfgs, Trust, Stated, StatedInInit, Hooked)}
 
 
@@ -128,3 +133,28 @@ def test_lbfgs_runs_its_closure_often(worlds):
 )
 def test_its_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
     assert_parity(worlds, 2, pp, tp, case, str(tmp_path / "model.ckpt"), True)
+
+
+def run_counting_fused_steps(size, pp):
+    kernel, counts = torch._fused_adamw_, []
+
+    def counted(parameters, *args, **kwargs):
+        counts.append(len(parameters))
+        return kernel(parameters, *args, **kwargs)
+
+    torch._fused_adamw_ = counted
+    try:
+        ignore_warnings()
+        model = OfTorch()
+        trainer_of(size, pp, strategy_options={"num_microbatches": 2} if pp > 1 else {}).fit(model, loader(4))
+    finally:
+        torch._fused_adamw_ = kernel
+    return counts, weights_of(model)
+
+
+def test_adam_of_torch_takes_fused_steps_on_the_host(worlds):
+    [(alone, expected)] = worlds.run(1, run_counting_fused_steps, 1, 1)
+    assert not alone  # under Lightning's own strategy
+    for counts, weights in worlds.run(2, run_counting_fused_steps, 2, 2):
+        assert len(counts) == 3 and 0 < counts[0] < 10  # those of its stage, after the step that makes the states
+        assert_same(weights, expected)
