@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_hybrid.zero.homes import HOST
 from lightning_hybrid.zero.replaced_step import replace_step
@@ -55,7 +57,9 @@ def _fuse(optimizer: Optimizer) -> Any:
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
     """Only while the parameters are stepped: checkpoints hold the user's own choice."""
-    chosen = [group for group in optimizer.param_groups if _can_be_fused(group, optimizer.state)]
+    chosen = (
+        [] if _is_looked_at(optimizer) else [g for g in optimizer.param_groups if _can_be_fused(g, optimizer.state)]
+    )
     for group in chosen:
         group["fused"] = True
     try:
@@ -63,19 +67,37 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group in chosen:
             group["fused"] = None
+            increment_version([tensor for p in _stepped(group) for tensor in _written(p, optimizer.state[p])])
+
+
+def _is_looked_at(optimizer: Optimizer) -> bool:
+    """Whether modes see the step, which may give it other tensors than lie here, or hooks are told of it."""
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or any(hooks) or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def _can_be_fused(group: dict[str, Any], state: dict[Any, Any]) -> bool:
     if group["fused"] is not None or group["foreach"] is not None or group["capturable"] or group["differentiable"]:
         return False
-    if any(isinstance(number, Tensor) for number in (group["lr"], *group["betas"])):
+    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+    if not all(isinstance(number, int | float) for number in numbers):  # others are rounded in their own way
         return False
-    stepped = [p for p in group["params"] if p.grad is not None]
+    stepped = _stepped(group)
     return bool(stepped) and all(_is_plain(p, state.get(p, {})) for p in stepped)
 
 
+def _stepped(group: dict[str, Any]) -> list[Tensor]:
+    return [p for p in group["params"] if p.grad is not None]
+
+
+def _written(parameter: Tensor, state: dict[str, Any]) -> list[Tensor]:
+    """The tensors of which the kernel does not tell autograd that they were written."""
+    return [parameter, *(state[name] for name in _STATES if name in state)]
+
+
 def _is_plain(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Whether the kernel, which knows no strides, can take a parameter as it lies; not before it has been stepped."""
+    """Whether the kernel, which knows no shapes and strides, can take a parameter; not before it has been stepped."""
     return (
         type(parameter) is nn.Parameter
         and parameter.device == HOST
@@ -91,6 +113,7 @@ def _lies_like(tensor: Any, parameter: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
+        and tensor.shape == parameter.shape
         and tensor.dtype is parameter.dtype
         and tensor.device == parameter.device
         and tensor.is_contiguous()

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.strategies.fused_steps import fuse_steps
 
@@ -19,6 +21,7 @@ LEFT_ALONE = {
     "fused": (torch.optim.Adam, {"fused": False}),
     "foreach": (torch.optim.AdamW, {"foreach": True}),
     "lr": (torch.optim.AdamW, {"lr": torch.tensor(0.1, dtype=torch.float64)}),
+    "rounded": (torch.optim.AdamW, {"lr": numpy.float32(0.1)}),
     "another": (torch.optim.SGD, {"momentum": 0.9}),
     "derived": (type("MyAdam", (torch.optim.Adam,), {}), {}),
 }
@@ -99,6 +102,53 @@ def test_what_lies_otherwise_in_memory_is_not_fused(fused_steps):
 def test_numbers_of_half_the_bits_are_not_fused(fused_steps):
     stepped(*OPTIMIZERS["AdamW"], fuse=True, dtype=torch.bfloat16)
     assert not fused_steps
+
+
+class Watches(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watched", [Watches, None], ids=["mode", "hook"])
+def test_what_looks_at_a_step_sees_the_users_own(watched, fused_steps):
+    parameters = parameters_of()
+    optimizer, choices = torch.optim.AdamW(parameters), []
+    if watched is None:
+        optimizer.register_step_post_hook(lambda one, args, kwargs: choices.append(one.param_groups[0]["fused"]))
+    with contextlib.ExitStack() as until:
+        fuse_steps([optimizer], until)
+        for step in range(3):
+            give_gradients(parameters, step)
+            with contextlib.nullcontext() if watched is None else watched():
+                optimizer.step()
+    assert not fused_steps
+    assert choices == ([None] * 3 if watched is None else [])
+
+
+def test_states_of_another_shape_are_not_fused(fused_steps):
+    """The kernel would write past their end."""
+    parameters, optimizer = stepped(*OPTIMIZERS["AdamW"], fuse=True, steps=1)
+    optimizer.state[parameters[0]]["exp_avg"] = torch.zeros(5, dtype=torch.float64)
+    give_gradients(parameters, 1)
+    with contextlib.ExitStack() as until:
+        fuse_steps([optimizer], until)
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+    assert not fused_steps
+
+
+def test_autograd_learns_that_parameters_were_written(fused_steps):
+    parameters = parameters_of()
+    optimizer = torch.optim.AdamW(parameters)
+    give_gradients(parameters, 0)
+    optimizer.step()
+    product = (parameters[0] * parameters[1].exp().sum()).sum()
+    with contextlib.ExitStack() as until:
+        fuse_steps([optimizer], until)
+        optimizer.step()
+    assert fused_steps == [4]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 def test_parameters_without_gradients_stay(fused_steps):
