@@ -6,6 +6,7 @@ import warnings
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -109,13 +110,19 @@ def ignore_warnings():
 
 @contextlib.contextmanager
 def lines_of_lightning():
-    """What is logged inside on this rank, at the level that users see; make the Trainer before."""
-    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning.pytorch")
+    """What is logged inside on this rank, at the level that users see; make the Trainer before.
+
+    Where `pytorch_lightning` has been imported too, what either package says on the first rank is logged by that one.
+    """
+    lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    loggers = {logging.getLogger(name) for name in ("lightning.pytorch", ".".join(rank_zero.log.name.split(".")[:2]))}
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.ERROR)
