@@ -8,6 +8,7 @@ here where the user has left the choice to torch.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_hybrid.zero.homes import HOST
 from lightning_hybrid.zero.replaced_step import replace_step
@@ -31,7 +31,8 @@ def fuse_steps(optimizers: Iterable[Optimizer], until: contextlib.ExitStack) -> 
         until: Undoes it when it is closed.
     """
     for optimizer in optimizers:
-        if type(optimizer) in (Adam, AdamW):
+        is_own = type(optimizer) in (Adam, AdamW) and inspect.unwrap(optimizer.step) is inspect.unwrap(Adam.step)
+        if is_own:
             until.callback(_fuse(optimizer))
 
 
@@ -39,27 +40,29 @@ def _fuse(optimizer: Optimizer) -> Any:
     original = optimizer.step
 
     def step(_: Optimizer, closure: Any = None, **kwargs: Any) -> Any:
-        if closure is None:
-            with _fused(optimizer):
-                return original(**kwargs)
         with contextlib.ExitStack() as fused:
 
-            def run() -> Any:
-                loss = closure()
+            def begin() -> Any:
+                loss = None if closure is None else closure()
                 fused.enter_context(_fused(optimizer))
                 return loss
 
-            return original(closure=run, **kwargs)
+            first = optimizer.register_step_post_hook(lambda *_: fused.close())
+            optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+            try:
+                return original(closure=begin, **kwargs)
+            finally:
+                first.remove()
 
     return replace_step(optimizer, step)
 
 
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Only while the parameters are stepped: checkpoints hold the user's own choice."""
-    chosen = (
-        [] if _is_looked_at(optimizer) else [g for g in optimizer.param_groups if _can_be_fused(g, optimizer.state)]
-    )
+    """Only while the parameters are stepped: hooks and checkpoints are told the user's own choice."""
+    # A mode may give the step other tensors than lie here.
+    is_seen = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    chosen = [] if is_seen else [group for group in optimizer.param_groups if _can_be_fused(group, optimizer.state)]
     for group in chosen:
         group["fused"] = True
     try:
@@ -68,13 +71,6 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
         for group in chosen:
             group["fused"] = None
             increment_version([tensor for p in _stepped(group) for tensor in _written(p, optimizer.state[p])])
-
-
-def _is_looked_at(optimizer: Optimizer) -> bool:
-    """Whether modes see the step, which may give it other tensors than lie here, or hooks are told of it."""
-    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
-    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    return modes > 0 or any(hooks) or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def _can_be_fused(group: dict[str, Any], state: dict[Any, Any]) -> bool:

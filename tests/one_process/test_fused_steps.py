@@ -109,20 +109,42 @@ class Watches(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("watched", [Watches, None], ids=["mode", "hook"])
-def test_what_looks_at_a_step_sees_the_users_own(watched, fused_steps):
+def test_a_mode_that_watches_sees_the_users_own_step(fused_steps):
+    """It may hand the step other tensors, of which the kernel would not ask the shape."""
     parameters = parameters_of()
-    optimizer, choices = torch.optim.AdamW(parameters), []
-    if watched is None:
-        optimizer.register_step_post_hook(lambda one, args, kwargs: choices.append(one.param_groups[0]["fused"]))
+    optimizer = torch.optim.AdamW(parameters)
     with contextlib.ExitStack() as until:
         fuse_steps([optimizer], until)
         for step in range(3):
             give_gradients(parameters, step)
-            with contextlib.nullcontext() if watched is None else watched():
+            with Watches():
                 optimizer.step()
     assert not fused_steps
-    assert choices == ([None] * 3 if watched is None else [])
+
+
+def test_hooks_are_told_the_users_own_choice(fused_steps):
+    parameters = parameters_of()
+    optimizer, choices = torch.optim.AdamW(parameters), []
+    note = [lambda one, args, kwargs, when=when: choices.append((when, one.param_groups[0]["fused"])) for when in "ab"]
+    with contextlib.ExitStack() as until:
+        fuse_steps([optimizer], until)
+        hooks = [optimizer.register_step_pre_hook(note[0]), optimizer.register_step_post_hook(note[1])]
+        for step in range(3):
+            give_gradients(parameters, step)
+            optimizer.step()
+    assert fused_steps == [4, 4]
+    assert choices == [("a", None), ("b", None)] * 3
+    assert list(optimizer._optimizer_step_post_hooks) == [hooks[1].id]
+
+
+def test_a_step_that_the_user_replaced_stays(fused_steps):
+    parameters = parameters_of()
+    optimizer, calls = torch.optim.AdamW(parameters), []
+    optimizer.step = lambda: calls.append("mine")
+    with contextlib.ExitStack() as until:
+        fuse_steps([optimizer], until)
+        optimizer.step()
+    assert calls == ["mine"]
 
 
 def test_states_of_another_shape_are_not_fused(fused_steps):
