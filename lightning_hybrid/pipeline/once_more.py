@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bookkeeping import BookkeepingReplay
 from lightning_hybrid.step.installed import installed
-from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.transaction import Content, ModuleState, Place
+from lightning_hybrid.step.recording import Recording, StepError
+from lightning_hybrid.step.transaction import Content, ModuleState
 from lightning_hybrid.step.tree import tensors_inside
 
 
@@ -32,7 +32,7 @@ class OnceMore:
         microbatches: Sequence[Any],
         kept: str,
         without: set[nn.Module],
-        places: Iterable[Place],
+        recordings: Sequence[Recording],
     ) -> None:
         """Take down how the modules are.
 
@@ -44,11 +44,11 @@ class OnceMore:
             microbatches: What the step runs on.
             kept: What the step keeps, and where; for messages.
             without: Modules whose attributes are not its bookkeeping.
-            places: Where it keeps values of the model.
+            recordings: Of the step; they say where it keeps values of the model.
         """
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self.kept, self._without = kept, without
-        self._start, self._caches = self.state(), _Caches(root, without, places)
+        self._start, self._caches = self.state(), _Caches(root, without, recordings)
         self._watched = tensors_inside((batch, microbatches))
         self._versions = [tensor._version for tensor in self._watched]
 
@@ -115,17 +115,16 @@ class _Caches:
     They go with the attributes that tell for how many samples they are.
     """
 
-    def __init__(self, root: nn.Module, without: set[nn.Module], places: Iterable[Place]) -> None:
-        of_model = {(place.module, place.path[0]) for place in places if place.attribute == "_buffers"}
-        passed = {id(module) for module in without}
-        modules = [(fqn, module) for fqn, module in root.named_modules() if id(module) not in passed]
+    def __init__(self, root: nn.Module, without: set[nn.Module], recordings: Sequence[Recording]) -> None:
+        places = [place for recording in recordings for place, _ in recording.kept if place.attribute == "_buffers"]
+        of_model = {(place.module, place.path[0]) for place in places}
         self._bound = {
             id(module._buffers): (
                 module._buffers,
                 {name: held for name, held in module._buffers.items() if (fqn, name) not in of_model},
             )
-            for fqn, module in modules
-            if module._buffers
+            for fqn, module in root.named_modules()
+            if module._buffers and module not in without
         }
 
     def restore(self) -> None:
@@ -145,8 +144,7 @@ class _Buffers:
     """The buffers that glue may write; the microbatches have done that."""
 
     def __init__(self, root: nn.Module, without: set[nn.Module], caches: _Caches) -> None:
-        passed = {id(module) for module in without}
-        holders = [module._buffers for module in root.modules() if id(module) not in passed]
+        holders = [module._buffers for module in root.modules() if module not in without]
         self._caches = caches
         self._holders = [(holder, dict(holder)) for holder in holders]
         held = {id(b): b for holder in holders for b in holder.values() if b is not None and not is_absent(b)}

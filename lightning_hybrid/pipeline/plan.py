@@ -214,7 +214,7 @@ class StagePlan:
         if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
             recording = recorded()
         if changes:
-            names = set(dict(self._root.named_parameters()))
+            names = {name for name, _ in self._root.named_parameters()}
             self._everywhere = names.difference(*(node.parameters for node in recording.graph.nodes))
             self.homes.update(dict.fromkeys(self._everywhere, 0))
         self._adopt(recording)

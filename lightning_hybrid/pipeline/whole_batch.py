@@ -136,9 +136,9 @@ class WholeBatch:
     def _each_microbatch(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], kept: str
     ) -> EachMicrobatch:
-        without = without_state(self._root, [variant.recording for variant in variants])
-        places = [place for variant in variants for place, _ in variant.recording.kept]
-        again = OnceMore(self._root, self._plan.names(), call, batch, microbatches, kept, without, places)
+        recordings = [variant.recording for variant in variants]
+        without = without_state(self._root, recordings)
+        again = OnceMore(self._root, self._plan.names(), call, batch, microbatches, kept, without, recordings)
         replays = [self._replay(variant) for variant in variants]
         return EachMicrobatch(again, replays, microbatches)
 
@@ -237,7 +237,7 @@ class WholeBatch:
             unknown = [value for value in recording.values_read if value in joins and joins[value] is None]
             if unknown:
                 described = recording.graph.values[unknown[0]]
-                maker = next(node for node in recording.graph.nodes if unknown[0] in node.outputs)
+                maker = recording.graph.made_by(unknown[0])
                 raise StepError(
                     f"{kept}, one that {maker.name} made ({maker.line}; {described.dtype}{list(described.shape)}). What"
                     f" it is for the whole batch cannot be told from {len(variants)} microbatches; floats are averaged"
@@ -278,8 +278,8 @@ class Bookkeeping:
             give_up: Called where the step cannot run on the whole batch; None if that is an error.
         """
         self._form, self._call, self._batch, self._give_up = form, call, batch, give_up
-        places = [place for place, _ in form.replay.recording.kept]
-        self._again = OnceMore(root, names, call, batch, microbatches, form.kept, form.without, places)
+        recordings = [form.replay.recording]
+        self._again = OnceMore(root, names, call, batch, microbatches, form.kept, form.without, recordings)
 
     def before_microbatch(self) -> None:
         """Each sees the modules as the batch found them."""

@@ -185,15 +185,15 @@ def is_of_all_samples(value: int, graph: StepGraph, samples: int) -> bool:
 
 def _adds_in_place(value: int, graph: StepGraph) -> bool:
     """Whether a value is what the module had before the step, with something added: ``self.counts += new``."""
-    node = next((node for node in graph.nodes if value in node.outputs), None)
-    return node is not None and node.name in ("add_", "__iadd__") and graph.cloned.isdisjoint(node.inputs)
+    node = graph.made_by(value)
+    return node.name in ("add_", "__iadd__") and graph.cloned.isdisjoint(node.inputs)
 
 
 def maker_of(value: int, graph: StepGraph) -> Node | None:
     """The operation of one value that another comes from, beneath copies and casts."""
     while True:
-        node = next((node for node in graph.nodes if value in node.outputs), None)
-        if node is None or node.unit is not None or len(node.inputs) != 1 or len(node.outputs) != 1:
+        node = graph.made_by(value)
+        if node.unit is not None or len(node.inputs) != 1 or len(node.outputs) != 1:
             return None
         if node.name not in HANDED_ON:
             return node

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.step.graph import Node, StepGraph
-from lightning_hybrid.step.recording import StepError, find_loss
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.recording import StepError, returned_by
 
 _ADVICE = {
     "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",
@@ -90,17 +89,15 @@ class Changes:
         Raises:
             StepChanged: It does not.
         """
-        leaves = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-        now = tuple(dict.fromkeys(mark for leaf in leaves if (mark := mark_of(leaf)) is not None))
-        then, loss = self._graph.returned, find_loss(result)
-        is_loss = self._graph.loss is None or (isinstance(loss, Tensor) and mark_of(loss) == self._graph.loss)
-        if now != then or not is_loss:
+        then = self._graph.returned
+        now, loss = returned_by(result, mark_of)
+        if now != then or self._graph.loss not in (None, loss):
             raise self.error(
                 f"the step returned {self._in_words(then)} when it was recorded and returns {self._in_words(now)} now"
             )
 
     def _in_words(self, values: tuple[int, ...]) -> str:
-        makers = [next(node for node in self._graph.nodes if value in node.outputs) for value in values]
+        makers = map(self._graph.made_by, values)
         made = [f"value {v} ({node.name} at {node.line})" for v, node in zip(values, makers, strict=True)]
         return ", ".join(made) or "no value of the model"
 
@@ -109,7 +106,7 @@ class Changes:
         waiting, seen = [value], {value}
         while waiting:
             wanted = waiting.pop()
-            maker = next(node for node in self._graph.nodes if wanted in node.outputs)
+            maker = self._graph.made_by(wanted)
             if maker.sized_by:
                 return maker
             found = [v for v in maker.inputs if self._graph.values[v].dynamic and v not in seen]

@@ -115,6 +115,10 @@ class StepGraph:
     buffers: frozenset[str] = frozenset()
     asked: frozenset[int] = frozenset()
 
+    def made_by(self, value: int) -> Node:
+        """The operation that makes a value, or the first of those that do."""
+        return next(node for node in self.nodes if value in node.outputs)
+
     def units(self) -> list[str]:
         """FQNs of the units called, in order of their first call."""
         return list(dict.fromkeys(node.unit for node in self.nodes if node.unit is not None))

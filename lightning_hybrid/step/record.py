@@ -29,7 +29,7 @@ from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Leaf, Recording, Template, find_loss, no_loss, own_backward
+from lightning_hybrid.step.recording import Leaf, Recording, Template, no_loss, own_backward, returned_by
 from lightning_hybrid.step.side_ways import SideWays
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.sizes_read import SizesRead
@@ -369,10 +369,8 @@ class RecordWatch(StepWatch):
                 full = f"{module_fqn}.{member}" if module_fqn else member
                 if tensor is not None and full in self._bytes:
                     self._bytes[full] = tensor.numel() * tensor.element_size()
-        returned = [self.mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-        loss = find_loss(result)
-        loss_value = self.mark_of(loss) if isinstance(loss, Tensor) else None
-        if loss_required and (loss_value is None or not self._values[loss_value].requires_grad):
+        returned, loss = returned_by(result, self.mark_of)
+        if loss_required and (loss is None or not self._values[loss].requires_grad):
             raise no_loss(name, result)
         kept = find_kept(root, result, self)
         called = {node.unit for node in self._nodes if node.unit is not None}
@@ -385,8 +383,8 @@ class RecordWatch(StepWatch):
             nodes=tuple(self._nodes),
             values=tuple(self._values),
             parameter_bytes=dict(self._bytes),
-            returned=tuple(dict.fromkeys(value for value in returned if value is not None)),
-            loss=loss_value,
+            returned=returned,
+            loss=loss,
             kept=kept.values,
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),

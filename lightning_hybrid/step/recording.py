@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.step.bound_functions import BoundFunction
 from lightning_hybrid.step.graph import StepGraph
 from lightning_hybrid.step.held import is_given_parameters
 from lightning_hybrid.step.transaction import Place
-from lightning_hybrid.step.tree import Spec
+from lightning_hybrid.step.tree import Spec, flatten
 
 
 class StepError(ValueError):
@@ -107,6 +107,18 @@ class Recording:
 def find_loss(result: Any) -> Any:
     """The loss in what a training step returned: itself, or its ``loss`` entry."""
     return result.get("loss") if isinstance(result, Mapping) else result
+
+
+def returned_by(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[tuple[int, ...], int | None]:
+    """The values among the tensors that a step returned, each once, and the one that is the loss.
+
+    Args:
+        result: What it returned.
+        mark_of: The value that a tensor is; None if it is made of the batch alone.
+    """
+    marks = [mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    loss = find_loss(result)
+    return tuple(dict.fromkeys(m for m in marks if m is not None)), mark_of(loss) if isinstance(loss, Tensor) else None
 
 
 def no_loss(name: str, result: Any) -> StepError:

@@ -26,7 +26,7 @@ from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.held import look_up
 from lightning_hybrid.step.numbers_read import find_kept
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Recording, Template, find_loss
+from lightning_hybrid.step.recording import Recording, Template, returned_by
 from lightning_hybrid.step.replay import put_together
 from lightning_hybrid.step.transaction import Place
 from lightning_hybrid.step.tree import flatten
@@ -133,12 +133,9 @@ class Ways(Generic[Way]):
             watch.undo()
 
     def _way_to(self, root: nn.Module, result: Any, watch: _Rehearsal) -> Way:
-        marks = [watch.mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-        loss = find_loss(result)
         kept = find_kept(root, result, watch, self._inside)
         end = (
-            _once(mark for mark in marks if mark is not None),
-            watch.mark_of(loss) if isinstance(loss, Tensor) else None,
+            *returned_by(result, watch.mark_of),
             _once(value for _, value in kept.places),
             bool(kept.numbers[0]),
             watch.values_told(),

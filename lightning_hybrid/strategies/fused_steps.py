@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,12 +31,11 @@ def fuse_steps(optimizers: Iterable[Optimizer], until: contextlib.ExitStack) -> 
         until: Undoes it when it is closed.
     """
     for optimizer in optimizers:
-        is_own = type(optimizer) in (Adam, AdamW) and inspect.unwrap(optimizer.step) is inspect.unwrap(Adam.step)
-        if is_own:
+        if type(optimizer) in (Adam, AdamW) and inspect.unwrap(optimizer.step) is inspect.unwrap(Adam.step):
             until.callback(_fuse(optimizer))
 
 
-def _fuse(optimizer: Optimizer) -> Any:
+def _fuse(optimizer: Optimizer) -> Callable[[], None]:
     original = optimizer.step
 
     def step(_: Optimizer, closure: Any = None, **kwargs: Any) -> Any:

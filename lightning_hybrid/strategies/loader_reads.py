@@ -45,7 +45,7 @@ class NotedReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note one operation."""
-        self.is_read = self.is_read or any(id(leaf) in self._ids for leaf in _operands(args, kwargs))
+        self.is_read = self.is_read or any(id(leaf) in self._ids for leaf in flatten((args, kwargs))[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -66,14 +66,14 @@ class LoaderReads(TorchFunctionMode):
             try:
                 yield
             except BaseException as error:
-                self._give_back(None if isinstance(error, StopIteration) else error)
+                self._give_back(failed=not isinstance(error, StopIteration))
                 raise
-            self._give_back(None)
+            self._give_back(failed=False)
 
-    def _give_back(self, error: BaseException | None) -> None:
+    def _give_back(self, *, failed: bool) -> None:
         lent, self._lent = self._lent, None
         if lent is not None:
-            lent.end(failed=error is not None)
+            lent.end(failed=failed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on what this rank is lent where it reads parameters."""
@@ -174,12 +174,3 @@ def _check_content(batch: Any) -> None:
                 " kept on the module; let the dataset compute it from the module while it is read, keep numbers"
                 " (.item(), .tolist()) in a hook, or set pipeline_parallel_size=1"
             )
-
-
-def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
-    """What an operation is given, also in lists; deeper it is given no tensors."""
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(arg, list | tuple):
-            yield from arg
-        else:
-            yield arg
