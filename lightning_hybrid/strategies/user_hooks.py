@@ -16,8 +16,9 @@ from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.strategies.saved_by_hooks import SavedByHooks
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
-# Hooks that run while the module may be in parts, on every rank, and in which no training step runs.
+_AROUND_STEP = "optimizer_step"
 _ROUNDS = ("train", "validation", "test", "predict")
+# Hooks that run while the module may be in parts, on every rank; in the last one the training step runs.
 _HOOKS = (
     "on_fit_start",
     "on_after_backward",
@@ -34,9 +35,8 @@ _HOOKS = (
     *(f"on_{round}_{when}_{end}" for round in _ROUNDS for when in ("epoch", "batch") for end in ("start", "end")),
     *(f"on_{round}_start" for round in _ROUNDS),
     *(f"on_{round}_end" for round in _ROUNDS[1:]),
+    _AROUND_STEP,
 )
-# In it the training step and the step of the optimizer run; what is before and after them is watched.
-_AROUND_STEP = "optimizer_step"
 
 
 def read_globally(
@@ -64,14 +64,13 @@ def read_globally(
     undo = contextlib.ExitStack()
     watch = _HookWatch(trainer, reads, in_parts, complete, passes)
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        for name in (*_HOOKS, _AROUND_STEP):
+        for name in _HOOKS:
             original = getattr(user, name, None)
             calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
             of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
-            watched = watch.around_step if name == _AROUND_STEP else watch.watched
-            undo.enter_context(_replaced(user, name, watched(user, name, original)))
+            undo.enter_context(_replaced(user, name, watch.watched(user, name, original)))
     for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched).members():
         undo.enter_context(_replaced(owner, name, function))
     return undo.close
@@ -88,26 +87,11 @@ class _HookWatch:
     passes: Callable[[], None]
 
     def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook in which no training step runs."""
-        where = f"{type(user).__name__}.{name}"
-
-        @functools.wraps(original)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            if not self.in_parts():
-                return original(*args, **kwargs)
-            # What is cleared next are the gradients of the optimizer step before, which are complete.
-            is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad") or self.complete()
-            with self.reads.hook(where, is_complete=is_complete), _lightning_of_its_own(self.trainer, self.reads):
-                result = original(*args, **kwargs)
-                self.passes()
-                return result
-
-        return hook
-
-    def around_step(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that runs the training step, and the step of the optimizer: watched before and after them."""
+        """A hook with ``reads`` around its own lines, but not around the steps that it runs: those of an optimizer."""
         before = f"{type(user).__name__}.{name}"
         after = f"{before} after a step"
+        # What is cleared next are the gradients of the optimizer step before, which are complete.
+        is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad")
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +102,7 @@ class _HookWatch:
 
                 def watch(where: str) -> None:
                     nonlocal is_watched
-                    watching.enter_context(self.reads.hook(where, is_complete=self.complete()))
+                    watching.enter_context(self.reads.hook(where, is_complete=is_complete or self.complete()))
                     watching.enter_context(_lightning_of_its_own(self.trainer, self.reads))
                     is_watched = True
 
@@ -143,9 +127,9 @@ class _HookWatch:
                 ]
                 for owner, step in owners:
                     replaced.enter_context(_replaced(owner, step, unwatched(getattr(owner, step))))
-                # The closure may be called by hand.
-                args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
-                kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
+                if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
+                    args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
+                    kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
                 watch(before)
                 result = original(*args, **kwargs)
                 self.passes()

@@ -84,6 +84,22 @@ class Backward(Averaging):
         self.noted.append(float(clip_grad_norm_(self.layers.parameters(), 0.05)))
 
 
+class SteppingTwice(Averaging):
+    """Once more with the same gradients, which it halves before."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for p in self.layers.parameters():
+            p.grad.mul_(0.5)
+        self.noted += [float(self.norm()), self.total()]
+        self.optimizers().optimizer.step()
+        self.noted.append(self.total())
+        self.optimizers().step()
+        self.noted.append(self.total())
+
+    def total(self):
+        return float(sum(p.detach().square().sum() for p in self.layers.parameters()))
+
+
 CASES = (
     AroundStep,
     AfterLightningsStep,
@@ -92,18 +108,19 @@ CASES = (
     SteppingScheduler,
     TurningToEvaluation,
     Backward,
+    SteppingTwice,
 )
 
 
-def run_fit(size, pp, case, zero, accumulate):
+def run_fit(size, pp, case, zero, accumulate, tp=1):
     ignore_warnings()
     model = case()
     hooks = set(vars(case)) - {"validation_step"}
-    strategy = {"num_microbatches": 2, "zero_stage": zero} if size > 1 else {}
+    strategy = {"num_microbatches": 2, "zero_stage": zero, "tensor_parallel_size": tp} if size > 1 else {}
     trainer = trainer_of(size, pp, strategy_options=strategy, max_epochs=2, accumulate_grad_batches=accumulate)
-    each = 4 * pp // size if size > 1 else 4
+    each = 4 * pp * tp // size if size > 1 else 4
     val = [loader(each, 8)] if case is TurningToEvaluation else None
-    trainer.fit(model, loader(each, 16, replicas=1 if size == pp else None), val)
+    trainer.fit(model, loader(each, 16, replicas=1 if size == pp * tp else None), val)
     assert not hooks & set(vars(model))
     assert "step" not in vars(trainer.strategy) and "optimizer_step" not in vars(trainer.strategy)
     return weights_of(model), {name: float(value) for name, value in trainer.callback_metrics.items()}, model.noted
@@ -112,12 +129,12 @@ def run_fit(size, pp, case, zero, accumulate):
 references = {}
 
 
-def assert_parity(worlds, size, pp, case, *, zero=0, accumulate=1):
+def assert_parity(worlds, size, pp, case, *, zero=0, accumulate=1, tp=1):
     key = case, accumulate
     if key not in references:
         [references[key]] = worlds.run(1, run_fit, 1, 1, case, 0, accumulate)
     weights, logged, noted = references[key]
-    for ours in worlds.run(size, run_fit, size, pp, case, zero, accumulate):
+    for ours in worlds.run(size, run_fit, size, pp, case, zero, accumulate, tp):
         assert_same(ours[0], weights)
         assert_same(ours[1], logged)
         assert ours[2] == pytest.approx(noted, rel=1e-10, abs=1e-12)
@@ -128,9 +145,14 @@ def test_what_is_overridden_sees_the_whole_model(worlds, size, pp, case):
     assert_parity(worlds, size, pp, case)
 
 
-@pytest.mark.parametrize("case", [AroundStep, Backward])
+@pytest.mark.parametrize("case", [AroundStep, Backward, SteppingTwice])
 def test_replicas_that_share_parameters_out_see_the_whole_model(worlds, case):
     assert_parity(worlds, 2, 1, case, zero=3)
+
+
+@pytest.mark.parametrize("case", [pytest.param(AroundStep, marks=pytest.mark.slow), SteppingTwice])
+def test_tensor_ranks_see_the_whole_model(worlds, case):
+    assert_parity(worlds, 2, 1, case, tp=2)
 
 
 @pytest.mark.parametrize("case", [AroundStep, Backward])
