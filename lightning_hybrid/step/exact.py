@@ -30,8 +30,9 @@ def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype)
         memo[id(buffer)] = _buffer(buffer, generator, dtype)
     for module in unit.modules():
         for value in vars(module).values():
-            if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
-                memo.setdefault(id(value), value.detach().to("cpu"))
+            # Such as the weight that torch.nn.utils.weight_norm computes before each forward.
+            if isinstance(value, Tensor) and (value.grad_fn is not None or value.device.type not in ("cpu", "meta")):
+                memo.setdefault(id(value), value.detach().to("cpu", copy=True))
     twin: nn.Module = copy.deepcopy(unit, memo)
     return twin
 

@@ -186,6 +186,17 @@ def test_sizes_that_cannot_be_divided_are_kept_whole_with_their_reason():
     assert odd.kept["in_proj_weight"] == "3 heads are not a multiple of 2 ranks"
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_before_each_forward_does_not_keep_others_whole():
+    normed = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+    unit = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), normed)
+    weight = normed.weight
+    plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
+    assert shown(plan) == ["0 -> 2"]
+    assert plan.kept["3.weight_v"] == "no weight of a linear"
+    assert normed.weight is weight
+
+
 def test_one_rank_needs_no_plan():
     assert plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 1).num_sharded == 0
     with pytest.raises(ValueError, match="tensor_parallel_size=0"):
