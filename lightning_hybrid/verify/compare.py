@@ -80,6 +80,8 @@ class Difference:
         value: The layout's; NaN if it has none.
         difference: How far they are apart, relative to the reference; to its update for a parameter.
         floor: How far apart noise alone puts them, likewise.
+        element: Where in the tensor they are; empty for a number.
+        shapes: Of the reference's and the layout's, if they have different ones.
     """
 
     key: Key
@@ -88,19 +90,23 @@ class Difference:
     value: float
     difference: float
     floor: float
+    element: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
         """One sentence with all numbers."""
         names = {0: "before the first step", AT_THE_END - 1: "in validation", AT_THE_END: "after the run"}
         when = names.get(self.key.step, f"step {self.key.step}")
+        if self.shapes is not None:
+            was, now = self.shapes
+            return f"{when}: {self.key} has the shape {now} on rank {self.rank} and {was} in the reference"
+        what = f"{self.key}, at {list(self.element)}," if self.element else str(self.key)
         if math.isnan(self.value) and not math.isnan(self.reference):
-            return (
-                f"{when}: {self.key} is {self.reference:.10g} in the reference and missing or NaN on rank {self.rank}"
-            )
+            return f"{when}: {what} is {self.reference:.10g} in the reference and missing or NaN on rank {self.rank}"
         if math.isnan(self.reference):
-            return f"{when}: {self.key} is {self.value:.10g} on rank {self.rank} and missing or NaN in the reference"
+            return f"{when}: {what} is {self.value:.10g} on rank {self.rank} and missing or NaN in the reference"
         return (
-            f"{when}: {self.key} is {self.value:.10g} on rank {self.rank} and {self.reference:.10g} in the reference;"
+            f"{when}: {what} is {self.value:.10g} on rank {self.rank} and {self.reference:.10g} in the reference;"
             f" relative difference {self.difference:.2g}, noise floor {self.floor:.2g}"
         )
 
@@ -255,8 +261,11 @@ def _judge(
     relative: float,
     factor: float,
 ) -> Difference | None:
-    if expected is None or found is None or expected.shape != found.shape:
+    if expected is None or found is None:
         return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0)
+    if expected.shape != found.shape:
+        shapes = tuple(expected.shape), tuple(found.shape)
+        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0, shapes=shapes)
     if expected.numel() == 0 or torch.equal(expected, found):
         return None
     was, now = _wide(expected), _wide(found)
@@ -273,7 +282,9 @@ def _judge(
     if largest <= max(factor * floor, relative * scale + _last_digits(key, expected, reference)):
         return None
     unit = scale or 1.0
-    return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit)
+    place = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
+    at = tuple(map(int, place))
+    return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)
 
 
 def _scale(key: Key, expected: Tensor, reference: Observed) -> float:

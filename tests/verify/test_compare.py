@@ -147,6 +147,31 @@ def test_an_update_is_relative_to_the_update_and_not_to_the_weight():
     assert first.difference == pytest.approx(1e-8, rel=1e-3)
 
 
+def test_the_element_that_differs_is_named():
+    def run(value):
+        observed = run_of()
+        observed.predictions = {"0, batch 1": torch.tensor([[0.0, 1.0], [2.0, value]], dtype=torch.float64)}
+        return observed
+
+    seen = run(3.5)
+    seen.replica_losses = []
+    [first] = compare([seen], run(3.0), run(3.0), precision="64-true")
+    assert str(first).startswith("after the run: prediction 0, batch 1, at [1, 1], is 3.5 on rank 0 and 3 in the ref")
+    seen.predictions["0, batch 1"] = torch.tensor([[0.0, 1.0], [2.0, 3.0]], dtype=torch.float64) + 0j
+    seen.predictions["0, batch 1"][1, 0] += 1j
+    reference, noisy = run(3.0), run(3.0)
+    for observed in (reference, noisy):
+        observed.predictions = {name: value + 0j for name, value in observed.predictions.items()}
+    [first] = compare([seen], reference, noisy, precision="64-true")
+    assert (first.element, first.reference, first.value) == ((1, 0), 0.0, 1.0)
+    assert ", at [" not in str(found(set_loss)[0])
+
+
+def test_other_shapes_are_told():
+    [first] = found(lambda observed: observed.buffers.update(running=torch.ones(3)))
+    assert str(first) == "after the run: buffer running has the shape (3,) on rank 0 and (2,) in the reference"
+
+
 def test_noise_is_no_difference():
     def planted(observed):
         observed.steps[1].weights["b.weight"] += 1e-6
