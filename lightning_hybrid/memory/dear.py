@@ -15,10 +15,13 @@ from torch.utils.flop_counter import flop_registry
 from lightning_hybrid.memory.recipes import Lender, Operation, Value, tensors_of
 from lightning_hybrid.memory.selection import Step, choose_kept, needed
 from lightning_hybrid.memory.tape import Kept, Saved, Tape, restore
+from lightning_hybrid.step.recent import Recent
 
 # What moving a byte costs, in floating-point operations of a product of matrices; and drawing one.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
 _WORK_PER_DRAWN_BYTE = {"cpu": 64.0, "cuda": 100.0}
+# Choices that are remembered.
+_MOST_CHOICES = 512
 
 
 class Dear:
@@ -31,7 +34,7 @@ class Dear:
     def __init__(self, share: float) -> None:
         """Args: share: of the bytes that would be saved, at most this is kept."""
         self._share = share
-        self._kept: dict[Hashable, frozenset[int]] = {}
+        self._kept: Recent[Hashable, frozenset[int]] = Recent(_MOST_CHOICES)
         self._written: set[int] = set()
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,9 +85,9 @@ class Dear:
             if value is not None:
                 value.is_returned = True
         kind = _kind(tape)
-        kept = self._kept.get(kind)
-        if kept is None:
-            kept = self._kept[kind] = self._choose(tape)
+        if kind not in self._kept:
+            self._kept[kind] = self._choose(tape)
+        kept = self._kept[kind]
         for number, operation in enumerate(tape.operations):
             for value in results_of(operation):
                 if value.held is None:

@@ -28,6 +28,7 @@ from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.looks import Looks, modules_around, plain_state
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recent import Recent
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.transaction import ModuleState
 from lightning_hybrid.step.tree import map_leaves, tensors_inside
@@ -35,6 +36,8 @@ from lightning_hybrid.step.ways import NotKnown, Ways
 
 # When a step has taken so many ways, those known are forgotten: their number may have no end.
 _MOST_WAYS = 512
+# The forms are kept of so many signatures of batches.
+_MOST_SIGNATURES = 512
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Call:
         return self.step(batch, *self.rest)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Known:
     """Batches of one signature.
 
@@ -92,7 +95,7 @@ class VariantChoice:
         self._root = root
         self._plan = plan
         self._randomness = randomness
-        self._known: dict[Hashable, _Known] = {}
+        self._known: Recent[Hashable, _Known] = Recent(_MOST_SIGNATURES)
         self._writes_batch: set[str] = set()
 
     def choose(self, call: Call, microbatches: Sequence[Any], *, apart: bool = False) -> list[Variant]:
@@ -108,14 +111,18 @@ class VariantChoice:
             PartitionError: It cannot be cut, or not the way the first step was.
         """
         keys = [(self._plan.signature(call.name, microbatch), call.modes) for microbatch in microbatches]
+        known: dict[Hashable, _Known] = {}
         for place, key in enumerate(keys):
-            if key not in self._known:
-                variant = self._record(call, microbatches[place], place)
-                around = list(modules_around(self._root, variant.recording.units).values())
-                self._known[key] = _Known(variant, around, plain_state(around), [variant])
-        if all(self._does_the_same(self._known[key]) for key in dict.fromkeys(keys)):
-            return [self._known[key].latest for key in keys]
-        return self._rehearse(call, microbatches, keys, apart=apart)
+            if key not in known:
+                if key not in self._known:
+                    variant = self._record(call, microbatches[place], place)
+                    around = list(modules_around(self._root, variant.recording.units).values())
+                    self._known[key] = _Known(variant, around, plain_state(around), [variant])
+                known[key] = self._known[key]
+        of_each = [known[key] for key in keys]
+        if all(self._does_the_same(each) for each in known.values()):
+            return [each.latest for each in of_each]
+        return self._rehearse(call, microbatches, of_each, apart=apart)
 
     def runs_on(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
         """Runs the step on a microbatch, which each of so many runs finds as it came; the last one writes into it."""
@@ -154,21 +161,20 @@ class VariantChoice:
             self._writes_batch.add(call.name)
 
     def _rehearse(
-        self, call: Call, microbatches: Sequence[Any], keys: Sequence[Hashable], *, apart: bool
+        self, call: Call, microbatches: Sequence[Any], of_each: Sequence[_Known], *, apart: bool
     ) -> list[Variant]:
         """Which ways they take, one after the other; everything is as before afterwards."""
         units = self._plan.units()
         inside = {part for unit in units.values() for part in unit.modules()}
         start = ModuleState(self._root, without=inside, unhooked=inside)
-        states = {key: plain_state(self._known[key].around) for key in dict.fromkeys(keys)}
+        states = {known: plain_state(known.around) for known in dict.fromkeys(of_each)}
         names = self._plan.names()
         chosen: list[Variant] = []
         try:
-            for place, (microbatch, key) in enumerate(zip(microbatches, keys, strict=True)):
+            for place, (microbatch, known) in enumerate(zip(microbatches, of_each, strict=True)):
                 if apart:
                     start.restore()
                 before = start if apart or not place else ModuleState(self._root, without=inside, unhooked=inside)
-                known = self._known[key]
                 try:
                     variant = self._way(call, microbatch, place, known, units, names)
                 except NotKnown:
@@ -186,10 +192,10 @@ class VariantChoice:
                 chosen.append(variant)
         finally:
             start.restore()
-        for key, state in states.items():
-            taken = [variant for each, variant in zip(keys, chosen, strict=True) if each == key]
-            self._known[key].latest = taken[-1]
-            self._known[key].state = state if all(variant is taken[0] for variant in taken) else None
+        for known, state in states.items():
+            taken = [variant for each, variant in zip(of_each, chosen, strict=True) if each is known]
+            known.latest = taken[-1]
+            known.state = state if all(variant is taken[0] for variant in taken) else None
         return chosen
 
     def _way(

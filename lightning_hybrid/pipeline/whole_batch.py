@@ -36,6 +36,7 @@ from lightning_hybrid.step.microbatch import batch_size_of, sizes_of
 from lightning_hybrid.step.numbers_read import RETURNED
 from lightning_hybrid.step.picked import OtherRowsPicked, how_to_pick
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recent import Recent
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.totals import total_over_samples
@@ -43,7 +44,7 @@ from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.watch import StepWatch
 
-# Where a step takes ever new ways, those known are forgotten now and then.
+# Where a step takes ever new ways, or batches come in ever new sizes, those known are forgotten.
 _MOST_FORMS = 512
 
 
@@ -75,10 +76,10 @@ class WholeBatch:
         self._plan = plan
         self._choice = choice
         self._randomness = randomness
-        self._forms: dict[tuple[Variant, ...], _Form] = {}
-        self._unfit: set[tuple[Variant, ...]] = set()
-        self._doubtful: dict[tuple[Variant, int | None], bool] = {}
-        self._checked: dict[tuple[Variant, ...], set[nn.Module]] = {}
+        self._forms: Recent[tuple[Variant, ...], _Form] = Recent(_MOST_FORMS)
+        self._unfit: Recent[tuple[Variant, ...], None] = Recent(_MOST_FORMS)
+        self._doubtful: Recent[tuple[Variant, int | None], bool] = Recent(_MOST_FORMS)
+        self._checked: Recent[tuple[Variant, ...], set[nn.Module]] = Recent(_MOST_FORMS)
 
     def begin(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], *, share_output: bool
@@ -121,17 +122,18 @@ class WholeBatch:
         except Exception:  # of the package or of the user's own: the step need not run on a whole batch
             if numbers and (len(variants) == 1 or not in_output_alone):
                 raise
-            self._unfit.add(parts)
+            self._unfit[parts] = None
             return self._each_microbatch(call, variants, batch, microbatches, kept) if numbers else None
-        give_up = None if numbers or tensors else partial(self._unfit.add, parts)
+        give_up = None if numbers or tensors else partial(self._unfit.__setitem__, parts, None)
         return Bookkeeping(self._root, self._plan.names(), form, call, batch, microbatches, give_up)
 
     def _returns_doubtful(self, variants: Sequence[Variant], microbatches: Sequence[Any]) -> bool:
-        pairs = dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True))
-        for variant, samples in pairs:
+        for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
             if (variant, samples) not in self._doubtful:
                 self._doubtful[variant, samples] = is_doubtful(variant.recording, samples)
-        return any(self._doubtful[pair] for pair in pairs)
+            if self._doubtful[variant, samples]:
+                return True
+        return False
 
     def _each_microbatch(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], kept: str
@@ -148,8 +150,6 @@ class WholeBatch:
     def _form_of(self, call: Call, variants: Sequence[Variant], whole: Variant, kept: str, microbatch: Any) -> _Form:
         key = (whole, *variants)
         if key not in self._forms:
-            if len(self._forms) > _MOST_FORMS:
-                self._forms.clear()
             form = self._form(variants, whole, kept)
             if len(variants) > 1:
                 carried = Carried(self._root, form.without, batch_size_of(microbatch))

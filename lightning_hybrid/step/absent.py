@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lightning_hybrid.step.graph import Value
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
+# Torch's own memory of its kernels has no end where batches come in ever new sizes; `KnownKernels` is one that has.
+FAKE_MODE.cache_enabled = False
 
 _STOCK = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes that users did not give it
 WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank holds a part: the shape of the whole
