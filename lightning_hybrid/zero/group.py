@@ -171,10 +171,10 @@ class ParameterGroup:
             self._gathering = None
         if self.is_whole and not self.keeps_whole and not self._is_held:
             self._write_back()
+        for name in self._gradients:  # of those that were whole since the last rest; others show theirs already
+            self.parameters[name].grad = None
         for name in self._cut:
-            parameter = self.parameters[name]
-            parameter.grad = None
-            parameter.data = self._parts.shown(name)
+            self.parameters[name].data = self._parts.shown(name)
         for name, gradient in self._gradients.items():
             if gradient is not None and name in self._cut:
                 gradient = self._parts.shown_gradient(gradient)
@@ -272,6 +272,8 @@ class ParameterGroup:
         factor = 1.0 / self._ranks.num_replicas
         for index, name in enumerate(names):
             parameter = self.parameters[name]
+            if name not in self._gradients:  # not gathered, so not used: what there is comes from earlier batches
+                self._take_gradient(name, parameter)
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from models import CASES, Samples, TiedByHand, make
+from models import CASES, Layers, Samples, TiedByHand, make
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer.fitting import Run, assert_parity, fit, fit_reference, trainer_of
@@ -30,7 +30,19 @@ def by_sgd(module):
     module.optimizer = "sgd"
 
 
+class LeavesOneOut(Layers):
+    """In every second batch a layer is not used."""
+
+    def training_step(self, batch, batch_idx=0):
+        x = batch["x"]
+        for place, layer in enumerate(self.layers):
+            if place != 2 or batch_idx % 2 == 0:
+                x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x), batch["label"])
+
+
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+VALIDATED = {"accumulate_grad_batches": 2, "val_check_interval": 1}
 EACH = {"per_layer": True}
 SHARDS_OF_2 = {"dp": 4, "strategy": {"zero_stage": 3, "reshard_after_forward": True, "shard_size": 2}}
 
@@ -46,6 +58,10 @@ RUNS = {
     "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
     "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_zero_recompute.py
     "a short last batch": zero(3, last=6, validate=True, **EACH),
+    "validated while gradients add up": zero(1, validate=True, trainer=VALIDATED),
+    "validated while gradients add up, by layer": zero(3, pp=2, validate=True, trainer=VALIDATED, **EACH),
+    "a layer left out while gradients add up": zero(1, LeavesOneOut, trainer=CLIPPED),
+    "a layer left out while gradients add up, by layer": zero(3, LeavesOneOut, pp=2, trainer=CLIPPED, **EACH),
     "validated before the first step": zero(1, validate=True, trainer={"num_sanity_val_steps": 2}),
     "stage 1 over stages": zero(1, pp=2, strategy={"schedule": "gpipe"}, slow=True),
     "stage 1 over tensor ranks": zero(1, tp=2, slow=True),
