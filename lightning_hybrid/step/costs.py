@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hybrid.step.known_kernels import KnownKernels
+from lightning_hybrid.step.known_kernels import KnownKernels, asked_on_meta
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, kernel_on_stand_ins
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.user_tensors import as_plain
@@ -57,7 +57,9 @@ class CostWatch(TorchDispatchMode):
         out = None if key is None else self._known.again(key, args)
         if out is None:
             try:
-                out = func(*args, **kwargs)
+                out = None if key is None else asked_on_meta(func, args, kwargs)
+                if out is None:
+                    out = func(*args, **kwargs)
                 if key is not None:
                     self._known.learn(key, (*args, *kwargs.values()), out, is_view=func.is_view)
             except TypeError:  # fake kernels pass over tensors of a class of the user's

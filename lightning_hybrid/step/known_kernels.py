@@ -1,8 +1,9 @@
 """What kernels make of stand-ins, once it has been seen: tensors whose shapes follow from those of the arguments.
 
-Torch's fake kernels take a quarter of a millisecond each, nearly all of it to find out that nothing is special. Here a
-kernel that was seen to make fresh tensors, or one view of its first argument, is not asked again about arguments of the
-same shapes. Kernels that write, and whatever depends on contents, are asked each time.
+Torch's fake kernels take a quarter of a millisecond to two, nearly all of it to find out that nothing is special. Here
+a kernel that was seen to make fresh tensors, or one view of its first argument, is not asked again about arguments of
+the same shapes. Of new shapes the commonest kernels are asked straight (``asked_on_meta``). Kernels that write, and
+whatever depends on contents, are asked each time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from lightning_hybrid.step.absent import FAKE_MODE, make_fresh, make_view
 from lightning_hybrid.step.tree import memory_of
@@ -20,6 +21,18 @@ from lightning_hybrid.step.tree import memory_of
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _BY_CONTENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _MOST = 1 << 14
+_ATEN = torch.ops.aten
+# Kernels whose result on the meta device, which C++ tells at once, is all that torch's fake kernels would say of it.
+_ON_META = frozenset(
+    {
+        _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default,
+        _ATEN.view.default, _ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default,
+        _ATEN.expand.default, _ATEN.squeeze.dim, _ATEN.unsqueeze.default, _ATEN.slice.Tensor, _ATEN.select.int,
+        _ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.pow.Tensor_Scalar,
+        _ATEN.neg.default, _ATEN.rsqrt.default, _ATEN.tanh.default, _ATEN.sigmoid.default, _ATEN.gelu.default,
+        _ATEN.silu.default, _ATEN.relu.default, _ATEN._softmax.default, _ATEN._log_softmax.default,
+    }
+)  # fmt: skip
 
 
 class _Made(NamedTuple):
@@ -103,6 +116,28 @@ class KnownKernels:
         fresh = len(memories) == len(made) and memories.isdisjoint(memory_of(tensor) for tensor in _tensors(args))
         if fresh and not any(tensor.storage_offset() for tensor in results):
             self._known[key] = made if type(out) is tuple else made[0]
+
+
+@torch.no_grad()
+def asked_on_meta(func: Any, args: Any, kwargs: Any) -> FakeTensor | None:
+    """What one of the commonest kernels makes of stand-ins on one device; None where torch's fake one is to be asked.
+
+    Args:
+        func: The kernel; ``KnownKernels.key_of`` has a key for the call.
+        args: Its arguments.
+        kwargs: Likewise.
+    """
+    if func not in _ON_META or kwargs:
+        return None
+    tensors = _tensors(args)
+    if not all(type(tensor) is FakeTensor and tensor.fake_device == tensors[0].fake_device for tensor in tensors):
+        return None
+    try:
+        with in_kernel_invocation_manager(FAKE_MODE):
+            made = func(*args)
+    except Exception:  # the fake kernel says what is wrong
+        return None
+    return FakeTensor(FAKE_MODE, made, tensors[0].fake_device)
 
 
 def _describe(values: Any, parts: list[Any]) -> bool:
