@@ -130,14 +130,16 @@ def asked_on_meta(func: Any, args: Any, kwargs: Any) -> FakeTensor | None:
     if func not in _ON_META or kwargs:
         return None
     tensors = _tensors(args)
-    if not all(type(tensor) is FakeTensor and tensor.fake_device == tensors[0].fake_device for tensor in tensors):
+    devices = {tensor.fake_device if isinstance(tensor, FakeTensor) else None for tensor in tensors}
+    device = devices.pop()
+    if devices or device is None:
         return None
     try:
         with in_kernel_invocation_manager(FAKE_MODE):
             made = func(*args)
     except Exception:  # the fake kernel says what is wrong
         return None
-    return FakeTensor(FAKE_MODE, made, tensors[0].fake_device)
+    return FakeTensor(FAKE_MODE, made, device)
 
 
 def _describe(values: Any, parts: list[Any]) -> bool:

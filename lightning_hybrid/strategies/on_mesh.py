@@ -33,6 +33,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.strategies.evaluation import evaluate_each_sample_once
+from lightning_hybrid.strategies.published_mesh import published
 from lightning_hybrid.strategies.samplers import deal_to_replicas
 from lightning_hybrid.strategies.skipped_steps import allow_skipped_steps
 from lightning_hybrid.strategies.user_world import UserWorld
@@ -188,7 +189,7 @@ class MeshStrategy(ParallelStrategy):
         if self._mesh is None or self._mesh.layout != self._layout:
             self._mesh = Mesh.build(self._layout, self.root_device.type)
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.published()
+        self.lightning_module._device_mesh = published(self._mesh.published(), self.launcher_world)
         name_layers(self.lightning_module)
         self._shown_world.close()
         self._user_world = UserWorld(self._mesh)

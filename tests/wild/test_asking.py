@@ -1,6 +1,8 @@
 """Modules that ask who the others are: the world is the ranks that see other data, as under Lightning's own DDP."""
 
+import copy
 import os
+import pickle
 import warnings
 
 import pytest
@@ -258,3 +260,79 @@ class Adversarial(Regressor):
 def test_gradients_of_their_own(worlds, layout):
     report = check(worlds, Adversarial, layout, steps=2)
     assert report.outcome == "same", str(report)
+
+
+# --- the mesh --------------------------------------------------------------------------------------------------------
+
+
+class LooksAtMesh(Regressor):
+    """Asks for its place on the mesh wherever Lightning's own strategies have one, and adds up over its groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.seen = {}
+
+    def forward(self, x):
+        return self.body(x)
+
+    def look(self, hook):
+        axes = {name: self.device_mesh[name] for name in ("data_parallel", "tensor_parallel")}
+        sums = [torch.ones(1), torch.ones(1)]
+        for total, group in zip(sums, self.device_mesh.get_all_groups(), strict=True):
+            dist.all_reduce(total, group=group)
+        places = [(mesh.size(), mesh.get_local_rank(), mesh.mesh.tolist()) for mesh in axes.values()]
+        local = [self.device_mesh.get_local_rank(name) for name in axes]
+        self.seen[hook] = places, local, self.device_mesh.mesh.tolist(), [int(total) for total in sums]
+
+    def configure_model(self):
+        self.look("configure_model")
+
+    def setup(self, stage):
+        self.look("setup")
+
+    def configure_optimizers(self):
+        self.look("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_train_start(self):
+        self.look("on_train_start")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.look("on_train_batch_end")
+
+
+def places_on_mesh(sizes):
+    warnings.simplefilter("ignore")
+    module = LooksAtMesh()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "devices": dist.get_world_size(), "precision": "64-true", "max_steps": 1}
+    trainer = Trainer(strategy=Hybrid3DStrategy(**sizes), **options, **quiet)
+    trainer.fit(module, **regression_data())
+    copied = copy.deepcopy(module.device_mesh), pickle.loads(pickle.dumps(module.device_mesh))
+    assert all(mesh.mesh.tolist() == module.device_mesh.mesh.tolist() for mesh in copied)
+    module.look("afterwards")
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh_of"),
+    [
+        ({"pipeline_parallel_size": 2}, lambda rank: ([[rank]], (0, 0))),
+        (
+            {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+            lambda rank: ([[rank // 2 * 2], [rank // 2 * 2 + 1]], (rank % 2, 0)),
+        ),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, lambda rank: ([[0, 1], [2, 3]], (rank // 2, rank % 2))),
+    ],
+    ids=["pp2", "pp2dp2", "dp2tp2"],
+)
+def test_the_mesh_is_the_same_in_every_hook(worlds, sizes, mesh_of):
+    world_size = 4 if len(sizes) > 1 else 2
+    for rank, seen in enumerate(worlds.run(world_size, places_on_mesh, sizes)):
+        mesh, (data, tensor) = mesh_of(rank)
+        column, row = [line[tensor] for line in mesh], mesh[data]
+        places = [(len(column), data, column), (len(row), tensor, row)]
+        assert len(seen) == 6
+        for hook, found in seen.items():
+            assert found == (places, [data, tensor], mesh, [len(column), len(row)]), (rank, hook)

@@ -1,0 +1,68 @@
+"""The mesh at ``LightningModule.device_mesh``: of the launcher's ranks, also where the user's code sees others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def _in_launchers_world(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def inside(mesh: PublishedMesh, *args: Any, **kwargs: Any) -> Any:
+        with mesh.launchers_world():
+            found = method(mesh, *args, **kwargs)
+        return published(found, mesh.launchers_world) if isinstance(found, DeviceMesh) else found
+
+    return inside
+
+
+class PublishedMesh(DeviceMesh):
+    """A mesh whose parts and places are the same wherever they are asked for.
+
+    A ``DeviceMesh`` looks for itself by ``get_rank``, which means the data axes while the user's code runs.
+
+    Attributes:
+        launchers_world: Entered around what asks for ranks.
+    """
+
+    launchers_world: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+
+    __getitem__ = _in_launchers_world(DeviceMesh.__getitem__)
+    get_rank = _in_launchers_world(DeviceMesh.get_rank)
+    get_local_rank = _in_launchers_world(DeviceMesh.get_local_rank)
+    get_group = _in_launchers_world(DeviceMesh.get_group)
+    get_all_groups = _in_launchers_world(DeviceMesh.get_all_groups)
+    __repr__ = _in_launchers_world(DeviceMesh.__repr__)
+
+    @property
+    def mesh(self) -> Tensor:
+        """The ranks."""
+        with self.launchers_world():
+            return super().mesh
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The mesh alone; its run is over for whoever loads it."""
+        state = super().__getstate__()
+        state.pop("launchers_world", None)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PublishedMesh:
+        """A copy of the module is on the same mesh."""
+        return self
+
+
+def published(mesh: DeviceMesh, launchers_world: Callable[[], AbstractContextManager[None]]) -> DeviceMesh:
+    """The same mesh, for code of the user's.
+
+    Args:
+        mesh: Of the launcher's ranks.
+        launchers_world: Entered around what asks for ranks.
+    """
+    mesh.__class__ = PublishedMesh
+    mesh.__dict__["launchers_world"] = launchers_world
+    return mesh
