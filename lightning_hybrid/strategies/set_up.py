@@ -139,6 +139,7 @@ class SetUpStrategy(VerifyingStrategy):
             # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
             self.setup_optimizers(trainer)
             self._connect_gradients(module)
+            self._stop_reads.callback(self._share_buffers(trainer, module))
         self.setup_precision_plugin()
         if is_fitting and not self._offloaded:
             _optimizers_to_device(self.optimizers, self.root_device)

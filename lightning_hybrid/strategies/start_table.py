@@ -20,7 +20,7 @@ def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: st
     if assignment is None or assignment.num_stages == 1:
         return head
     graph, costs = assignment.graph, assignment.costs()
-    rows = [("stage", "rank", "units", "parameters", "cost", "sends per microbatch")]
+    rows = [("stage", "pipeline rank", "units", "parameters", "cost", "sends per microbatch")]
     for stage in range(assignment.num_stages):
         held = [name for name, stages in assignment.holders.items() if stage in stages]
         size = sum(graph.parameter_bytes[name] for name in held)

@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContex
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
+from lightning_hybrid.replicate.buffers import ReplicaBuffers
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
 from lightning_hybrid.step.looks import modules_around
@@ -38,6 +39,7 @@ from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_f
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 from lightning_hybrid.strategies.whole_graph import log_graph_of_whole
+from lightning_hybrid.strategies.zero_stages import hold_in_evaluation
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 
@@ -65,6 +67,7 @@ class SteppingStrategy(FolderStrategy):
         self._evaluated = 0
         self._recomputing: Callable[[], AbstractContextManager[None]] | None = None  # where steps run as they are
         self._norms: SyncedBatchNorm | None = None
+        self._replica_buffers: ReplicaBuffers | None = None
         self._finish_logs: Callable[[], None] | None = None
         self._compiled: CompiledUnits | None = None
         self._compiler_config = contextlib.ExitStack()
@@ -85,8 +88,22 @@ class SteppingStrategy(FolderStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole schedule, forward and backward; the backward that Lightning calls later hands over."""
+        if self._replica_buffers is not None:
+            self._replica_buffers.share()
+            self._replica_buffers.after_step(averaged=self._backward_syncs)
         with self._synced_norms():
             return self._plain_step("training_step", args) if self._runner is None else self._scheduled_step(args)
+
+    def _share_buffers(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
+        """From now on replicas have the buffers of the first where DDP has; returns what ends it."""
+        self._replica_buffers = ReplicaBuffers(module, self.mesh.group("data"), self.root_device)
+        undo = hold_in_evaluation(trainer, self._replica_buffers.share, lambda: None)
+
+        def end() -> None:
+            self._replica_buffers = None
+            undo()
+
+        return end
 
     def _synced_norms(self) -> AbstractContextManager[None]:
         return nullcontext() if self._norms is None else self._norms.running()

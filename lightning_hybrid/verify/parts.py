@@ -207,6 +207,7 @@ class PartsReference:
         for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
             metric._forward_cache = None
         self._replicas.before_step(parts[-1].replica)
+        self._replicas.share_buffers(name)
         for replica, batch in enumerate(batches):
             mine = [(place, part) for place, part in enumerate(parts) if part.replica == replica]
             if not mine:

@@ -1,5 +1,7 @@
 """The modules of replicas in one process: parameters are one and the same, everything else is each replica's own.
 
+Buffers are those of the first replica again before a step that follows averaged gradients, as under DDP.
+
 Hooks run on the first module alone, as Lightning calls them once. What they set there between two steps (a phase of
 training, a list that is emptied, a buffer) is set on the others too, before the next step.
 """
@@ -31,6 +33,7 @@ class Replicas:
         self._trainer = trainer
         self._seen: _Seen | None = None
         self._parameters: list[tuple[Tensor, Tensor]] = []
+        self._buffers_are_due = True
 
     def __getitem__(self, replica: int) -> Any:
         """The module of a replica, made when it is first asked for."""
@@ -72,6 +75,19 @@ class Replicas:
             self[last]  # copied before any of them has run
             parameters = [p for p in self.modules[0].parameters() if not is_lazy(p)]
             self._parameters = [(p, p.detach().clone()) for p in parameters]
+
+    def share_buffers(self, step: str) -> None:
+        """Before a step of a fit: all replicas have the buffers of the first, if gradients were averaged before."""
+        if self._trainer.state.fn != "fit":
+            return
+        is_due = self._buffers_are_due
+        self._buffers_are_due = step == "training_step" and not self._trainer.fit_loop._should_accumulate()
+        for module in self.modules[1:] if is_due else ():
+            others = dict(module.named_buffers())
+            for name, buffer in self.modules[0].named_buffers():
+                other = others.get(name)
+                if other is not None and (other.shape, other.dtype) == (buffer.shape, buffer.dtype):
+                    other.detach().copy_(buffer.detach())
 
     def in_step(self, replica: int) -> Any:
         """The module of a replica whose step comes now: it finds the parameters as that of the first has found them."""

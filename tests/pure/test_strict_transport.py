@@ -13,7 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pure.schedules import GENERATORS, portals_of
 
-from lightning_hybrid.schedule import Compute, Kind, Send, chain, lower, made_by, needed_by, one_f_one_b, peer_of
+from lightning_hybrid.schedule import (
+    Compute,
+    Kind,
+    Send,
+    chain,
+    eager_1f1b,
+    lower,
+    made_by,
+    needed_by,
+    one_f_one_b,
+    peer_of,
+    zero_bubble,
+)
 
 
 class Channel:
@@ -87,9 +99,9 @@ def compute(action, inputs):
 def run_alone(schedule, portals):
     """The same values from one process that knows no schedule: all forwards by stage, then all backwards."""
     values, messages = {}, {}
-    kinds = (Kind.F, Kind.B, Kind.REDUCE)
+    turns = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.REDUCE: 3}
     everything = {action for row in schedule.actions for action in row}
-    for action in sorted(everything, key=lambda a: (kinds.index(a.kind), a.stage if a.kind is Kind.F else -a.stage)):
+    for action in sorted(everything, key=lambda a: (turns[a.kind], a.stage if a.kind is Kind.F else -a.stage)):
         values[action] = compute(action, [messages[message] for message in needed_by(action, portals)])
         messages.update(dict.fromkeys(made_by(action, portals), values[action]))
     return values
@@ -107,9 +119,19 @@ def test_every_program_runs_between_racing_threads(kind, p, pool):
     for v in (1, 2):
         portals = portals_of(kind, p * v)
         for m in (2, 5):
-            for seed, generate in enumerate(GENERATORS):
-                schedule = generate(p, m, v)
+            schedules = [generate(p, m, v) for generate in GENERATORS]
+            if v == 1:
+                schedules += [eager_1f1b(p, m), zero_bubble(p, m)]
+            for seed, schedule in enumerate(schedules):
                 assert run(lower(schedule, portals), pool, seed) == run_alone(schedule, portals)
+
+
+def test_a_split_backward_sends_its_gradients_before_it_makes_those_of_weights(pool):
+    schedule = zero_bubble(3, 5)
+    kinds = {action.kind for row in schedule.actions for action in row}
+    assert {Kind.I, Kind.W} <= kinds, "nothing is split otherwise"
+    assert not any(made_by(action, chain(3)) for row in schedule.actions for action in row if action.kind is Kind.W)
+    assert run(lower(schedule, chain(3)), pool, 1) == run_alone(schedule, chain(3))
 
 
 def test_the_channel_is_strict(pool):

@@ -139,7 +139,7 @@ def run_monitors(size, pp, folder):
     )
 
 
-@under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
+@under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)}, also=["pp2"])
 def test_monitor_on_nonzero_rank(worlds, tmp_path, size, pp):
     results = worlds.run(size, run_monitors, size, pp, tmp_path / "hybrid")
     assert all(result == results[0] for result in results)

@@ -99,17 +99,6 @@ def without_dropout(module):
         part.training = False
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(GPIPE, marks=pytest.mark.slow), pytest.param(ONE_F_ONE_B, marks=pytest.mark.slow), INTERLEAVED],
-    ids=lambda s: s["schedule"],
-)
-def test_accumulation_over_batches(worlds, strategy):
-    run = Run("Tied", pp=2, dp=2, num_batches=6, strategy=strategy, trainer={"accumulate_grad_batches": 3})
-    ranks, _ = check(worlds, run)
-    assert all(len(rank.grads) == 2 and len(rank.losses) == 6 for rank in ranks)
-
-
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_gradients_divided_by_microbatches_once(worlds, microbatches):
     check(worlds, Run("Layers", pp=2, microbatches=microbatches))
