@@ -1,11 +1,13 @@
 """Carry messages between pipeline ranks.
 
 A message is the tensors of one portal for one microbatch. Their shapes are known from the step graph, so nothing but
-their content travels; a tensor whose shape depends on data is preceded by a small header.
+their content travels; a tensor whose shape depends on data is preceded by a small header. What arrives lies in memory
+as it lay where it was made: dropout draws in that order.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -65,8 +67,22 @@ class _Posted(Incoming):
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        pairs = zip(self._tensors, self._values, strict=True)
-        return [tensor.to(value.device) if value.device else tensor for tensor, value in pairs]
+        return [_in_place(tensor, value) for tensor, value in zip(self._tensors, self._values, strict=True)]
+
+
+def _in_place(tensor: Tensor, value: Value) -> Tensor:
+    """What has arrived, on the device and in the layout of the value."""
+    stride = None if value.dynamic or tensor.shape != value.shape else _dense_stride(value.shape, value.stride)
+    if stride is not None:
+        tensor = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+    return tensor.to(value.device) if value.device else tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a tensor without gaps whose elements lie in the order of these; None for the usual order."""
+    like = torch.empty_like(torch.empty_strided(shape, stride, device="meta"))
+    return None if like.is_contiguous() else like.stride()
 
 
 class HostTransport(Transport):
@@ -100,7 +116,7 @@ class _Expected(Incoming):
         tensors = []
         for place, value in enumerate(self._values):
             tensor = self._transfers.receive(self._peer, _tag(self._message, place), getattr(torch, value.dtype))
-            tensors.append(tensor.to(value.device) if value.device else tensor)
+            tensors.append(_in_place(tensor, value))
         return tensors
 
 

@@ -123,7 +123,7 @@ def returned_by(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[t
 
 def no_loss(name: str, result: Any) -> StepError:
     """The error for a step that returned ``result`` where a loss was wanted."""
-    what = f"a {type(result).__name__}"
+    what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     if isinstance(result, Mapping):
         what += f" with keys {list(result)}"
     return StepError(
