@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -261,9 +262,28 @@ def proof_of(
                 lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
             proof = Proof(twin, example, TrialRanks(twin, size, context), dtype)
+            if written := _written_by(proof):
+                return f"its forward writes {written}, which ranks would do to copies"
             if dtype is torch.float32 or _runs_by_itself(proof):
                 return proof
     return f"a copy of the unit with random weights does not run: {errors[-1]}"
+
+
+@torch.no_grad()
+def _written_by(proof: Proof) -> str:
+    """FQN of a parameter that the unit writes in its forward (to a norm, to a range); "" if it writes none."""
+    parameters = dict(proof.unit.named_parameters())
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    large = {name: (data * 1000).to(data.dtype) for name, data in before.items()}  # out of any range, and of no norm
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = large[name].clone()
+        with contextlib.suppress(Exception):  # sums of large numbers may be none
+            run_whole(proof.unit, proof.example, proof.first, backward=False)
+        return next((name for name, p in parameters.items() if not torch.equal(p.data, large[name])), "")
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = before[name]
 
 
 def _are_same(a: Any, b: Any) -> bool:

@@ -158,6 +158,7 @@ class ParameterGroup:
     def free(self) -> None:
         """Free the memory of wholes between a layer's forward and its backward; parameters keep the wholes' shape."""
         if self.is_whole and not self.keeps_whole:
+            self._adopt_rebound()
             self._write_back()
             for name in self._cut:
                 self.parameters[name].data = _nothing(self.parameters[name])
@@ -169,6 +170,8 @@ class ParameterGroup:
         if self._gathering is not None:  # of a layer that was not called
             self._gathering[0].wait()
             self._gathering = None
+        if self.is_whole:
+            self._adopt_rebound()
         if self.is_whole and not self.keeps_whole and not self._is_held:
             self._write_back()
         for name in self._gradients:  # of those that were whole since the last rest; others show theirs already
@@ -183,6 +186,14 @@ class ParameterGroup:
         if not self.keeps_whole and not self._is_held:
             self._wholes = {}
         self.is_whole = False
+
+    @torch.no_grad()
+    def _adopt_rebound(self) -> None:
+        """Take over what a step has put in the place of wholes: ``p.data = 0.9 * p.data + 0.1 * q.data``."""
+        for name in self._cut:
+            data, whole = self.parameters[name].data, self._wholes[name]
+            if data.data_ptr() != whole.data_ptr() and data.shape == whole.shape:
+                whole.copy_(data)
 
     @torch.no_grad()
     def _write_back(self) -> None:

@@ -306,3 +306,21 @@ def test_threads_of_a_trial_leave_the_generator_alone(monkeypatch):
     monkeypatch.setattr(OwnDraws, "__call__", refuse)
     plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=2)
     assert shown(plan) == EXPECTED["fused"] and plan.positions is not None
+
+
+class WritesItself(nn.Sequential):
+    """A pair of linears, the first of which has weights in a range."""
+
+    def forward(self, x):
+        if self.training:
+            self[0].weight.data.clamp_(-0.5, 0.5)
+        return super().forward(x)
+
+
+def test_a_layer_that_writes_its_weights_stays_whole():
+    unit = WritesItself(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    before = {name: p.detach().clone() for name, p in unit.named_parameters()}
+    plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
+    assert plan.num_sharded == 0
+    assert set(plan.kept.values()) == {"its forward writes 0.weight, which ranks would do to copies"}
+    assert all(torch.equal(p, before[name]) for name, p in unit.named_parameters())
