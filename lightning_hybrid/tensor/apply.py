@@ -180,6 +180,8 @@ class ShardedUnit:
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
             compiled = None if is_watched or dealing is not None else self.compiled
             own, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
+            for fqn in self._plan.roles:
+                _check_forward(fqn, self._modules[fqn])
             put_attributes(self._modules, self._plan.attributes, undo)
             put_forwards(self._modules, forwards, undo)
             if is_watched:
@@ -279,6 +281,20 @@ class ShardedUnit:
         leaves, _ = flatten_call(args, kwargs)
         quiet = self._plan.quiet
         return any(isinstance(leaf, Tensor) and leaf.requires_grad and k not in quiet for k, leaf in enumerate(leaves))
+
+
+def _check_forward(fqn: str, module: nn.Module) -> None:
+    """Refuse a forward that the user has put on a module since its class's was taken for a product."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return
+    while hasattr(forward, "__wrapped__"):  # what this package has put around it
+        forward = forward.__wrapped__
+    if getattr(forward, "__func__", forward) is not type(module).forward:
+        raise StepError(
+            f"{fqn} of a layer that tensor ranks share has got another forward since the layer was planned; put it"
+            " there before fit, or set tensor_parallel_size=1"
+        )
 
 
 def _check_given(fqn: str, given: Tensor | None, own: Tensor | None) -> None:

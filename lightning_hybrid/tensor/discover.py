@@ -132,8 +132,35 @@ def may_be_linear(module: nn.Module) -> bool:
     if weight is None or set(module._parameters) - {"weight", "bias"} or next(module.children(), None) is not None:
         return False
     if isinstance(module, _ConvNd):
-        return module.groups == 1
-    return weight.dim() == 2
+        return module.groups == 1 and _is_torchs(module)
+    return weight.dim() == 2 and (_is_torchs(module) or _does_one_product(module))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module runs torch's own code."""
+    return "forward" not in module.__dict__ and type(module).forward.__module__.startswith("torch.nn.")
+
+
+# What code names that multiplies by a weight and adds a bias, and no more.
+_OF_A_PRODUCT = frozenset(
+    {
+        "torch", "nn", "functional", "F", "linear", "matmul", "mm", "addmm", "baddbmm", "einsum", "add",
+        "weight", "bias", "t", "T", "transpose", "mT", "size", "shape", "view", "reshape", "to", "dtype", "type_as",
+    }
+)  # fmt: skip
+
+
+def _does_one_product(module: nn.Module) -> bool:
+    """Whether a module's own code can do nothing but a product with its weight, now and later.
+
+    What it computed once may hang by a flag, a mask or the size of numbers, and its code is not run any more.
+    """
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or "forward" in module.__dict__ or any(True for _ in module.buffers()):
+        return False
+    sizes = set(module._parameters["weight"].shape)  # type: ignore[union-attr]
+    plain = {name for name, value in module.__dict__.items() if type(value) is int and value in sizes}
+    return not set(code.co_names) - _OF_A_PRODUCT - plain
 
 
 def _forget(module: nn.Module, args: Any, output: Any) -> None:

@@ -324,3 +324,60 @@ def test_a_layer_that_writes_its_weights_stays_whole():
     assert plan.num_sharded == 0
     assert set(plan.kept.values()) == {"its forward writes 0.weight, which ranks would do to copies"}
     assert all(torch.equal(p, before[name]) for name, p in unit.named_parameters())
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias) * self.scale
+
+
+class Masked(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.ones_like(self.weight))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+class Quantised(nn.Linear):
+    on = False
+
+    def forward(self, x):
+        weight = self.weight.round() if self.on else self.weight
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias).clamp(-1e4, 1e4)
+
+
+class InItsOwnType(nn.Linear):
+    """As some models have it: nothing but the product."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class NamedOtherwise(nn.Linear):
+    pass
+
+
+def patched(*sizes):
+    linear = nn.Linear(*sizes)
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight, linear.bias)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [(kind, False) for kind in (Scaled, Masked, Quantised, Clamped, patched)]
+    + [(kind, True) for kind in (nn.Linear, InItsOwnType, NamedOtherwise)],
+)
+def test_code_that_may_do_more_than_a_product_is_not_replaced_by_one(kind, is_shared):
+    unit = nn.Sequential(kind(8, 16), nn.GELU(), nn.Linear(16, 8))
+    plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
+    assert ("0" in plan.roles) is is_shared, plan
