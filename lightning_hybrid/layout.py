@@ -144,6 +144,11 @@ class ParallelLayout:
         )
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether several ranks do each layer together."""
+        return self.tensor_parallel_size > 1 or self.context_parallel_size > 1
+
+    @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """The size of each axis, in the order of `AXES`."""
         return (

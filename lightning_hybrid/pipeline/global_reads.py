@@ -35,7 +35,7 @@ from lightning_hybrid.step.absent import is_absent, make_absent
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.user_functions import tolist_seen
-from lightning_hybrid.step.watch import _METADATA, _VIEW_PROPERTIES
+from lightning_hybrid.step.watch import _METADATA, VIEW_PROPERTIES
 
 _AUTOGRAD = frozenset({"backward", "grad"})
 
@@ -176,7 +176,7 @@ class GlobalReads(TorchFunctionMode):
                 return self._gradient(name, func, args)
             if name == "__set__" and member == "data":
                 return self._operation("set_data_", func, args, kwargs)
-            if name != "__get__" or member not in _VIEW_PROPERTIES:
+            if name != "__get__" or member not in VIEW_PROPERTIES:
                 return func(*args, **kwargs)
         elif name in _METADATA:
             return func(*args, **kwargs)

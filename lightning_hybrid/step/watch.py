@@ -42,7 +42,7 @@ from lightning_hybrid.step.sinks import intercepted, sink_name
 from lightning_hybrid.step.tree import flatten
 
 # Properties that make a new tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
-_VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 _METADATA = frozenset(
     {
@@ -149,7 +149,7 @@ class StepWatch(TorchFunctionMode, ABC):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
-            if name not in _VIEW_PROPERTIES:
+            if name not in VIEW_PROPERTIES:
                 return self._shape(func, args, kwargs) if name in SHAPE_PROPERTIES else func(*args, **kwargs)
             name = "get_" + name
         elif name in _METADATA or (name == "__set__" and func.__self__.__name__ != "data"):

@@ -51,6 +51,7 @@ from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.user_optimizers import watch_step
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.zero_stages import (
+    LayerReads,
     check_shard,
     describe_by_hand,
     describe_zero,
@@ -84,6 +85,7 @@ class SetUpStrategy(VerifyingStrategy):
         self._hook_reads: HookReads | None = None
         self._by_hand = False
         self._zero_cuts: list[AxisCut] = []
+        self._layer_reads = LayerReads()
         self._stop_reads = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -173,12 +175,7 @@ class SetUpStrategy(VerifyingStrategy):
         """Whether a rank holds a part of the module only."""
         layout = self.layout
         over_replicas = (layout.data_shard_size > 1 and not self._by_hand) or layout.expert_parallel_size > 1
-        return layout.pipeline_parallel_size > 1 or self._shares_layers or over_replicas
-
-    @property
-    def _shares_layers(self) -> bool:
-        """Whether several ranks do each layer together."""
-        return self.layout.tensor_parallel_size > 1 or self.layout.context_parallel_size > 1
+        return layout.pipeline_parallel_size > 1 or layout.shares_layers or over_replicas
 
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
         """Record the run's first step on an example batch and keep only this rank's part of the module."""
@@ -196,7 +193,7 @@ class SetUpStrategy(VerifyingStrategy):
             around_uncut=lambda: contextlib.nullcontext() if self._experts is None else self._experts.all_held(),
         )
         planner = None
-        if self._shares_layers:
+        if self.layout.shares_layers:
             warn_across_nodes(self.layout.tensor_parallel_size, self.num_processes, self.num_nodes)
             planner = TensorPlanner(
                 module,
@@ -206,6 +203,8 @@ class SetUpStrategy(VerifyingStrategy):
                 folder=plan_folder(trainer) if self.is_global_zero else None,  # the first rank plans for all
             )
             self._runner.watching_units.append(planner.watching)
+        if self.options.zero_stage:
+            self._runner.watching_units.append(self._layer_reads.watching)
         experts = None
         if ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
             experts = ExpertPlanner(module, self.mesh, self.options, randomness)
@@ -272,6 +271,7 @@ class SetUpStrategy(VerifyingStrategy):
         self._zero = share_out(
             module,
             self._plan,
+            self._layer_reads,
             self._zero_cuts,
             self._experts,
             self.mesh,
@@ -304,20 +304,19 @@ class SetUpStrategy(VerifyingStrategy):
             if isinstance(callback, ModelSummary):
                 self._stop_reads.callback(summarize_wholes(callback, reads))
         assert self._runner is not None
-        self._stop_reads.callback(serve_loaders(trainer, module, self._runner.uncut, in_parts=self._is_in_parts))
+        self._stop_reads.callback(
+            serve_loaders(trainer, module, self._runner.uncut, in_parts=lambda: not self._is_whole)
+        )
         self._stop_reads.callback(
             read_globally(
                 trainer,
                 module,
                 reads,
-                in_parts=self._is_in_parts,
+                in_parts=lambda: not self._is_whole,
                 complete=lambda: self._grads_complete,
                 passes=self._passes,
             )
         )
-
-    def _is_in_parts(self) -> bool:
-        return not self._is_whole
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
@@ -352,16 +351,17 @@ class SetUpStrategy(VerifyingStrategy):
             experts=frozenset() if self._experts is None else self._experts.cut.placements.keys(),
         )
         parts = self._parts
-        counted_parts = None if parts is None else parts.first_held
         axes = ("pp", "cp") if self._by_hand else ("pp", "cp", "parts")  # there replicas have whole gradients
-        self.precision_plugin.connect_mesh(self.mesh, lambda: counted, axes=axes, parts=counted_parts)
+        self.precision_plugin.connect_mesh(
+            self.mesh, lambda: counted, axes=axes, parts=None if parts is None else parts.first_held
+        )
         if parts is not None:
             counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
         watched = {} if self._hook_reads is None else self._hook_reads.of_optimizers(self.optimizers)
         fuse_steps([optimizer for optimizer in self.optimizers if optimizer not in watched], self._stop_reads)
         for optimizer, reads in watched.items():
             self._watched.append(optimizer)
-            self._stop_reads.callback(watch_step(optimizer, reads, self._is_in_parts))
+            self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
         if offload := self.options.offloaded:
             layers = layers_of_parameters(module, self._plan)
             shared = self.mesh.group("dp_shard") if self._by_hand else None
@@ -382,8 +382,7 @@ class SetUpStrategy(VerifyingStrategy):
             self._averages.leave()
         self._stop_compiling()
         self._stop_reads.close()
-        self._offloaded, self._watched = [], []
-        self._reads = self._hook_reads = None
+        self._offloaded, self._watched, self._reads, self._hook_reads = [], [], None, None
         if self._whole_again is not None:
             self._trainer.callbacks.remove(self._whole_again)  # type: ignore[attr-defined]
             self._whole_again = None

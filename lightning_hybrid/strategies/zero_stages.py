@@ -20,6 +20,7 @@ from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.spans import part_of
+from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent, whole_shape
 from lightning_hybrid.step.layers import find_layers
@@ -27,6 +28,7 @@ from lightning_hybrid.strategies.gradients import stage_of_gradient
 from lightning_hybrid.strategies.hook_reads import steps_on_parts
 from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
+from lightning_hybrid.tensor.units import seen_calls
 from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
@@ -76,9 +78,30 @@ def zero_cuts(module: nn.Module, mesh: Mesh, cuts: Sequence[AxisCut]) -> list[Ax
     return found
 
 
+class LayerReads:
+    """Which parameters of a layer other code of its network reads: ``self.positions.weight[:n]``.
+
+    Attributes:
+        names: Their FQNs, once the step was recorded inside.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been recorded."""
+        self.names: frozenset[str] = frozenset()
+
+    @contextlib.contextmanager
+    def watching(self, variant: Variant) -> Iterator[None]:
+        """See the layers while the step is recorded inside."""
+        units = variant.recording.units
+        with seen_calls(find_layers(units), units) as calls:
+            yield
+        self.names = frozenset(f"{layer}.{name}" for layer, names in calls.read_outside.items() for name in names)
+
+
 def share_out(
     module: nn.Module,
     plan: StagePlan,
+    reads: LayerReads,
     cuts: Sequence[AxisCut],
     experts: SharedExperts | None,
     mesh: Mesh,
@@ -94,6 +117,7 @@ def share_out(
     Args:
         module: The user's.
         plan: Who holds what.
+        reads: What other code reads of layers.
         cuts: Where the parts lie.
         experts: That ranks share.
         mesh: The ranks.
@@ -109,7 +133,7 @@ def share_out(
     if experts is not None:
         expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
     layers = find_layers(plan.first.recording.units)
-    layer_of = _layers_of(module, layers, plan)
+    layer_of = _layers_of(module, layers, plan, reads.names)
     placements = {name: placement for cut in cuts for name, placement in cut.placements.items()}
     of_experts: Collection[str] = ()
     if experts is not None:
@@ -149,11 +173,13 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
     yield from (Region(file, number) for number in range(len(sizes)))
 
 
-def _layers_of(module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan) -> dict[str, str]:
+def _layers_of(
+    module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan, by_others: Collection[str]
+) -> dict[str, str]:
     """The layer that alone reads a parameter, by the parameter's FQN."""
     assert plan.first is not None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    by_step = plan.first.recording.read_from_outside().keys()
+    by_step = {*plan.first.recording.read_from_outside(), *(names[id(module.get_parameter(fqn))] for fqn in by_others)}
     found: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():

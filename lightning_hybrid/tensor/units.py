@@ -10,12 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.step.absent import SHAPE_PROPERTIES
 from lightning_hybrid.step.alike import each_alone
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.watch import VIEW_PROPERTIES
 
 _PLAIN = (bool, int, float, str, type(None))
+# Properties of a parameter that differ where a rank has a part of it; its dtype, say, does not.
+_TELLING_PROPERTIES = VIEW_PROPERTIES | SHAPE_PROPERTIES
 
 
 @dataclass
@@ -81,11 +85,13 @@ class _ReadWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for leaf in flatten_call(args, kwargs)[0]:
-            if id(leaf) in self._owners:
-                unit, name = self._owners[id(leaf)]
-                if unit not in self._running and getattr(func, "__name__", "") != "__get__":
-                    self._calls.read_outside.setdefault(unit, set()).add(name)
+        is_property = getattr(func, "__name__", "") == "__get__"
+        if not is_property or func.__self__.__name__ in _TELLING_PROPERTIES:
+            for leaf in flatten_call(args, kwargs)[0]:
+                if id(leaf) in self._owners:
+                    unit, name = self._owners[id(leaf)]
+                    if unit not in self._running:
+                        self._calls.read_outside.setdefault(unit, set()).add(name)
         return func(*args, **kwargs)
 
 
