@@ -121,7 +121,7 @@ class GPT(LightningModule):
         dropout: float = 0.0,
         learning_rate: float = 2e-3,
         weight_decay: float = 0.1,
-        warmup_steps: int = 20,
+        warmup_steps: int = 40,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -18,4 +18,5 @@ class GPTCLI(LightningCLI):
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 under torch 2.13
     GPTCLI(GPT, SourceCode, seed_everything_default=1, save_config_callback=None)

@@ -58,8 +58,10 @@ class PipelineTimeline(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so where there is nothing to draw."""
+        """Say so where there is nothing to draw; the ranks measure the steps that the first one has been told."""
         self._last_step = trainer.global_step
+        if _is_pipeline(trainer.strategy):  # whoever waited for a rank with another step would wait for ever
+            self.step, self.every_n_steps = trainer.strategy.broadcast((self.step, self.every_n_steps))
         if not _is_pipeline(trainer.strategy):
             rank_zero_info(
                 "PipelineTimeline draws nothing: this run has one pipeline stage; set pipeline_parallel_size=2 or more"

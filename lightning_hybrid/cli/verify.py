@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_hybrid.verify import Layout
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def run(known: argparse.Namespace, others: Sequence[str]) -> int:
     from lightning_hybrid.verify import Experiment, Verification, parse_layout, table
 
     layouts = [parse_layout(text, known.tensor_plan or ()) for text in known.layout or ["pp=2"]]
+    for layout in layouts:
+        check_options(layout)
     module = Target(known.module, of_module)
     data = None if known.data is None else Target(known.data, of_data)
     for target in (module, data):
@@ -126,6 +133,21 @@ def run(known: argparse.Namespace, others: Sequence[str]) -> int:
     for note in dict.fromkeys(note for report in reports for note in report.notes):
         print(f"note: {note}")
     return 0 if all(report.passes(strict=known.strict) for report in reports) else 1
+
+
+def check_options(layout: Layout) -> None:
+    """See that a layout names options of the strategy.
+
+    Raises:
+        ValueError: One is none.
+    """
+    from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+
+    known = [name for name in inspect.signature(Hybrid3DStrategy.__init__).parameters if name != "self"]
+    for name in layout.strategy:
+        if name not in known:
+            near = difflib.get_close_matches(name, known) or ["dp", "tp", "pp", "cp", "ep", "stages", "m", "zero"]
+            raise ValueError(f"--layout {layout.name!r}: {name!r} is no option of the strategy; nearest: {near}")
 
 
 def arguments_of(others: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

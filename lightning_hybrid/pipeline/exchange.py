@@ -75,9 +75,9 @@ class NumberExchange:
                     f" {len(seen) - 1}): a condition on the rank, or on random numbers that are not seeded alike,"
                     " decides; let all ranks decide alike"
                     if place == 3
-                    else f"the {what} differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
-                    f" {len(seen) - 1}); every rank must draw the same samples: seed samplers and augmentation without"
-                    " the rank"
+                    else f"the {what} differs between the ranks of one replica (checksums {seen} on pipeline ranks 0 to"
+                    f" {len(seen) - 1}); every rank must draw the same samples: call seed_everything(...) before data"
+                    " are made at random, and seed samplers and augmentation without the rank"
                     if place == 2
                     else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
                 )

@@ -92,6 +92,13 @@ def test_steps_are_those_of_the_optimizer_and_may_recur():
     assert written() == ["timeline-1.svg", "timeline-3.svg"]
 
 
+@pytest.mark.world(2)
+def test_ranks_measure_the_step_that_the_first_was_told():
+    """Whoever waited for a rank with another step would wait for ever."""
+    fit(PipelineTimeline(step=1 + dist.get_rank()), max_steps=3, pipeline_parallel_size=2, num_microbatches=2)
+    assert written() == ["timeline.svg"]
+
+
 @pytest.mark.world(4)
 def test_one_replica_is_drawn():
     fit(PipelineTimeline(step=2), max_steps=2, pipeline_parallel_size=2, num_microbatches=2)

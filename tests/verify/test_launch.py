@@ -84,6 +84,8 @@ def test_arguments_of_the_classes():
         (["examples/digits.py:Nothing"], "Nothing"),
         (["examples/missing.py:X"], "there is no file"),
         (["x:Y", "--layout", "pp"], "name=value"),
+        (["x:Y", "--layout", "pp=2", "--layout", "xx=2"], "'xx' is no option of the strategy"),
+        (["x:Y", "--layout", "zero_stag=2"], "nearest: ['zero_stage'"),
         (["x:Y", "--steps", "0"], "--steps=0"),
         (["x:Y", "--data.a", "1"], "without --data"),
     ],
