@@ -160,7 +160,9 @@ def run_loggers(size, pp, folder):
         trainer.fit(Logged(), loader(4))
     shown = (out.getvalue() + err.getvalue()).replace("\r", "\n").splitlines()
     last = [line.split("hidden=")[1] for line in shown if "hidden=" in line][-1:]
-    return [line.split(",")[0] for line in last], [line.count("loss=") for line in shown if "loss=" in line][-1:]
+    return [line.split(",")[0].strip() for line in last], [line.count("loss=") for line in shown if "loss=" in line][
+        -1:
+    ]
 
 
 def numbers_of(folder):
