@@ -60,13 +60,14 @@ class PipelineTimeline(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where there is nothing to draw; the ranks measure the steps that the first one has been told."""
         self._last_step = trainer.global_step
-        if _is_pipeline(trainer.strategy):  # whoever waited for a rank with another step would wait for ever
-            self.step, self.every_n_steps = trainer.strategy.broadcast((self.step, self.every_n_steps))
         if not _is_pipeline(trainer.strategy):
             rank_zero_info(
                 "PipelineTimeline draws nothing: this run has one pipeline stage; set pipeline_parallel_size=2 or more"
             )
-        elif trainer.strategy.root_device.type != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            return
+        # Whoever waited for a rank with another step would wait for ever.
+        self.step, self.every_n_steps = trainer.strategy.broadcast((self.step, self.every_n_steps))
+        if trainer.strategy.root_device.type != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
             rank_zero_warn(
                 "PipelineTimeline measures when the host is done with an action, and on a GPU the host runs ahead;"
                 " set CUDA_LAUNCH_BLOCKING=1 for a run that is measured"
