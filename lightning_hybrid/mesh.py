@@ -25,7 +25,7 @@ shard, `parts` is these x tp.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -59,6 +59,7 @@ class Mesh:
         rank: the global rank of this process.
         coordinates: the place of this rank on every axis.
         device_mesh: the mesh over the five axes of the layout, outermost first; an axis of size 1 has a group too.
+        shares_batch: whether the ranks of a pipeline hold shards, see `with_pipeline_as_shards`.
     """
 
     layout: ParallelLayout
@@ -66,6 +67,7 @@ class Mesh:
     coordinates: Coordinates
     device_mesh: DeviceMesh
     _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
+    shares_batch: bool = False
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> Mesh:
@@ -159,7 +161,7 @@ class Mesh:
         Args:
             axis: "tp", "cp", "dp_shard", "ep" or "ep_shard".
         """
-        if axis == "tp":
+        if axis == "tp" or (axis == "dp_shard" and self.shares_batch):
             return {axis: self.rank_in(axis)}
         cp_outer, cp_inner = divmod(self.rank_in("cp"), self.layout.expert_contexts)
         if axis == "cp":
@@ -186,6 +188,28 @@ class Mesh:
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, ProcessGroup)
         return group
+
+    def with_pipeline_as_shards(self) -> Mesh:
+        """The same ranks where those of a pipeline hold shards of parameters, and each runs a share of the batch.
+
+        The axis `pp` has one rank then, and `dp_shard`, `data`, `parts` and `holders` contain the ranks of a pipeline;
+        collective.
+        """
+        base = self.device_mesh
+        alone = next((self._submeshes[axis] for axis in AXES if self.size(axis) == 1), None)
+        if alone is None:
+            ranks = torch.arange(self.layout.world_size).view(-1, 1)
+            alone = DeviceMesh(base.device_type, ranks, mesh_dim_names=("ranks", "alone"))["alone"]
+        wider = {
+            "dp_shard": ("pp", "dp_shard"),
+            "data": ("pp", "dp_replicate", "dp_shard"),
+            "parts": ("pp", "dp_shard", "tp"),
+        }
+        submeshes = {name: _flatten(base, f"shared_{name}", axes) for name, axes in wider.items()}
+        submeshes |= {"pp": alone, "holders": submeshes["parts"]}
+        if base.device_type != "cpu" and dist.get_backend() != "gloo":
+            _connect(submeshes.values(), base.device_type)
+        return replace(self, _submeshes={**self._submeshes, **submeshes}, shares_batch=True)
 
     def published(self) -> DeviceMesh:
         """The mesh that user code finds at `LightningModule.device_mesh`.

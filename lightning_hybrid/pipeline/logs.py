@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -61,6 +62,17 @@ class Entry:
             return float(plain[self.how](values))
         return float(self.kwargs["reduce_fx"](torch.tensor(list(values), dtype=torch.float64)))
 
+    def combine_known(self, weights: Sequence[float]) -> float:
+        """As ``combine``, of the microbatches that have logged it; the values of others are NaN."""
+        known = [place for place, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        total = sum(weights[place] for place in known) or 1.0
+        shares = weights if len(known) == len(weights) else [weights[place] / total for place in known]
+        return self.combine([self.values[place] for place in known], shares)
+
+    def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
+        """The same call over other microbatches."""
+        return dataclasses.replace(self, values=values, sizes=sizes)
+
     def total_kwargs(self) -> dict[str, Any]:
         """Arguments for the one call that stands for all: the batch sizes are summed."""
         known = [size for size in self.sizes if size is not None]
@@ -82,6 +94,21 @@ class LogCapture:
     def microbatch(self, root: nn.Module, index: int) -> AbstractContextManager[None]:
         """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
         return _Catching(self._calls, root, index)
+
+    def known_entries(self) -> list[Entry]:
+        """One entry per key and call, where some microbatches need not have logged it: their values are NaN."""
+        found: dict[tuple[str, int], Entry] = {}
+        for index in range(self._count):
+            seen: dict[str, int] = {}
+            for name, what, value, kwargs, dtype in self._calls.get(index, []):
+                number = seen[name] = seen.get(name, -1) + 1
+                metric, other = (what, _NUMBER) if isinstance(what, Metric) else (None, what)
+                if (name, number) not in found:
+                    nothing: list[int | None] = [None] * self._count
+                    found[name, number] = Entry(name, metric, kwargs, [math.nan] * self._count, nothing, dtype, other)
+                entry = found[name, number]
+                entry.kwargs, entry.values[index], entry.sizes[index] = kwargs, value, kwargs.get("batch_size")
+        return list(found.values())
 
     def entries(self) -> list[Entry]:
         """One entry per call, in the order of the calls.

@@ -24,21 +24,32 @@ from lightning_hybrid.step.tree import map_leaves
 class MetricSync:
     """Installed on all metrics of a module for the time of a run."""
 
-    def __init__(self, root: nn.Module, pipeline: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
-        """Args: root: the user's module. pipeline: ranks of one pipeline. data: ranks that see other samples."""
+    def __init__(
+        self, root: nn.Module, pipeline: dist.ProcessGroup, data: dist.ProcessGroup, shares: dist.ProcessGroup
+    ) -> None:
+        """Install it.
+
+        Args:
+            root: The user's module.
+            pipeline: Ranks of one pipeline.
+            data: Ranks that see other batches.
+            shares: The same with those that see other shares of a batch.
+        """
         self._pipeline = pipeline
+        self._data, self._shares = data, shares
+        self._in_shares: set[int] = set()  # ids of metrics that have seen a share of each batch
         self._home: dict[str, int] = {}
         self._inside_step = False
         self._undo: list[Callable[[], None]] = []
         self.metrics = {name: module for name, module in root.named_modules() if isinstance(module, Metric)}
         for name, metric in self.metrics.items():
-            self._install(name, metric, data)
+            self._install(name, metric)
 
-    def _install(self, name: str, metric: Metric, data: dist.ProcessGroup) -> None:
+    def _install(self, name: str, metric: Metric) -> None:
         own_sync, own_compute = metric.dist_sync_fn, metric.compute
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-            return gather_all_tensors(tensor, group or data)
+            return gather_all_tensors(tensor, group or (self._shares if id(metric) in self._in_shares else self._data))
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if not self._inside_step and metric._computed is None:
@@ -65,6 +76,14 @@ class MetricSync:
             yield
         finally:
             self._inside_step = False
+
+    @contextlib.contextmanager
+    def in_shares(self, *, are_shares: bool) -> Iterator[None]:
+        """What is updated inside has seen a share of the batch, or all of it."""
+        before = {id(metric): metric._update_count for metric in self.metrics.values()}
+        yield
+        updated = {id(metric) for metric in self.metrics.values() if metric._update_count != before[id(metric)]}
+        self._in_shares = self._in_shares | updated if are_shares else self._in_shares - updated
 
     def note_homes(self, sinks: Mapping[str, int], num_ranks: int) -> None:
         """Note which rank feeds which metric.

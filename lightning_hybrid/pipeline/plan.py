@@ -121,6 +121,7 @@ class StagePlan:
         train: bool,
         looks: Looks | None = None,
         draws_as: tuple[int, int] = (0, 0),
+        guesses: Sequence[bool] = (),
     ) -> Variant:
         """Record a step.
 
@@ -131,6 +132,7 @@ class StagePlan:
             train: Whether it must return a loss.
             looks: Told what the step looks at beside its batch.
             draws_as: Number of the step and microbatch that key what the glue draws.
+            guesses: As for ``record``.
 
         Raises:
             StepError: The step cannot be recorded.
@@ -138,7 +140,7 @@ class StagePlan:
         """
 
         def recorded() -> Recording:
-            return self._record(name, step, context, train=train, looks=looks, draws_as=draws_as)
+            return self._record(name, step, context, train=train, looks=looks, draws_as=draws_as, guesses=guesses)
 
         recording, assignment = self._cut(recorded)
         self._units = recording.units
@@ -246,7 +248,8 @@ class StagePlan:
             missed = missed_units(recording, units, self.num_stages) - self._opened
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
-                branches.check(recording, record_once, context)
+                if not options["guesses"]:
+                    branches.check(recording, record_once, context)
                 return recording
             self._opened, self._tracked = self._opened | missed, self._tracked | found
 
@@ -260,6 +263,7 @@ class StagePlan:
         train: bool,
         looks: Looks | None = None,
         draws_as: tuple[int, int] = (0, 0),
+        guesses: Sequence[bool] = (),
     ) -> Recording:
         """Record a step with these units, as ``variant`` does; nothing is kept of it.
 
@@ -278,6 +282,7 @@ class StagePlan:
                 tracked_buffers=self._tracked,
                 looks=looks,
                 draws_as=draws_as,
+                guesses=guesses,
             )
 
     def _adopt(self, recording: Recording) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,66 +20,24 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.choice import Call, VariantChoice
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
 from lightning_hybrid.pipeline.kept import KeptValues
-from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached
 from lightning_hybrid.pipeline.sharing import StepSharing
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
-from lightning_hybrid.schedule import Portals, Program, Span, check_program, forward_only, lower, make_schedule
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count, sizes_of, split
+from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
+from lightning_hybrid.step.microbatch import BatchSplitter, sizes_of, split
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.tree import map_leaves
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What one step gave, the same on every rank of the pipeline.
-
-    Attributes:
-        output: What the user's step returned, joined over the microbatches; detached.
-        loss: The mean loss, weighted by samples; None for steps without a backward.
-        logs: Each logged key with the value of the step and the arguments of the call.
-        spans: When this rank did what.
-    """
-
-    output: Any
-    loss: Tensor | None
-    logs: list[tuple[Entry, float]]
-    spans: list[Span]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainContext:
-    """How a training step is run.
-
-    Attributes:
-        seed_factor: What the backward starts from (loss scale / accumulated batches).
-        before_backward: Called with a stage, and whether it is its last one, before each backward.
-        after_backward: The same after it.
-        reduce: Called with a stage after its last backward.
-        weigh: Weights of the microbatches given; their shares of the samples if None.
-    """
-
-    seed_factor: float
-    before_backward: Callable[[int, bool], None]
-    after_backward: Callable[[int, bool], None]
-    reduce: Callable[[int], None]
-    weigh: Callable[[Sequence[Any]], list[float]] | None = None
-
-
-class StepRunner:
-    """Runs any step of one module on this rank's stages.
-
-    Attributes:
-        plan: Who holds what.
-        splitter: Of the user, for batches.
-        watching_units: All entered with the first step's recorded form while that step is recorded once more.
-        uncut: Runs steps of evaluation that cannot be cut.
-    """
+class StepRunner(MicrobatchRunner):
+    """Runs any step of one module on this rank's stages of a pipeline."""
 
     def __init__(
         self,
@@ -97,23 +55,20 @@ class StepRunner:
         uncut: UncutSteps,
     ) -> None:
         """Args: root: the user's module. plan: who holds what. group: this pipeline's ranks. replica: data rank."""
-        self.plan = plan
+        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
         self._root = root
         self._group = group
         self._randomness = randomness
         self._schedule = schedule
-        self._wanted = num_microbatches
-        self.splitter = splitter
         self._replica = replica
         self._metrics = metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
+        self._executor.around_units = lambda: self.around_units()
+        self._executor.around_step = lambda: self.around_step()
         self._choice = VariantChoice(root, plan, randomness)
         self._whole = WholeBatch(root, plan, self._choice, randomness)
         self._transport = transport
-        self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
         self._programs: dict[Any, Program] = {}
-        self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
-        self.uncut = uncut
 
     def record(
         self,
@@ -136,26 +91,6 @@ class StepRunner:
                 step_once = partial(call.on, microbatches[0])
                 self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
 
-    def shard_units(
-        self,
-        around: Callable[[], AbstractContextManager[None]],
-        around_step: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Enter a context around each job, which replaces the forwards of units, and one around each run of a step."""
-        self._executor.around_units = around
-        self._executor.around_step = around_step
-
-    def wrap_layers(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter a further context around each job, inside the others: what it replaces runs around theirs."""
-        outer = self._executor.around_units
-
-        @contextlib.contextmanager
-        def both() -> Iterator[None]:
-            with outer(), around():
-                yield
-
-        self._executor.around_units = both
-
     def run(
         self,
         name: str,
@@ -166,18 +101,10 @@ class StepRunner:
         context: Callable[[], AbstractContextManager[Any]],
         train: TrainContext | None = None,
         share_output: bool = True,
+        by_hand: bool = False,
     ) -> StepResult:
-        """Run one step of the user's module on a whole batch.
-
-        Args:
-            name: Such as "training_step".
-            step: The user's bound method.
-            args: Its arguments, the batch first.
-            step_number: Number of the batch in the run; keys the random numbers.
-            context: Entered around each forward (autocast).
-            train: Given for a training step; other steps run forward only.
-            share_output: Whether tensors that the step returned are needed on every rank.
-        """
+        """Run one step of the user's module on a whole batch; see ``MicrobatchRunner``."""
+        assert not by_hand, "such a step is never cut into stages"
         batch, *rest = args
         count = self.count(name, batch)
         first = self._replica * count
@@ -263,18 +190,6 @@ class StepRunner:
             if apart != variants:
                 return apart, self._whole.begin(call, apart, batch, microbatches, share_output=share_output)
         return variants, bookkeeping
-
-    def count(self, name: str, batch: Any) -> int:
-        """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
-        count = choose_count(batch, self._wanted, self.plan.num_stages, self.splitter)
-        size = batch_size_of(batch)
-        if size is None or self.splitter is not None:
-            return count
-        usual = self._full.setdefault(name, (size, count))
-        if size >= usual[0]:
-            self._full[name] = size, count
-            return count
-        return math.ceil(size / math.ceil(usual[0] / usual[1]))
 
     def _program(self, variants: Sequence[Variant], *, train: bool) -> Program:
         kinds = dict.fromkeys(variants)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,6 +36,7 @@ class HybridPrecision(MixedPrecision):
 
     Attributes:
         mesh: what `connect_mesh` was given.
+        around_clipping: entered around what works on shards of gradients inside a step.
 
     Raises:
         ValueError: an unknown precision, or a scaler for a precision that does not use one.
@@ -69,6 +70,7 @@ class HybridPrecision(MixedPrecision):
             self._format = DoublePrecision()
         self.mesh: Mesh | None = None
         self._norm: MeshNorm | None = None
+        self.around_clipping: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def of(cls, plugin: Precision) -> HybridPrecision:
@@ -171,11 +173,12 @@ class HybridPrecision(MixedPrecision):
         Raises:
             RuntimeError: a fused optimizer in a "-mixed" precision, which unscales the gradients only in its step.
         """
-        if self._is_mixed:
-            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-        else:
-            # The refusal of fused optimizers is MixedPrecision's; without a scaler they clip as any other.
-            Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        with self.around_clipping():
+            if self._is_mixed:
+                super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            else:
+                # The refusal of fused optimizers is MixedPrecision's; without a scaler they clip as any other.
+                Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all ranks."""
@@ -198,6 +201,7 @@ class HybridPrecision(MixedPrecision):
         """Forget the mesh, whose process groups end with the run."""
         super().teardown()
         self.mesh = self._norm = None
+        self.around_clipping = nullcontext
         if self.scaler is not None:
             self.scaler.mesh = None
 

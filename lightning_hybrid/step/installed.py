@@ -7,7 +7,7 @@ which run of the step is under way. Putting them there for each microbatch would
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,13 @@ def asking(
 
 
 @contextlib.contextmanager
-def drawing_as_stages(root: nn.Module, randomness: KeyedRandomness, step: int, microbatch: int) -> Iterator[None]:
+def drawing_as_stages(
+    root: nn.Module,
+    randomness: KeyedRandomness,
+    step: int,
+    microbatch: int,
+    again: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Iterator[None]:
     """A whole module draws inside, in forward and backward, what its stages draw for a microbatch.
 
     Args:
@@ -92,12 +98,13 @@ def drawing_as_stages(root: nn.Module, randomness: KeyedRandomness, step: int, m
         randomness: Keys what it draws.
         step: Number of the batch in the run.
         microbatch: Number of the microbatch over all replicas.
+        again: Makes a function that a backward runs once more from one that runs now.
     """
     with (
         randomness.microbatch(step, microbatch),
         randomness.modules({name: module for name, module in root.named_modules() if name}),
         randomness.watching(True),
-        adopted_checkpoints(Current(), randomness),
+        adopted_checkpoints(Current(), randomness, again),
         functions_drawing_again(users_functions(), randomness),
         randomness.each_draw(),
     ):

@@ -175,6 +175,16 @@ class KeyedRandomness:
         self._module = [0]
         self._drawn: Counter[int] = Counter()
         self._drawing: dict[str, nn.Module] = {}
+        self._noted: set[int] = set()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[set[int]]:
+        """Note which modules draw inside: the CRC-32 of their FQNs, and 0 for code around modules."""
+        before, self._noted = self._noted, set()
+        try:
+            yield self._noted
+        finally:
+            self._noted = before
 
     def microbatch(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Key the draws inside by this step and microbatch.
@@ -201,6 +211,7 @@ class KeyedRandomness:
         module = self._module[-1]
         key = hash((self._base, module, self._drawn[module])) & 0x7FFFFFFFFFFFFFFF
         self._drawn[module] += 1
+        self._noted.add(module)
         torch.default_generator.manual_seed(key)
         accelerator = _accelerator_generator(self.device)
         if accelerator is not None:

@@ -7,7 +7,8 @@ time, also while most parameters live on other ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,7 @@ def record(
     whole_graph: bool = False,
     looks: Looks | None = None,
     draws_as: tuple[int, int] = (0, 0),
+    guesses: Sequence[bool] = (),
 ) -> Recording:
     """Record one run of ``step``.
 
@@ -74,6 +76,8 @@ def record(
         whole_graph: Whether the step takes derivatives, so that no unit may borrow what a like one showed.
         looks: Told what the step looks at that may be another one in the next batch.
         draws_as: Number of the step and microbatch that key what the glue draws.
+        guesses: What the step finds, in turn, where it decides by values of the model, in a recording that is only
+            looked at; empty where it will be replayed, so that the step may not.
 
     Raises:
         StepError: No loss, or a value that reached the glue on a way that cannot be followed.
@@ -99,7 +103,8 @@ def record(
             watch = RecordWatch(
                 names, costs, buffers, SinkRehearsal(sinks), units, looks, randomness, whole_graph=whole_graph
             )
-            watch.asked = set() if loss_required else None  # evaluation runs whole instead, and decides itself
+            watch.guesses = itertools.cycle(guesses) if guesses else None
+            watch.asked = set() if loss_required or guesses else None  # evaluation decides itself
             with contextlib.ExitStack() as stack:
                 stack.enter_context(randomness.microbatch(*draws_as))
                 # Glue draws what it draws in a replay: it may decide by it.
@@ -133,6 +138,7 @@ def record(
         whole_graph=True,
         looks=looks,
         draws_as=draws_as,
+        guesses=guesses,
     )
 
 
@@ -232,6 +238,8 @@ class RecordWatch(StepWatch):
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
                 self._member_memory[memory_of(tensor)] = self.parameters[id(tensor)]
         if name == "backward":
+            if self.guesses is not None:
+                return None
             raise own_backward(user_line())
         through: tuple[int, ...] = ()
         if is_derivative(name):

@@ -25,8 +25,18 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 
 
 @contextlib.contextmanager
-def adopted_checkpoints(current: Current, randomness: KeyedRandomness) -> Iterator[None]:
-    """Let ``torch.utils.checkpoint.checkpoint``, however it was imported, respect units and keyed randomness."""
+def adopted_checkpoints(
+    current: Current,
+    randomness: KeyedRandomness,
+    again: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Iterator[None]:
+    """Let ``torch.utils.checkpoint.checkpoint``, however it was imported, respect units and keyed randomness.
+
+    Args:
+        current: The run that is under way.
+        randomness: Keys what it draws.
+        again: Makes a function that a backward runs once more from one that runs now.
+    """
     home: Any = torch.utils.checkpoint
     name = next(name for name in _GENERATORS if hasattr(home, name))
     generator, function = getattr(home, name), home.CheckpointFunction
@@ -34,13 +44,13 @@ def adopted_checkpoints(current: Current, randomness: KeyedRandomness) -> Iterat
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         watch = current.watch
         if watch is None or watch.inside_unit:
-            return generator(randomness.again(fn), *args, **kwargs)
+            return generator(again(randomness.again(fn)), *args, **kwargs)
         return _each_unit(watch)
 
     def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         watch = current.watch
         if watch is None or watch.inside_unit:
-            return function.apply(_first_plain(fn, randomness.again(fn)), preserve, *args)
+            return function.apply(_first_plain(fn, again(randomness.again(fn))), preserve, *args)
         with watch.recomputing():
             return fn(*args)
 

@@ -36,6 +36,7 @@ from lightning_hybrid.step.backward_hooks import backward_hooks_inside
 from lightning_hybrid.step.comparisons import COMPARISONS, in_order
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_inside
 from lightning_hybrid.step.finite import Answer
+from lightning_hybrid.step.guesses import guessed_read
 from lightning_hybrid.step.randomness import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.shapes_only import filled, fills, packed_sizes
 from lightning_hybrid.step.sinks import intercepted, sink_name
@@ -78,6 +79,7 @@ class StepWatch(TorchFunctionMode, ABC):
         values_read: The values that numbers were read from.
         asked: The values by which the step decides as if all numbers were finite; None if it does not.
         reads_as: What absent numbers are, of all watches, while branches on them are looked for.
+        guesses: What reads of absent values give, one after the other; None where such a step is refused.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Keeps what lies around units from being compiled.
     """
@@ -98,6 +100,7 @@ class StepWatch(TorchFunctionMode, ABC):
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
         self.asked: set[int] | None = set()
+        self.guesses: Iterator[bool] | None = None
         self.units: Mapping[str, nn.Module] = {}
 
     reads_as: ClassVar[float | None] = None
@@ -214,6 +217,8 @@ class StepWatch(TorchFunctionMode, ABC):
         if asked is not None and answer is not None and (name in _DECIDING or (name == "item" and values <= asked)):
             asked.update(values)
             return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
+        if self.guesses is not None:
+            return guessed_read(name, absent[0], next(self.guesses))
         if name in _NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.step.compiled_code import compiled_around
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
 from lightning_hybrid.step.partition import UnfitError
@@ -32,7 +32,7 @@ _STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
 def record_first_step(
     trainer: pl.Trainer,
     module: pl.LightningModule,
-    runner: StepRunner,
+    runner: MicrobatchRunner,
     *,
     example: Any,
     num_microbatches: int | None,
@@ -97,7 +97,7 @@ def record_first_step(
     return True
 
 
-def _warn_of_compiled(module: pl.LightningModule, runner: StepRunner) -> None:
+def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> None:
     around = compiled_around(module, runner.plan.units().values())
     if around:
         names = ", ".join(fqn or type(module).__name__ for fqn in around)

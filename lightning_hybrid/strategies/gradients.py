@@ -51,7 +51,7 @@ def connect_gradients(
     """
     parameters = dict(module.named_parameters())
     data = mesh.group("data")
-    if plan is None or plan.first is None:
+    if plan is None or not plan.is_cut:
         everything = {id(parameter) for parameter in parameters.values()}
         return {None: GradientReducer(list(parameters.items()), data)}, None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}

@@ -66,6 +66,8 @@ class Hybrid3DStrategy(SetUpStrategy):
         async_checkpoint: Training goes on while a distributed checkpoint is written.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient is another one there.
+        strict_layout: A step that cannot be run by stages is an error; otherwise the ranks of a pipeline then hold
+            shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
         process_group_backend: "nccl" or "gloo"; by device if None.
         timeout: Of collective operations.
         start_method: "popen" runs the script once per device; "fork" serves notebooks.
@@ -107,6 +109,7 @@ class Hybrid3DStrategy(SetUpStrategy):
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
         verify_first_step: bool = False,
+        strict_layout: bool = False,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -140,6 +143,7 @@ class Hybrid3DStrategy(SetUpStrategy):
             expert_chunks=expert_chunks,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_checkpoint=async_checkpoint,
+            strict_layout=strict_layout,
         )
         super().__init__(
             options=options,

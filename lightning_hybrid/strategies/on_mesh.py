@@ -60,6 +60,7 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: Mesh | None = None
+        self._wider_mesh: Mesh | None = None  # where the ranks of a pipeline hold shards
         self._user_world: UserWorld | None = None
         self._in_step = False
         self._shown_world = contextlib.ExitStack()
@@ -96,6 +97,11 @@ class MeshStrategy(ParallelStrategy):
         if self._mesh is None:
             raise RuntimeError("the mesh is there once the processes run; ask in setup() or later")
         return self._mesh
+
+    @property
+    def _shard_mesh(self) -> Mesh:
+        """The ranks as parameters lie on them."""
+        return self._wider_mesh or self.mesh
 
     @property
     def is_distributed(self) -> bool:

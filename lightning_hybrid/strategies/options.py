@@ -48,6 +48,7 @@ class Options:
     expert_chunks: int = 1
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
+    strict_layout: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that can be right in no world."""
@@ -202,36 +203,6 @@ _COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
-
-
-def check_module(
-    module: pl.LightningModule,
-    layout: ParallelLayout,
-    num_microbatches: int | None,
-    *,
-    in_parts: bool,
-) -> None:
-    """Refuse to fit a module that the layout cannot.
-
-    Args:
-        module: The user's.
-        layout: The sizes.
-        num_microbatches: A count, or None for "auto".
-        in_parts: Whether its step is run in parts.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if in_parts and not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__} uses manual optimization, which cannot be split into stages, microbatches or"
-            f" parts of layers (pipeline_parallel_size={layout.pipeline_parallel_size}, tensor_parallel_size="
-            f"{layout.tensor_parallel_size}, context_parallel_size={layout.context_parallel_size},"
-            f" shards of {layout.data_shard_size}, num_microbatches={num_microbatches or 'auto'});"
-            " set pipeline_parallel_size=1, tensor_parallel_size=1, context_parallel_size=1, num_microbatches=1 and"
-            " zero_stage=0, or zero_stage=1 or 2 with neither microbatch_weight nor save_distributed_checkpoint, and"
-            " nothing but optimizer states offloaded"
-        )
 
 
 _ADVISED = "_hybrid_advised"  # attribute of an error

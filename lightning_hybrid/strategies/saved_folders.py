@@ -81,7 +81,7 @@ class FolderStrategy(StagedStrategy):
     @property
     def _holdings(self) -> Holdings:
         assert self.lightning_module is not None
-        return Holdings(self.lightning_module, self.mesh, self._plan, self._parts)
+        return Holdings(self.lightning_module, self._shard_mesh, self._plan, self._parts)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class FolderStrategy(StagedStrategy):
             about = self._about(checkpoint)
             buffers = self._buffers if beside else None
             drawn = generator_states(self.root_device)
-            save = prepare(state, path, self.mesh, about, buffers=buffers, generators=drawn)
+            save = prepare(state, path, self._shard_mesh, about, buffers=buffers, generators=drawn)
             if not beside or save.error is not None:
                 write(save, self._group)
                 return

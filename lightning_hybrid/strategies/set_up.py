@@ -7,19 +7,24 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.experts.sharded import SharedExperts
+from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute import Recomputation, Recompute
+from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
@@ -28,7 +33,7 @@ from lightning_hybrid.strategies.fused_steps import fuse_steps
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
 from lightning_hybrid.strategies.loader_reads import serve_loaders
-from lightning_hybrid.strategies.options import Options, check_module, check_scripted, compile_options
+from lightning_hybrid.strategies.options import Options, check_scripted, compile_options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
     describe_policies,
@@ -48,7 +53,7 @@ from lightning_hybrid.strategies.tensor_parallel import (
     warn_across_nodes,
 )
 from lightning_hybrid.strategies.user_hooks import read_globally
-from lightning_hybrid.strategies.user_optimizers import watch_step
+from lightning_hybrid.strategies.user_optimizers import watch_step, work_on_shards
 from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.zero_stages import (
     LayerReads,
@@ -60,6 +65,7 @@ from lightning_hybrid.strategies.zero_stages import (
     offload_states,
     share_out,
     share_steps,
+    step_on_shards,
     steps_by_hand,
     zero_cuts,
 )
@@ -83,7 +89,8 @@ class SetUpStrategy(VerifyingStrategy):
         self._plan_summary = self._expert_summary = ""
         self._whole_again: pl.Callback | None = None
         self._hook_reads: HookReads | None = None
-        self._by_hand = False
+        self._by_hand = False  # optimizers that the module steps share out their states alone
+        self._instead = ""  # why the ranks of a pipeline hold shards
         self._zero_cuts: list[AxisCut] = []
         self._layer_reads = LayerReads()
         self._stop_reads = contextlib.ExitStack()
@@ -97,12 +104,11 @@ class SetUpStrategy(VerifyingStrategy):
         check_left_whole(module)
         ask_for_no_sync()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._needs_runner() or self._recompute is not None:
+        if self._recompute is not None:
             check_scripted(module)
         self._by_hand = is_fitting and steps_by_hand(module, self.options)
         if is_fitting:
             check_shard(self.options.zero_stage, self.mesh)
-            check_module(module, self.layout, self.options.microbatches, in_parts=self._needs_runner())
             self._norms = synced_norms(self._layer_sync, self.mesh, self._verify_first_step)
             self.begin_verification(module)
         empty = self._adopt_empty()
@@ -115,7 +121,8 @@ class SetUpStrategy(VerifyingStrategy):
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = None
-        self._expert_summary = ""
+        self._expert_summary = self._instead = ""
+        self._wider_mesh = None
         self._experts, self._zero_cuts, self._recomputing, self._recomputation = None, [], None, None
         if self._recompute is not None and not self._needs_runner():
             is_compiled = self.options.compile is not None
@@ -132,6 +139,9 @@ class SetUpStrategy(VerifyingStrategy):
             self._share_out(trainer, module)
         if shards is not None:
             shards.be_ready(partial(KeyedDraws, device=self.root_device))
+            if (runner := self._plain_runner) is not None:
+                shards.gather_on_read(runner.guards)
+                runner.joins_results = any(plan.vocabulary or plan.positions for plan in shards.plans.values())
         if experts is not None:
             experts.be_ready()
         self._averages.follow(module, None if self._is_whole else self._plan, parts, self.averaged_state)
@@ -147,18 +157,22 @@ class SetUpStrategy(VerifyingStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     @property
+    def _plain_runner(self) -> PlainRunner | None:
+        """What runs steps as they are; None where they are replayed from a recording."""
+        return self._runner if isinstance(self._runner, PlainRunner) else None
+
+    @property
+    def _guards(self) -> Guards | None:
+        """Of steps that nobody has seen before."""
+        return None if self._plain_runner is None else self._plain_runner.guards
+
+    @property
     def experts(self) -> SharedExperts | None:
         """The experts that replicas share, while the run trains."""
         return self._experts
 
     def _needs_runner(self) -> bool:
-        num_stages = self.layout.pipeline_parallel_size * self.options.stages_per_rank
-        return (
-            self._in_parts_by_layout
-            or num_stages > 1
-            or (self.options.microbatches or 1) > 1
-            or self._weight is not None
-        )
+        return self._in_parts_by_layout or (self.options.microbatches or 1) > 1 or self._weight is not None
 
     def ask_to_recompute(self, recompute: Recompute) -> None:
         """Recompute layers as a callback asks.
@@ -177,12 +191,92 @@ class SetUpStrategy(VerifyingStrategy):
         over_replicas = (layout.data_shard_size > 1 and not self._by_hand) or layout.expert_parallel_size > 1
         return layout.pipeline_parallel_size > 1 or layout.shares_layers or over_replicas
 
+    @property
+    def _is_pipelined(self) -> bool:
+        """Whether steps run in several stages."""
+        return self.layout.pipeline_parallel_size > 1 and not self._instead
+
+    @property
+    def _zero_stage(self) -> int:
+        return 3 if self._instead else self.options.zero_stage
+
     def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
-        """Record the run's first step on an example batch and keep only this rank's part of the module."""
-        self._metrics = MetricSync(module, self.mesh.group("pp"), self.mesh.group("data"))
+        """Cut the module into what this rank runs: stages if its step can be recorded, else shards."""
+        planners = self._plan_on(trainer, module, randomness)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        error: Exception | None = None
+        recorded = True
+        if is_fitting and self._is_pipelined and not module.automatic_optimization:
+            error = StepError(
+                "the module optimizes by hand, and each of its steps reads what the one before has changed"
+            )
+        elif self._is_pipelined or any(planners):
+            try:
+                recorded = self._record_step(trainer, module)
+            except Exception as raised:
+                if not (is_fitting and self._is_pipelined):
+                    raise
+                error = raised
+        if is_fitting and self._is_pipelined and (reason := self._reason_of_all(error)):
+            self._share_instead(reason, error)
+            planners = self._plan_on(trainer, module, randomness)
+            recorded = not any(planners) or self._record_step(trainer, module)
+        assert self._plan is not None
+        if not self._is_pipelined and not self._plan.is_cut:
+            self._plan.cut_by_size()
+        self._apply(trainer, module, *planners, recorded=recorded)
+
+    def _reason_of_all(self, error: Exception | None) -> str:
+        """Why the step cannot be recorded on some rank, the same text on every rank; nothing if it can; collective."""
+        rows: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(rows, "" if error is None else f"{type(error).__name__}: {error}")
+        return next(filter(None, rows), "")
+
+    def _share_instead(self, reason: str, error: Exception | None) -> None:
+        """From now on the ranks of a pipeline hold shards, and run the step as it is, each on a share of the batch.
+
+        Raises:
+            LayoutError: The user wants a pipeline or nothing.
+        """
+        if self.options.strict_layout:
+            raise LayoutError(
+                f"strict_layout=True, and {type(self.lightning_module).__name__}.training_step cannot be run by"
+                f" pipeline_parallel_size={self.layout.pipeline_parallel_size} stages: {reason}"
+            ) from error
+        self._instead = reason
+        self._wider_mesh = self.mesh.with_pipeline_as_shards()
+        rank_zero_warn(
+            f"sharded instead of pipelined: the step cannot be run by stages, so each of the"
+            f" {self.layout.pipeline_parallel_size} pipeline ranks holds a shard of every parameter, gradient and"
+            f" optimizer state, and runs the step on its share of the batch. The reason: {reason}. Set"
+            " strict_layout=True to have this as an error"
+        )
+
+    def _record_step(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+        assert self._runner is not None
+        with self._advised():
+            return record_first_step(
+                trainer,
+                module,
+                self._runner,
+                example=self.options.example_batch,
+                num_microbatches=self.options.microbatches,
+                splitter=self.options.batch_splitter,
+                context=self._context,
+            )
+
+    def _plan_on(
+        self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness
+    ) -> tuple[TensorPlanner | None, ExpertPlanner | None]:
+        """Make what runs steps, and what plans layers while the first one is recorded."""
+        mesh = self._shard_mesh
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = MetricSync(module, mesh.group("pp"), self.mesh.group("data"), mesh.group("data"))
         self._plan, self._runner = runner_of_stages(
             module,
-            self.mesh,
+            mesh,
+            self.mesh.group("pp"),
             self.options,
             randomness,
             replica=self.data_rank,
@@ -203,22 +297,25 @@ class SetUpStrategy(VerifyingStrategy):
                 folder=plan_folder(trainer) if self.is_global_zero else None,  # the first rank plans for all
             )
             self._runner.watching_units.append(planner.watching)
-        if self.options.zero_stage:
+        if self.options.zero_stage and self._is_pipelined:
             self._runner.watching_units.append(self._layer_reads.watching)
         experts = None
         if ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
             experts = ExpertPlanner(module, self.mesh, self.options, randomness)
             self._runner.watching_units.append(experts.watching)
-        with self._advised():
-            recorded = record_first_step(
-                trainer,
-                module,
-                self._runner,
-                example=self.options.example_batch,
-                num_microbatches=self.options.microbatches,
-                splitter=self.options.batch_splitter,
-                context=self._context,
-            )
+        return planner, experts
+
+    def _apply(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        planner: TensorPlanner | None,
+        experts: ExpertPlanner | None,
+        *,
+        recorded: bool,
+    ) -> None:
+        """Keep only this rank's part of the module, and let layers run as they are shared."""
+        assert self._plan is not None and self._runner is not None
         if recorded and planner is not None:
             self._shards, self._plan_summary = planner.plan(experts is not None), planner.summary
         if recorded:
@@ -228,14 +325,13 @@ class SetUpStrategy(VerifyingStrategy):
             if self._zero_cuts:
                 self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
         if recorded and self._recompute is not None:
-            assert self._plan.first is not None
-            self._recomputation = recompute_layers(
-                module,
-                self._recompute,
-                self._plan.first,
-                self._plan.stages,
-                compiled=self.options.compile is not None,
-            )
+            is_compiled = self.options.compile is not None
+            if self._is_pipelined:
+                assert self._plan.first is not None
+                first, stages = self._plan.first, self._plan.stages
+                self._recomputation = recompute_layers(module, self._recompute, first, stages, compiled=is_compiled)
+            else:
+                self._recomputation = recompute_plain_layers(module, self._recompute, compiled=is_compiled)
             self._runner.wrap_layers(self._recomputation.running)
         if recorded and experts is not None:  # outermost: what they run is gathered and recomputed where it is
             self._runner.wrap_layers(experts.running)
@@ -253,8 +349,8 @@ class SetUpStrategy(VerifyingStrategy):
         if experts is not None:
             cuts += experts.plan(cuts, self._shards)
             self._experts, self._expert_summary = experts.shared, experts.summary
-        if self.options.zero_stage and trainer.state.fn == TrainerFn.FITTING:
-            self._zero_cuts = zero_cuts(module, self.mesh, cuts)
+        if self._zero_stage and trainer.state.fn == TrainerFn.FITTING:
+            self._zero_cuts = zero_cuts(module, self._shard_mesh, cuts)
             cuts += self._zero_cuts
         if cuts:
             self._parts = HeldParts(module, cuts)
@@ -274,12 +370,13 @@ class SetUpStrategy(VerifyingStrategy):
             self._layer_reads,
             self._zero_cuts,
             self._experts,
-            self.mesh,
+            self._shard_mesh,
             self.root_device,
-            stage=self.options.zero_stage,
+            stage=self._zero_stage,
             reshard_after_forward=self.options.reshard_after_forward,
             offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
+            guards=self._guards,
         )
         if self._recomputation is not None:
             lend_parameters(self._recomputation, self._zero)
@@ -297,7 +394,7 @@ class SetUpStrategy(VerifyingStrategy):
             stages,
             self._parts,
             parameters,
-            Contents(self.mesh.group("holders"), self.root_device, "layer's"),
+            Contents(self._shard_mesh.group("holders"), self.root_device, "layer's"),
             over_replicas=bool(self._zero_cuts) or self._experts is not None,
         )
         for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
@@ -321,13 +418,15 @@ class SetUpStrategy(VerifyingStrategy):
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
         texts = [describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)]
+        if self._instead:
+            texts.append(f"sharded instead of pipelined: {self._instead}")
         if self._shards is not None:
             texts.append(describe_tensor_plans(self._shards.plans, self._plan_summary))
         if self._expert_summary:
             texts.append(self._expert_summary)
         if self._zero is not None:
-            size = self.layout.data_shard_size
-            texts.append(describe_zero(self.options.zero_stage, size, per_layer=self._zero.per_layer))
+            size = self._shard_mesh.size("dp_shard")
+            texts.append(describe_zero(self._zero_stage, size, per_layer=self._zero.per_layer))
         if self._by_hand:
             texts.append(describe_by_hand(self.options.zero_stage, self.layout.data_shard_size))
         if self.options.offloaded:
@@ -346,30 +445,39 @@ class SetUpStrategy(VerifyingStrategy):
         self._reducers, self._shared, counted = connect_gradients(
             module,
             self._plan,
-            self.mesh,
-            averages=self._zero is None,
+            self._shard_mesh,
+            averages=self._zero is None or self._steps_by_hand,
             experts=frozenset() if self._experts is None else self._experts.cut.placements.keys(),
         )
         parts = self._parts
-        axes = ("pp", "cp") if self._by_hand else ("pp", "cp", "parts")  # there replicas have whole gradients
+        # By hand, replicas have full gradients.
+        axes = ("pp", "cp", "tp") if self._steps_by_hand else ("pp", "cp", "parts")
         self.precision_plugin.connect_mesh(
-            self.mesh, lambda: counted, axes=axes, parts=None if parts is None else parts.first_held
+            self._shard_mesh, lambda: counted, axes=axes, parts=None if parts is None else parts.first_held
         )
         if parts is not None:
             counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
-        watched = {} if self._hook_reads is None else self._hook_reads.of_optimizers(self.optimizers)
+        by_hand = self._steps_by_hand
+        watched = {} if self._hook_reads is None or by_hand else self._hook_reads.of_optimizers(self.optimizers)
         fuse_steps([optimizer for optimizer in self.optimizers if optimizer not in watched], self._stop_reads)
         for optimizer, reads in watched.items():
             self._watched.append(optimizer)
             self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
         if offload := self.options.offloaded:
             layers = layers_of_parameters(module, self._plan)
-            shared = self.mesh.group("dp_shard") if self._by_hand else None
+            shared = self._shard_mesh.group("dp_shard") if self._by_hand else None
             self._offloaded += offload_states(
                 self.optimizers, layers, offload, self.root_device, self._watched, self._stop_reads, self._zero, shared
             )
-        self._stepped = share_steps(self.optimizers if self._by_hand else [], self.mesh, self._stop_reads)
-        connect_adascale(module.trainer, self.mesh, self.options.zero_stage, parts, counted, self._reducers)
+        shard = self._shard_mesh.group("dp_shard")
+        self._stepped = share_steps(self.optimizers if self._by_hand else [], shard, self._stop_reads)
+        if by_hand and self._guards is not None:
+            self.precision_plugin.around_clipping = self._guards.off
+            for optimizer in self.optimizers:
+                self._stop_reads.callback(work_on_shards(optimizer, self._guards))
+        if by_hand and self._zero is not None:
+            self._watched += step_on_shards(self.optimizers, module, self._zero_cuts, self._stop_reads)
+        connect_adascale(module.trainer, self._shard_mesh, self._zero_stage, parts, counted, self._reducers)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

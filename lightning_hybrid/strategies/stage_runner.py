@@ -8,12 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
+from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.transport import transport_of
@@ -29,6 +32,7 @@ _SHARE = 0.25
 def runner_of_stages(
     module: nn.Module,
     mesh: Mesh,
+    shares: dist.ProcessGroup,
     options: Options,
     randomness: KeyedRandomness,
     *,
@@ -38,12 +42,13 @@ def runner_of_stages(
     agree: Callable[[Any], Any],
     num_processes: int,
     around_uncut: Callable[[], AbstractContextManager[None]],
-) -> tuple[StagePlan, StepRunner]:
+) -> tuple[StagePlan, MicrobatchRunner]:
     """Plan the stages of a module, and be ready to run its steps on them.
 
     Args:
         module: The user's, whole.
         mesh: The ranks.
+        shares: Those that share the batches of a replica, where they hold shards and no stages.
         options: What was asked for.
         randomness: Keys what steps draw.
         replica: Which one this rank is of.
@@ -54,31 +59,30 @@ def runner_of_stages(
         around_uncut: Entered around steps of evaluation that are not cut.
     """
     pipeline, device = mesh.group("pp"), randomness.device
-    each, cuts = options.stages_per_rank, options.pipeline_cuts
+    # Several stages of one rank would compute what one does.
+    each, cuts = (options.stages_per_rank, options.pipeline_cuts) if pipeline.size() > 1 else (1, None)
     plan = StagePlan(module, pipeline, randomness, stages_per_rank=each, cuts=cuts, agree=agree)
-    runner = StepRunner(
+    uncut = UncutSteps(
         module,
         plan,
-        transport_of(pipeline, device),
-        pipeline,
+        parts,
+        mesh.group("replica"),
         randomness,
-        schedule=options.schedule,
-        num_microbatches=options.microbatches,
-        splitter=options.batch_splitter,
-        replica=replica,
-        metrics=metrics,
-        uncut=UncutSteps(
-            module,
-            plan,
-            parts,
-            mesh.group("replica"),
-            randomness,
-            room=partial(_room_to_lend, device, num_processes),
-            tell=_warn_of_uncut,
-            around=around_uncut,
-        ),
+        room=partial(_room_to_lend, device, num_processes),
+        tell=_warn_of_uncut,
+        around=around_uncut,
     )
-    return plan, runner
+    common: dict[str, Any] = {
+        "num_microbatches": options.microbatches,
+        "splitter": options.batch_splitter,
+        "replica": replica,
+        "metrics": metrics,
+        "uncut": uncut,
+    }
+    if pipeline.size() == 1:
+        return plan, PlainRunner(module, plan, randomness, shares=shares, **common)
+    transport = transport_of(pipeline, device)
+    return plan, StepRunner(module, plan, transport, pipeline, randomness, schedule=options.schedule, **common)
 
 
 def _room_to_lend(device: torch.device, num_processes: int) -> int:

@@ -16,18 +16,20 @@ from torch.optim import Optimizer
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.pipeline.deposit import Deposit
 from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.places import note
-from lightning_hybrid.pipeline.runner import StepResult, StepRunner, TrainContext
+from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
-from lightning_hybrid.schedule import Span
+from lightning_hybrid.schedule import Kind, Span
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
 from lightning_hybrid.step.looks import modules_around
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.units import choose_units
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.evaluation import asked_in_common_batches
@@ -35,7 +37,7 @@ from lightning_hybrid.strategies.gradients import Reducers
 from lightning_hybrid.strategies.options import Options, advise
 from lightning_hybrid.strategies.saved_folders import FolderStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
-from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
+from lightning_hybrid.strategies.step_logs import begin_logs, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 from lightning_hybrid.strategies.whole_graph import log_graph_of_whole
@@ -57,7 +59,7 @@ class SteppingStrategy(FolderStrategy):
         """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``FolderStrategy``."""
         super().__init__(**options)
         self._weight = microbatch_weight
-        self._runner: StepRunner | None = None
+        self._runner: MicrobatchRunner | None = None
         self._shared: SharedParameters | None = None
         self._reducers: Reducers = {}
         self._zero: ZeroSharding | None = None
@@ -92,11 +94,23 @@ class SteppingStrategy(FolderStrategy):
             self._replica_buffers.share()
             self._replica_buffers.after_step(averaged=self._backward_syncs)
         with self._synced_norms():
-            return self._plain_step("training_step", args) if self._runner is None else self._scheduled_step(args)
+            if self._runner is None:
+                return self._plain_step("training_step", args)
+            return self._step_by_hand(args) if self._steps_by_hand else self._scheduled_step(args)
+
+    def _step_by_hand(self, args: Sequence[Any]) -> Any:
+        """The user's step, which calls backwards and optimizers itself, on what this rank runs of the batch."""
+        with nullcontext() if self._zero is None else self._zero.full_step():
+            return self._run("training_step", args, None, by_hand=True).output
+
+    @property
+    def _steps_by_hand(self) -> bool:
+        """Whether the module calls its backwards and optimizers itself."""
+        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
     def _share_buffers(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
         """From now on replicas have the buffers of the first where DDP has; returns what ends it."""
-        self._replica_buffers = ReplicaBuffers(module, self.mesh.group("data"), self.root_device)
+        self._replica_buffers = ReplicaBuffers(module, self._shard_mesh.group("data"), self.root_device)
         undo = hold_in_evaluation(trainer, self._replica_buffers.share, lambda: None)
 
         def end() -> None:
@@ -120,7 +134,7 @@ class SteppingStrategy(FolderStrategy):
         shown = unused or old_gradients_are_read(self._trainer)
         is_first = batch_idx % accumulated == 0
         deposit = Deposit(trained, zeroed_later=is_first or unused, seeded=seed_factor, shown=shown)
-        weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self.mesh)
+        weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self._shard_mesh)
         train = TrainContext(seed_factor, self._before_backward, self._after_backward, self._reduce_stage, weigh)
         result = self._run("training_step", args, train)
         self._grads_complete = self._backward_syncs
@@ -131,7 +145,8 @@ class SteppingStrategy(FolderStrategy):
                 self._reducers[None].reduce()
             if self._experts is not None:
                 self._experts.agree_on_gradients()
-        assert result.loss is not None
+        if result.loss is None:  # no microbatch has one
+            return result.output
         loss = deposit.wrap(result.loss)
         if isinstance(result.output, Mapping):
             return {**result.output, "loss": loss}
@@ -160,9 +175,13 @@ class SteppingStrategy(FolderStrategy):
         self._compiled = CompiledUnits(module, options, self.root_device, in_parts=in_parts, synced_norms=synced)
         if self._runner is None:
             self._compiled.choose()
-        elif self._plan is not None and self._plan.first is not None:
-            recording = self._plan.first.recording
-            self._compiled.choose(recording.units, self._shards, recording.graph.draws, randomness)
+        elif self._plan is not None:
+            first = self._plan.first
+            if first is not None:
+                units, drawing = first.recording.units, first.recording.graph.draws
+            else:  # nothing has been seen of the step
+                units, drawing = choose_units(module, 1), tuple(name for name, _ in module.named_modules())
+            self._compiled.choose(units, self._shards, drawing, randomness)
         self._compiler_config.enter_context(one_share_of_cores(self.num_processes))
 
     def _stop_compiling(self) -> None:
@@ -198,17 +217,18 @@ class SteppingStrategy(FolderStrategy):
         if self._backward_syncs and stage in self._reducers:
             self._reducers[stage].finish()
 
-    def _run(self, name: str, args: Sequence[Any], train: TrainContext | None) -> StepResult:
+    def _run(self, name: str, args: Sequence[Any], train: TrainContext | None, *, by_hand: bool = False) -> StepResult:
         module, runner = self.lightning_module, self._runner
         assert module is not None and runner is not None
-        self._evaluated += train is None
+        trains = train is not None or by_hand
+        self._evaluated += not trains
         self._passes()
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
-        number = self._trainer.fit_loop.epoch_loop.total_batch_idx if train is not None else -1 - self._evaluated
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx if trains else -1 - self._evaluated
         if self._experts is not None and train is not None:
             self._experts.meet(runner.count(name, args[0]))
         share = name == "predict_step" or output_is_read(self._trainer, name)
-        gathered = nullcontext() if self._zero is None else self._zero.step(trains=train is not None)
+        gathered = nullcontext() if self._zero is None or by_hand else self._zero.step(trains=train is not None)
         with self._advised(), self.user_world(), gathered:  # once: each forward and backward runs code of the user's
             result = runner.run(
                 name,
@@ -218,11 +238,14 @@ class SteppingStrategy(FolderStrategy):
                 context=self._context(name),
                 train=train,
                 share_output=share,
+                by_hand=by_hand,
             )
-            tell_loggers(module, runner.count(name, args[0]))
+            counted = {span.action.microbatch for span in result.spans if span.action.kind is Kind.F}
+            tell_loggers(module, len(counted) or 1)
         self.spans = result.spans
-        if train is not None:
-            log_for_all(module, result.logs, self.mesh)
+        if trains:
+            skipped = not by_hand and result.loss is None
+            begin_logs(module, result.logs, self.mesh, skipped=skipped)()
         else:
             log_for_replica(module, result.logs, self.mesh)
         return result
@@ -307,19 +330,26 @@ class SteppingStrategy(FolderStrategy):
     @property
     def uncut_steps(self) -> frozenset[str]:
         """Names of steps of evaluation that every rank runs whole, so far."""
+        if isinstance(self._runner, PlainRunner):
+            return frozenset({"validation_step", "test_step", "predict_step"})
         return frozenset() if self._runner is None else frozenset(self._runner.uncut.names)
+
+    @property
+    def batch_shares(self) -> int:
+        """Ranks that each run training steps on a share of a replica's batch."""
+        return self.mesh.size("pp") if self._wider_mesh is not None else 1
 
     @property
     def modules_around(self) -> frozenset[str]:
         """FQNs of the modules inside the user's whose attributes each microbatch finds as the batch found them."""
-        if self._plan is None or self.lightning_module is None:
+        if self._plan is None or self.lightning_module is None or isinstance(self._runner, PlainRunner):
             return frozenset()
         return frozenset(name for name in modules_around(self.lightning_module, self._plan.units()) if name)
 
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
         module = self.lightning_module
         assert module is not None
-        if self._runner is None or self._plan is None or (self._plan.first is None and not self.uncut_steps):
+        if self._runner is None or self._plan is None or not self._plan.is_cut:
             return self._plain_step(name, args)
         return self._run(name, args, None).output
 
@@ -340,27 +370,35 @@ class SteppingStrategy(FolderStrategy):
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None
         self.pre_backward(closure_loss)
+        backward: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self._runner, PlainRunner) and self._steps_by_hand:
+            closure_loss = closure_loss * self._runner.share_of_loss
+            backward = self._runner.guards.off()
         closure_loss = plugin.pre_backward(closure_loss, module)
-        with self._synced_norms():  # layers that are computed again ask once more
+        with self._synced_norms(), backward:  # layers that are computed again ask once more
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
         return plugin.post_backward(closure_loss, module)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Without stages, arm the reducer: this backward completes the gradients."""
-        if self._runner is None and self._backward_syncs and self._reducers:
-            self._reducers[None].arm()
+        """Where the step itself has run no backward, arm the reducers: this one completes the gradients."""
+        if (self._runner is None or self._steps_by_hand) and self._backward_syncs:
+            for reducer in self._reducers.values():
+                reducer.arm()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Without stages, wait for the reduction; first for the logs, which tell if another replica takes no part."""
+        """There, wait for the reduction; first for the logs, which tell if another replica takes no part."""
         self._until_backward.close()
         if self._finish_logs is not None:
             assert self.lightning_module is not None
             with current_hook(self.lightning_module, "training_step"):
                 self._finish_logs()
             self._finish_logs = None
-        if self._runner is None and self._backward_syncs and self._reducers:
-            self._reducers[None].finish()
+        if (self._runner is None or self._steps_by_hand) and self._backward_syncs:
+            for reducer in self._reducers.values():
+                reducer.finish()
+            if self._experts is not None:
+                self._experts.agree_on_gradients()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

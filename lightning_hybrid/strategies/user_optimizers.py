@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.zero.replaced_step import replace_step
 
@@ -68,6 +69,38 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
 
     _adopt(optimizer, reads)
     return replace_step(optimizer, step)
+
+
+def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
+    """Let an optimizer that the user's step calls see shards of parameters, which the step itself sees in full.
+
+    Args:
+        optimizer: Of the run.
+        guards: Of the run.
+
+    Returns:
+        Undoes it.
+    """
+    original, zero_grad = optimizer.step, optimizer.zero_grad
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(guards.users(arg) if callable(arg) else arg for arg in args)
+        kwargs = {name: guards.users(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        with guards.off():
+            return original(*args, **kwargs)
+
+    def clear(*args: Any, **kwargs: Any) -> None:
+        with guards.off():
+            zero_grad(*args, **kwargs)
+
+    undo = replace_step(optimizer, step)
+    optimizer.__dict__["zero_grad"] = clear
+
+    def undo_both() -> None:
+        undo()
+        optimizer.__dict__.pop("zero_grad", None)
+
+    return undo_both
 
 
 def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:

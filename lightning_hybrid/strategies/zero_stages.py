@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.gather_on_read import Guards, can_guard
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.spans import part_of
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent, whole_shape
 from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.step.units import choose_units
 from lightning_hybrid.strategies.gradients import stage_of_gradient
 from lightning_hybrid.strategies.hook_reads import steps_on_parts
 from lightning_hybrid.strategies.options import Options
@@ -111,6 +113,7 @@ def share_out(
     reshard_after_forward: bool | str,
     offload: Mapping[str, str],
     agree: Callable[[bool], bool],
+    guards: Guards | None,
 ) -> ZeroSharding:
     """Group the parameters of this rank, which hold its parts already.
 
@@ -126,13 +129,14 @@ def share_out(
         reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
         offload: Where what is that is not on the device while no step needs it.
         agree: Whether any rank says so; collective.
+        guards: Of a run whose steps nobody has seen before; None where a recording shows what they read.
     """
-    assert plan.first is not None
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
     expert_ranks = ranks
     if experts is not None:
         expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
-    layers = find_layers(plan.first.recording.units)
+    units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
+    layers = find_layers(units)
     layer_of = _layers_of(module, layers, plan, reads.names)
     placements = {name: placement for cut in cuts for name, placement in cut.placements.items()}
     of_experts: Collection[str] = ()
@@ -162,7 +166,10 @@ def share_out(
     if reshard_after_forward == "auto":
         wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
         reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
-    return ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
+    zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
+    if guards is not None:
+        zero.gather_on_read(guards)
+    return zero
 
 
 def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
@@ -177,14 +184,18 @@ def _layers_of(
     module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan, by_others: Collection[str]
 ) -> dict[str, str]:
     """The layer that alone reads a parameter, by the parameter's FQN."""
-    assert plan.first is not None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    by_step = {*plan.first.recording.read_from_outside(), *(names[id(module.get_parameter(fqn))] for fqn in by_others)}
+    by_step = {names[id(module.get_parameter(fqn))] for fqn in by_others}
+    seen_when_read = plan.num_ranks == 1  # they are gathered then
+    if not seen_when_read:
+        assert plan.first is not None
+        by_step |= plan.first.recording.read_from_outside().keys()
+    by_step |= {name for name, parameter in module.named_parameters() if not can_guard(parameter)}
     found: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():
-        if layer._forward_pre_hooks or layer._forward_hooks:  # they run outside of its forward, and may read weights
-            continue
+        if not seen_when_read and (layer._forward_pre_hooks or layer._forward_hooks):
+            continue  # they run outside of its forward, and may read weights
         for parameter in layer.parameters():
             name = names[id(parameter)]
             if name in found:
@@ -229,12 +240,39 @@ def describe_by_hand(stage: int, size: int) -> str:
     return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
 
 
-def share_steps(optimizers: Sequence[Optimizer], mesh: Mesh, until: contextlib.ExitStack) -> list[SharedSteps]:
+def step_on_shards(
+    optimizers: Sequence[Optimizer], module: nn.Module, cuts: Sequence[AxisCut], until: contextlib.ExitStack
+) -> list[Optimizer]:
+    """Let optimizers that the module calls itself step this rank's shards of parameters, which are full meanwhile.
+
+    Args:
+        optimizers: Of the run.
+        module: The user's.
+        cuts: Of its parameters over replicas.
+        until: Closed when the run ends.
+
+    Returns:
+        The optimizers that look at full parameters, or at several: they step those on every rank.
+    """
+    placements = {name: placement for cut in cuts for name, placement in cut.placements.items()}
+    by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
+    full = []
+    for optimizer in optimizers:
+        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+            full.append(optimizer)
+        elif cuts:
+            until.callback(SharedSteps(optimizer, cuts[0].group, by_id).close)
+    return full
+
+
+def share_steps(
+    optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
+) -> list[SharedSteps]:
     """Share out the states of optimizers that the module calls itself.
 
     Args:
         optimizers: Of the run.
-        mesh: The ranks.
+        ranks: That share them.
         until: Closed when the run ends.
 
     Raises:
@@ -248,7 +286,7 @@ def share_steps(optimizers: Sequence[Optimizer], mesh: Mesh, until: contextlib.E
                 f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
                 " optimizer of torch that looks at single numbers, such as AdamW"
             )
-        found.append(SharedSteps(optimizer, mesh.group("dp_shard")))
+        found.append(SharedSteps(optimizer, ranks))
         until.callback(found[-1].close)
     return found
 
@@ -260,8 +298,8 @@ def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list
         module: The user's.
         plan: Who holds what; None where every rank holds all.
     """
-    units = dict(module.named_children())
-    if plan is not None and plan.first is not None:
+    units = dict(module.named_children()) if plan is None else choose_units(module, 1)
+    if plan is not None and plan.num_ranks > 1 and plan.first is not None:
         units = dict(plan.first.recording.units)
     members = [list(layer.parameters()) for layer in find_layers(units).values()]
     seen: set[int] = set()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, cut
+from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.randomness import with_signature_of
 from lightning_hybrid.step.recording import StepError
@@ -38,7 +39,7 @@ from lightning_hybrid.tensor.homes import find_homes, put_attributes, put_forwar
 from lightning_hybrid.tensor.linears import Linears
 from lightning_hybrid.tensor.marks import cut_over
 from lightning_hybrid.tensor.plan import UnitPlan, local_positions
-from lightning_hybrid.tensor.ranks import ExchangingRanks, Ranks, gather, paired, ranks_in, sum_gradients
+from lightning_hybrid.tensor.ranks import ExchangingRanks, Ranks, gather, local_part, paired, ranks_in, sum_gradients
 from lightning_hybrid.tensor.slices import Vocabulary
 from lightning_hybrid.tensor.vocabulary_slice import represent
 from lightning_hybrid.tensor.watch import RegionWatch
@@ -229,8 +230,8 @@ class ShardedUnit:
         local = {}
         for fqn, ((home, name), *_) in self._homes.items():
             tensor = held.get(fqn, home[name])
-            if fqn not in held and tensor is not self._own[fqn]:
-                _check_given(fqn, tensor, self._own[fqn])
+            if fqn not in held and tensor is not None and tensor is not self._own[fqn]:
+                tensor = _given(fqn, tensor, self._own[fqn], plan.placements[fqn], self._ranks)
             if tensor is not None:
                 local[fqn] = tensor
         if torch.is_grad_enabled():
@@ -297,11 +298,14 @@ def _check_forward(fqn: str, module: nn.Module) -> None:
         )
 
 
-def _check_given(fqn: str, given: Tensor | None, own: Tensor | None) -> None:
-    """Refuse a tensor that lies in the place of a part of a parameter and is no such part."""
-    if given is not None and own is not None and given.shape != own.shape:
-        raise StepError(
-            f"{fqn} of a layer that tensor ranks share has another tensor in its place, of shape {tuple(given.shape)}"
-            f" and not {tuple(own.shape)} (torch.func.functional_call?), which the step that the layers were planned by"
-            " had not; set tensor_parallel_size=1"
-        )
+def _given(fqn: str, given: Tensor, own: Tensor | None, placement: Placement, ranks: Ranks) -> Tensor:
+    """What lies in the place of a parameter for one call (``torch.func.functional_call``): this rank's shard of it."""
+    if own is None or given.shape == own.shape:
+        return given
+    if isinstance(placement, Shard) and given.shape == whole_shape(own):
+        return local_part(given, placement, ranks)
+    raise StepError(
+        f"{fqn} of a layer that tensor ranks share has another tensor in its place, of shape {tuple(given.shape)} and"
+        f" not {tuple(own.shape)} or {whole_shape(own)}; give it one of the parameter's shape, or set"
+        " tensor_parallel_size=1"
+    )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.parts.placement import Shard, cut, spread
+from lightning_hybrid.parts.placement import Shard, cut, join, padded, spread
 from lightning_hybrid.same_host.collectives import shared_memory
 
 
@@ -261,3 +261,27 @@ def sum_gradients(tensors: list[Tensor], placements: list[Shard | None], ranks: 
         ranks: The tensor ranks.
     """
     return list(_SumGradients.apply(ranks, tuple(placements), *tensors))
+
+
+def local_part(full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
+    """This rank's shard of a full tensor that all ranks have; its gradient is the full one on each of them.
+
+    Args:
+        full: The same on every rank, of any shape that the placement cuts.
+        placement: Where the shards lie.
+        ranks: That hold them.
+    """
+    shard: Tensor = _LocalPart.apply(full, placement, ranks)
+    return shard
+
+
+class _LocalPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
+        ctx.placement, ctx.ranks = placement, ranks
+        return cut(full, placement, ranks.rank, ranks.size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        message = padded(gradients[0], ctx.placement).contiguous()
+        return join(ctx.ranks.all_gather(message), ctx.placement), None, None

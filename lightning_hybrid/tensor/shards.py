@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
@@ -23,6 +24,7 @@ from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.draws import AroundDraw
+from lightning_hybrid.tensor.full_reads import FullReads
 from lightning_hybrid.tensor.outside import OutsideReads
 from lightning_hybrid.tensor.plan import UnitPlan
 from lightning_hybrid.tensor.ranks import GroupRanks, paired
@@ -58,6 +60,7 @@ class ModelShards:
         self._root = root
         self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
+        self._reads: FullReads | None = None
         self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
         self._of_experts: frozenset[str] = frozenset()  # that context ranks share
         self._users_of_experts: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
@@ -200,14 +203,33 @@ class ModelShards:
                     found[id(parameter)] = self.cuts[0].placements[names[id(parameter)]]
         return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
-    def running(self) -> AbstractContextManager[None]:
+    def gather_on_read(self, guards: Guards) -> None:
+        """Let code outside of units find full parameters, where nobody has seen before what it reads.
+
+        Args:
+            guards: Of the run.
+        """
+        used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
+        cut = next((axis for axis in self.cuts if axis.axis == "tp" and axis.placements), None)
+        self._reads = None if cut is None else FullReads(self._root, cut, used_outside, guards)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         """The units run sharded inside."""
         units = {fqn: self._root.get_submodule(fqn) for fqn in self._runners}
-        return replaced_forwards(units, lambda fqn, _: self._runners[fqn].run_sharded)
+        reads = self._reads
+
+        def run(fqn: str, _: Callable[..., Any]) -> Callable[..., Any]:
+            sharded = self._runners[fqn].run_sharded
+            return sharded if reads is None else reads.of_layer(units[fqn], sharded)
+
+        with contextlib.nullcontext() if reads is None else reads.on(), replaced_forwards(units, run):
+            yield
 
     def forget(self) -> None:
         """The module is whole again."""
         self._runners, self._compiled, self._users_of_experts = {}, {}, {}
+        self._reads = None
 
 
 class _Buffers:

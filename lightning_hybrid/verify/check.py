@@ -40,7 +40,11 @@ class Verification:
         self._references: dict[Cut, Reference] = {}
 
     def reference(
-        self, layout: Layout, uncut: frozenset[str] = frozenset(), around: frozenset[str] = frozenset()
+        self,
+        layout: Layout,
+        uncut: frozenset[str] = frozenset(),
+        around: frozenset[str] = frozenset(),
+        shares: int = 1,
     ) -> Reference:
         """What a layout is compared with.
 
@@ -48,8 +52,11 @@ class Verification:
             layout: To run under.
             uncut: Steps of evaluation that run on whole batches there.
             around: Modules in the module whose attributes each microbatch finds there as the batch found them.
+            shares: Ranks that run training steps on a share of each batch there.
         """
-        cut = replace(cut_of(self.experiment, layout), uncut=uncut, around=around)
+        cut = cut_of(self.experiment, layout)
+        if not cut.plain:
+            cut = replace(cut, uncut=uncut, around=around, shares=shares, plain=shares > 1)
         if cut not in self._references:
             [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
         return self._references[cut]
@@ -76,10 +83,10 @@ class Verification:
         except Exception as error:
             return Report(layout.name, "failed", _text(error), notes=notes)
         failed = _failed(layout, ranks)
-        if failed is None and ranks[0].uncut:
-            reference = self.reference(layout, ranks[0].uncut)
+        if failed is None and (ranks[0].uncut or ranks[0].shares > 1):
+            reference = self.reference(layout, ranks[0].uncut, shares=ranks[0].shares)
         report = failed or self._compared(layout, ranks, reference)
-        if report.outcome == "different" and ranks[0].around:
+        if report.outcome == "different" and ranks[0].around and ranks[0].shares == 1:
             # Only the layout knows which modules lie around its units, and few keep anything of the model.
             reference = self.reference(layout, ranks[0].uncut, ranks[0].around)
             report = report if reference.failure is not None else self._compared(layout, ranks, reference)
@@ -87,7 +94,9 @@ class Verification:
 
     def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
         notes = list(reference.notes)
-        if ranks[0].uncut:
+        if ranks[0].shares > 1:
+            notes.append(f"sharded instead of pipelined: {ranks[0].shares} ranks run a share of each batch")
+        elif ranks[0].uncut and layout.num_stages > 1:
             notes.append(f"{', '.join(sorted(ranks[0].uncut))}: run whole on every rank, as no cut can be made of it")
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
         floor = noise_of(reference.observed, reference.noisy)

@@ -73,6 +73,7 @@ class Observed:
         trained: FQNs of the parameters that want gradients.
         uncut: Names of steps of evaluation that each rank ran whole.
         around: FQNs of modules in the module whose attributes each microbatch finds as the batch found them.
+        shares: Ranks that ran training steps on a share of each batch.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -93,6 +94,7 @@ class Observed:
     trained: list[str] = field(default_factory=list)
     uncut: frozenset[str] = frozenset()
     around: frozenset[str] = frozenset()
+    shares: int = 1
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
@@ -174,6 +176,7 @@ class Notes:
     def _note_steps(self, trainer: Any) -> None:
         self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
         self.observed.around |= getattr(trainer.strategy, "modules_around", frozenset())
+        self.observed.shares = max(self.observed.shares, getattr(trainer.strategy, "batch_shares", 1))
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,17 +19,19 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hybrid.pipeline.appended import AppendedEntries, Rows, merged
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.installed import drawing_as_stages
 from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join_batches, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
+from lightning_hybrid.step.transaction import ModuleState
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
 from lightning_hybrid.verify.dealt import DealtLoader, deal
 from lightning_hybrid.verify.observed import Observed, held, leaves_of
 from lightning_hybrid.verify.replicas import Replicas
 
-_EVALUATIONS = ("validation_step", "test_step", "predict_step")
+EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Cut:
         weight: The user's ``microbatch_weight``.
         uncut: Steps of evaluation that run on the whole batch of a replica, whatever the number of parts.
         around: FQNs of modules in the module whose attributes each part finds as the batch found them.
+        shares: Ranks that each run training steps on a share of a replica's batch, and its parts.
+        plain: Whether what parts leave on modules is as gradient accumulation leaves it, but for lists.
     """
 
     replicas: int
@@ -53,6 +57,8 @@ class Cut:
     weight: Callable[[Any], float] | None = None
     uncut: frozenset[str] = frozenset()
     around: frozenset[str] = frozenset()
+    shares: int = 1
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class _Part:
     number: int  # over all replicas, as the strategies key it
     batch: Any
     weight: float
+    share: int = 0
 
 
 class PartsReference:
@@ -91,9 +98,9 @@ class PartsReference:
         """Lightning's own for one device, with its steps replaced on this instance."""
         strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
         self._strategy: Any = strategy
-        self._plain = {name: getattr(strategy, name) for name in ("training_step", *_EVALUATIONS)}
+        self._plain = {name: getattr(strategy, name) for name in ("training_step", *EVALUATIONS)}
         strategy.training_step = self._training_step
-        for name in _EVALUATIONS:
+        for name in EVALUATIONS:
             setattr(strategy, name, partial(self._evaluation_step, name))
         return strategy
 
@@ -218,14 +225,23 @@ class PartsReference:
                 with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):
                     return _detached(_loss_of(self._plain[name](batch, *rest)))
 
-            kept = BatchBookkeeping(module, once_more, batch, self._cut.around) if len(mine) > 1 else None
+            several, plain = len(mine) > 1, self._cut.plain
+            kept = BatchBookkeeping(module, once_more, batch, self._cut.around) if several and not plain else None
+            trains = name == "training_step"
+            apart = _PlainParts(module, self._cut.shares) if several and plain and trains else None
             for place, part in mine:
+                if apart is not None:
+                    apart.before_part(part.share)
                 if kept is not None:
                     kept.before_part()
                 with self._draws(number, part), logs.microbatch(module, place), self._as_model(module):
                     outputs.append(after(part, self._plain[name](part.batch, *rest)))
                 if kept is not None:
                     kept.after_part(part.batch)
+                if apart is not None:
+                    apart.after_part()
+            if apart is not None:
+                apart.finish([part.weight for _, part in mine], sizes_of([part.batch for _, part in mine]))
             if kept is not None:
                 share = sum(part.weight for _, part in mine)
                 losses = [_loss_of(outputs[place]) for place, _ in mine] if name == "training_step" else []
@@ -297,18 +313,24 @@ class PartsReference:
             except BatchError:
                 count = 1  # the layout refuses this batch; or runs it whole, if the number was its own choice
             size = batch_size_of(batch)
+            if cut.shares > 1 and name == "training_step" and cut.splitter is None and (size or 0) < cut.shares:
+                parts.append(_Part(replica, replica, batch, share))
+                continue
             if size is not None and cut.splitter is None:
                 usual = self._usual.setdefault(name, (size, count))
                 if size >= usual[0]:
                     self._usual[name] = size, count
                 else:
                     count = -(-size // -(-usual[0] // usual[1]))  # a short batch: parts of the usual size
+            if name == "training_step":
+                count = (count if size is None else min(count, size // cut.shares)) * cut.shares
             pieces, weights = split(batch, count, cut.splitter)
             for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-                parts.append(_Part(replica, replica * count + index, piece, weight * share))
+                of_share = index // (count // cut.shares) if name == "training_step" else 0
+                parts.append(_Part(replica, replica * count + index, piece, weight * share, of_share))
         if cut.weight is not None and name == "training_step":
             counts = [float(cut.weight(part.batch)) for part in parts]
-            parts = [_Part(p.replica, p.number, p.batch, c / sum(counts)) for p, c in zip(parts, counts, strict=True)]
+            parts = [replace(p, weight=c / sum(counts)) for p, c in zip(parts, counts, strict=True)]
         return parts
 
     # -- replicas -----------------------------------------------------------------------------------------------------
@@ -337,6 +359,42 @@ class PartsReference:
                 return
             with drawing_as_stages(self._replicas[part.replica], self._randomness, number, part.number):
                 yield
+
+
+class _PlainParts:
+    """What the parts of a batch leave on a module where each rank runs the step as it is: what the first rank has."""
+
+    def __init__(self, module: nn.Module, shares: int) -> None:
+        self._start = ModuleState(module) if shares > 1 else None
+        self._end: ModuleState | None = None
+        self._module, self._share = module, 0
+        self._appended = AppendedEntries(module)
+        self._rows: list[Rows] = []
+        self._counts = [0]
+
+    def before_part(self, share: int) -> None:
+        if share != self._share:
+            self._leave()
+            assert self._start is not None
+            self._start.restore()
+            self._appended, self._share = AppendedEntries(self._module), share
+            self._counts.append(0)
+
+    def after_part(self) -> None:
+        self._appended.after_microbatch()
+        self._counts[-1] += 1
+
+    def _leave(self) -> None:
+        self._rows.append(self._appended.rows)
+        if self._share == 0:
+            self._end = ModuleState(self._module)
+
+    def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
+        self._leave()
+        assert self._end is not None
+        if len(self._rows) > 1:
+            self._end.restore()
+        self._appended.put(merged(self._rows, self._counts), weights, sizes)
 
 
 class _Deposit:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_hybrid.verify.compare import Difference, compare, perturbation
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.observed import Failure, Observed
-from lightning_hybrid.verify.parts import Cut, PartsReference
+from lightning_hybrid.verify.parts import EVALUATIONS, Cut, PartsReference
 from lightning_hybrid.verify.run import Experiment, run_once
 
 # Losses of the whole batch and of its parts that differ by more mix samples; rounding stays far below.
@@ -44,9 +44,13 @@ def cut_of(experiment: Experiment, layout: Layout) -> Cut:
     options = layout.options(experiment.num_microbatches)
     wanted = options.get("num_microbatches", "auto" if layout.strategy_name.startswith("hybrid") else 1)
     count = None if wanted == "auto" else int(wanted)
+    # Evaluation without stages runs on whole batches, and training steps as they are.
+    is_plain = layout.strategy_name.startswith("hybrid") and int(options.get("pipeline_parallel_size", 1)) == 1
+    uncut = EVALUATIONS if is_plain else frozenset()
     # Only a count that the strategy chooses depends on the stages.
-    num_stages = layout.num_stages if count is None else 1
-    return Cut(layout.replicas, count, num_stages, options.get("batch_splitter"), options.get("microbatch_weight"))
+    num_stages = layout.num_stages if count is None and not is_plain else 1
+    splitter, weight = options.get("batch_splitter"), options.get("microbatch_weight")
+    return Cut(layout.replicas, count, num_stages, splitter, weight, uncut, plain=is_plain)
 
 
 def observe_reference(experiment: Experiment, cut: Cut) -> Reference:

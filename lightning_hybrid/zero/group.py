@@ -12,21 +12,25 @@ of one dtype, rank by rank, each rank's part padded to the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.gather_on_read import Gather, guard, unguard
+from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.zero.homes import Homes, PartsAtHome
 from lightning_hybrid.zero.state_file import Region, aligned
 
 # torch 2.13 gave the collectives on single tensors new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,17 @@ class ShardRanks:
     num_replicas: int
 
 
+def _on_shards(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Operations on a parameter mean what it holds, though code of the user's would find more of it gathered."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            method(*args, **kwargs)
+
+    return run
+
+
 class ParameterGroup:
     """Parameters that are gathered, freed and reduced together.
 
@@ -54,6 +69,7 @@ class ParameterGroup:
         keeps_whole: Whether the memory of wholes is kept at rest.
         is_whole: Whether parameters hold wholes.
         trained: FQNs of those that take gradients in this step.
+        on_read: How code outside of the layer has them gathered; None where it is known not to read them.
     """
 
     def __init__(
@@ -97,11 +113,14 @@ class ParameterGroup:
         self._is_held = False
         self._seen_at_hold: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
+        self.on_read: Gather | None = None
+        self._is_read = False
         self.num_missing = 0  # gradients that the backward has not accumulated yet
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @_on_shards
     def launch_gather(self) -> None:
         """Send this rank's parts, unless the wholes are here or on their way; does not wait."""
         if self.is_whole or self._gathering is not None or self._is_held or not self._cut:
@@ -118,10 +137,12 @@ class ParameterGroup:
 
     @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
     @torch.no_grad()
+    @_on_shards
     def gather(self) -> None:
         """Wait for all parts: the parameters are whole from now on, their gradients new ones."""
         if self.is_whole:
             return
+        unguard(self.parameters.values(), "replicas")
         if self._is_held:
             self._check_unchanged()
         self.launch_gather()
@@ -155,18 +176,33 @@ class ParameterGroup:
         if self.keeps_whole:
             self._parts.move(name, self._part_of(name, whole, self._rank))
 
+    @_on_shards
     def free(self) -> None:
         """Free the memory of wholes between a layer's forward and its backward; parameters keep the wholes' shape."""
-        if self.is_whole and not self.keeps_whole:
+        if self.is_whole and not self.keeps_whole and not self._is_read:
             self._adopt_rebound()
             self._write_back()
             for name in self._cut:
                 self.parameters[name].data = _nothing(self.parameters[name])
             self._wholes = {}
             self.is_whole = False
+            self.gather_on_read()
 
+    def gather_on_read(self) -> None:
+        """Until the step ends, code that reads one of the parameters outside of its layer has the group gathered."""
+        if self.on_read is not None and not self.is_whole:
+            guard([self.parameters[name] for name in self._cut], "replicas", self.on_read)
+
+    def stay(self) -> None:
+        """Code outside of the layer reads the parameters: they are full until the step ends."""
+        self._is_read = True
+        self.gather()
+
+    @_on_shards
     def rest(self) -> None:
         """Parameters hold their parts, and the parts of their gradients."""
+        self._is_read = False
+        unguard(self.parameters.values(), "replicas")
         if self._gathering is not None:  # of a layer that was not called
             self._gathering[0].wait()
             self._gathering = None
@@ -202,6 +238,32 @@ class ParameterGroup:
             self._parts.write(name, self._part_of(name, self._wholes[name], self._rank))
         self._parts.let_go()
 
+    @_on_shards
+    @torch.no_grad()
+    def show_gradients(self) -> None:
+        """Parameters, which are full, have full gradients of earlier batches too; collective."""
+        for name, gradient in self._gradients.items():
+            if gradient is not None and name in self._cut:
+                gradient = self._joined(name, gradient)
+            self.parameters[name].grad = gradient
+        self._gradients = {}
+
+    @_on_shards
+    def take_gradients(self) -> None:
+        """Keep this rank's shards of the gradients that full parameters have."""
+        for name, parameter in self.parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and name in self._cut:
+                gradient = self._part_of(name, gradient, self._rank).clone()
+            self._gradients[name] = gradient
+
+    def _joined(self, name: str, part: Tensor) -> Tensor:
+        message = padded(part, self._cut[name]).contiguous()
+        received = [torch.empty_like(message) for _ in range(self._size)]
+        dist.all_gather(received, message, group=self._ranks.shard)
+        return join(received, self._cut[name])
+
+    @_on_shards
     def bring_home(self) -> None:
         """A step begins: what is shown elsewhere than at home goes there."""
         if self._is_held:
@@ -222,6 +284,7 @@ class ParameterGroup:
         if self.region is not None and not self.is_whole and self._gathering is None:
             self.region.read_ahead()
 
+    @_on_shards
     def leave(self) -> None:
         """Nobody may read what was in a file that is gone: that would end the process."""
         if self.region is not None and not self.region.file.is_there:
@@ -269,6 +332,7 @@ class ParameterGroup:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @_on_shards
     def launch_reduce(self) -> None:
         """Send what this rank has of the gradients, and forget it; does not wait.
 
@@ -310,6 +374,7 @@ class ParameterGroup:
         return _reduce_scatter(received, message, group=group, async_op=True), received
 
     @torch.no_grad()
+    @_on_shards
     def finish_reduce(self) -> None:
         """Wait, and add the averages to this rank's parts of the gradients.
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.parts.gather_on_read import Gather, Guards
 from lightning_hybrid.step.gradient_hooks import GradientHook
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.zero.group import ParameterGroup, ShardRanks
@@ -94,6 +95,20 @@ class ZeroSharding:
         self._in_backward = False
         self._backward_at: str | None = None  # FQN of the layer that it has come to
 
+    def gather_on_read(self, guards: Guards) -> None:
+        """Have code outside of layers find full parameters, where nobody has seen before what it reads.
+
+        Args:
+            guards: Of the run.
+        """
+        gather = Gather(guards, self._read)
+        for group in self._all:
+            group.on_read = gather
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        self._group_of[id(parameter)].stay()
+        return parameter
+
     def check(self) -> None:
         """See that parameters that are in a file can be read.
 
@@ -132,6 +147,8 @@ class ZeroSharding:
                 group.launch_gather()
         for group in self._all if self._is_evaluating else self._outside:
             group.gather()
+        for group in self._all:
+            group.gather_on_read()
         try:
             yield
             if trains:
@@ -139,6 +156,25 @@ class ZeroSharding:
         finally:
             self._queue = []
             for group in self._all:
+                group.rest()
+
+    @contextlib.contextmanager
+    def full_step(self) -> Iterator[None]:
+        """Inside, parameters and gradients are full, for a step that calls backwards and optimizers itself; collective.
+
+        It may read and write them between any two of its lines.
+        """
+        self.check()
+        for group in self._all:
+            group.launch_gather()
+        for group in self._all:
+            group.gather()
+            group.show_gradients()
+        try:
+            yield
+        finally:
+            for group in self._all:
+                group.take_gradients()
                 group.rest()
 
     def _agree(self) -> None:

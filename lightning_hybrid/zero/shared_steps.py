@@ -10,7 +10,7 @@ gradients are averaged after each backward, as without ZeRO. What is shared out 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +35,23 @@ def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:
 class SharedSteps:
     """The steps of one optimizer over the ranks of a shard."""
 
-    def __init__(self, optimizer: Optimizer, ranks: dist.ProcessGroup) -> None:
+    def __init__(
+        self, optimizer: Optimizer, ranks: dist.ProcessGroup, placements: Mapping[int, Shard] | None = None
+    ) -> None:
         """Take over the optimizer's steps.
 
         Args:
             optimizer: Whose step does to parts of a parameter what it does to the whole.
             ranks: That hold the same parameters and gradients, and share out its states.
+            placements: By id of each parameter that is cut, where its shards lie; then parameters, gradients and
+                states are shards between training steps. If None, only the states are.
         """
         self.optimizer, self._ranks = optimizer, ranks
         self._size, self._rank = ranks.size(), ranks.rank()
-        self._placements: dict[int, Shard] = {}
-        self.cut_states()
+        self._placements: dict[int, Shard] = dict(placements or {})
+        self._are_given = placements is not None
+        if not self._are_given:
+            self.cut_states()
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._step)
 
@@ -126,6 +132,8 @@ class SharedSteps:
 
     def _placement(self, p: Tensor) -> Shard | None:
         if id(p) not in self._placements:
+            if self._are_given:
+                return None
             placement = shard_placement(p.shape, self._size)
             if placement is None:
                 return None

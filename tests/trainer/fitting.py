@@ -244,7 +244,7 @@ def assert_parity(ranks: list[Fitted], expected: Fitted, run: Run, *, tolerance:
 
 def assert_cut(ranks: list[Fitted], run: Run) -> None:
     """The run was cut as meant: so many stages, none of them empty, and each rank holds its own only."""
-    num_stages = run.pp * run.strategy.get("stages_per_rank", 1)
+    num_stages = run.pp * run.strategy.get("stages_per_rank", 1) if run.pp > 1 else 1
     for index, rank in enumerate(ranks):
         assert rank.num_microbatches == run.microbatches or run.microbatches == 1
         if num_stages == 1:

@@ -9,7 +9,6 @@ from worlds_plugin import RankError
 
 import lightning_hybrid
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.replay import StepChanged
 
 
 class Manual(Tiny):
@@ -166,23 +165,16 @@ class ChangesBefore(ChangesLater):
         return (loss * 3 if len(SEEN) < 2 else loss + 3) / 2
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ({"tensor_parallel_size": 2}, "or set tensor_parallel_size=1"),
-        ({"zero_stage": 3, "num_microbatches": 2}, "or set zero_stage=0 and num_microbatches=1"),
-    ],
-)
-def test_advice_to_run_the_step_as_it_is_names_what_stands_against_it(worlds, options, advice):
-    for message in worlds.run(2, changed_under, options):
-        assert message.endswith(advice)
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"zero_stage": 3, "num_microbatches": 2}])
+def test_one_stage_trains_on_with_a_step_that_changes(worlds, options):
+    assert all(worlds.run(2, changed_under, options))
 
 
 def changed_under(options):
     SEEN.clear()
-    with pytest.raises(StepChanged, match=r"operation \d+ of the step was") as caught:
-        trainer_of(2, 1, strategy_options=options).fit(ChangesBefore(), loader(4))
-    return str(caught.value)
+    trainer = trainer_of(2, 1, strategy_options=options)
+    trainer.fit(ChangesBefore(), loader(4))
+    return trainer.global_step == len(SEEN) > 2
 
 
 @pytest.mark.parametrize(

@@ -197,4 +197,4 @@ class Mixed:
 
 def test_a_sum_with_something_of_the_batch_is_refused(worlds):
     with pytest.raises(Exception, match="a sum over the samples and something else"):
-        worlds.run(1, counted, 1, 1, Counts, Mixed, {"num_microbatches": 2})
+        worlds.run(2, counted, 2, 2, Counts, Mixed, {"num_microbatches": 2})

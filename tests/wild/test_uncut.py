@@ -263,6 +263,8 @@ MODULES = [(Deciding, None), (Writer, texts), (Decoder, None), (Backwards, None)
 def same(worlds, module, make_data, layout, **options):
     report = check(worlds, module, layout, **({} if make_data is None else {"make_data": make_data}), **options)
     assert report.outcome == "same", str(report)
+    if layout is EXPERTS:  # one stage runs every step as it is
+        return
     whole = {"validation_step", "test_step", "predict_step"} if module is Writer else {"validation_step"}
     assert any(set(note.split(":")[0].split(", ")) == whole for note in report.notes), report.notes
 

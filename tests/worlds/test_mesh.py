@@ -162,3 +162,33 @@ def test_groups_at_64_ranks(rank):
         check_groups(Mesh.build(layout, "cpu"))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(pipeline_parallel_size=2, data_shard_size=2),
+        ParallelLayout(pipeline_parallel_size=2, data_replicate_size=2),
+        ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2),
+        ParallelLayout(pipeline_parallel_size=4),
+    ],
+    ids=str,
+)
+def test_the_ranks_of_a_pipeline_become_ranks_of_a_shard(layout):
+    plain = Mesh.build(layout, "cpu")
+    mesh = plain.with_pipeline_as_shards()
+    wider = {
+        "pp": (),
+        "dp_shard": ("pp", "dp_shard"),
+        "data": ("pp", "dp_replicate", "dp_shard"),
+        "parts": ("pp", "dp_shard", "tp"),
+        "holders": ("pp", "dp_shard", "tp"),
+    }
+    for axis, axes in wider.items():
+        assert dist.get_process_group_ranks(mesh.group(axis)) == ranks_along(layout, mesh.rank, axes), axis
+    assert mesh.places("dp_shard") == {"dp_shard": mesh.rank_in("dp_shard")}
+    for axis in ("dp_replicate", "tp", "replica", "world"):
+        assert mesh.group(axis) is plain.group(axis)
+    total = mesh.all_reduce(torch.ones(()), "data")
+    assert float(total) == layout.data_parallel_size * layout.pipeline_parallel_size

@@ -1,0 +1,90 @@
+"""Lists on the user's modules to which a training step appends: an entry per batch, not one per microbatch.
+
+``self.outputs.append(loss)`` and its like are Lightning's own idiom for what an epoch's end looks at. A list that every
+microbatch has made longer by as many entries gets them joined, entry by entry; all else that a step leaves on its
+modules is as gradient accumulation leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.transaction import is_state
+from lightning_hybrid.step.tree import map_leaves
+
+Place: TypeAlias = tuple[str, str, Any]  # FQN of the module, its attribute, and the key where that is a dict of lists
+Rows: TypeAlias = dict[Place, list[list[Any]]]  # what each microbatch has appended
+
+
+class AppendedEntries:
+    """What one batch appends to the lists of one module."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Before the batch: args: root: the user's module."""
+        self._root = root
+        self._before = {place: len(held) for place, held in _lists(root).items()}
+        self._ends = [self._before]
+        self.rows: Rows = {}
+
+    def after_microbatch(self) -> None:
+        """Note what it has appended."""
+        held, last = _lists(self._root), self._ends[-1]
+        self._ends.append({place: len(entries) for place, entries in held.items()})
+        for place, entries in held.items():
+            begin = last.get(place, 0)
+            if len(entries) > begin or place in self.rows:
+                earlier: list[list[Any]] = [[] for _ in range(len(self._ends) - 2)]
+                new = [map_leaves(_detached, entry) for entry in entries[begin:]]
+                self.rows.setdefault(place, earlier).append(new)
+
+    def put(self, rows: Rows, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
+        """Join what all microbatches of the batch have appended, those of other ranks too.
+
+        Args:
+            rows: By place.
+            weights: Of the microbatches.
+            sizes: Their numbers of samples.
+        """
+        held = _lists(self._root)
+        for place, of_each in rows.items():
+            counts = {len(entries) for entries in of_each}
+            if place not in held or len(of_each) != len(weights) or len(counts) != 1 or counts == {0}:
+                continue
+            if any(size is not None and size > 1 and counts == {size} for size in sizes):  # an entry per sample
+                joined = [entry for entries in of_each for entry in entries]
+            else:
+                joined = [join(list(column), weights, sizes) for column in zip(*of_each, strict=True)]
+            held[place][self._before.get(place, 0) :] = joined
+
+
+def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
+    """What the microbatches of several ranks have appended.
+
+    Args:
+        rows: Of the ranks.
+        counts: Of their microbatches.
+    """
+    found: Rows = {}
+    for place in dict.fromkeys(place for row in rows for place in row):
+        of_ranks = zip(rows, counts, strict=True)
+        found[place] = [entries for row, count in of_ranks for entries in row.get(place, [[] for _ in range(count)])]
+    return found
+
+
+def _lists(root: nn.Module) -> dict[Place, list[Any]]:
+    found: dict[Place, list[Any]] = {}
+    for fqn, module in root.named_modules():
+        for name, value in module.__dict__.items():
+            if type(value) is list and is_state(name):
+                found[fqn, name, None] = value
+            elif type(value) is dict and value and is_state(name) and not name.endswith("_hooks"):
+                found |= {(fqn, name, key): held for key, held in value.items() if type(held) is list}
+    return found
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

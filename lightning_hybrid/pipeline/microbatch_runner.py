@@ -1,0 +1,154 @@
+"""What runs a step of the user's microbatch by microbatch: what pipelines and plain runs have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.logs import Entry
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.uncut import UncutSteps
+from lightning_hybrid.schedule import Span
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one step gave, the same on every rank of the pipeline.
+
+    Attributes:
+        output: What the user's step returned, joined over the microbatches; detached.
+        loss: The mean loss, weighted by samples; None for steps without a backward, and where the step returned none.
+        logs: Each logged key with the value of the step and the arguments of the call.
+        spans: When this rank did what.
+    """
+
+    output: Any
+    loss: Tensor | None
+    logs: list[tuple[Entry, float]]
+    spans: list[Span]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainContext:
+    """How a training step is run.
+
+    Attributes:
+        seed_factor: What the backward starts from (loss scale / accumulated batches).
+        before_backward: Called with a stage, and whether it is its last one, before each backward.
+        after_backward: The same after it.
+        reduce: Called with a stage after its last backward.
+        weigh: Weights of the microbatches given; their shares of the samples if None.
+    """
+
+    seed_factor: float
+    before_backward: Callable[[int, bool], None]
+    after_backward: Callable[[int, bool], None]
+    reduce: Callable[[int], None]
+    weigh: Callable[[Sequence[Any]], list[float]] | None = None
+
+
+class MicrobatchRunner(ABC):
+    """Runs any step of one module on this rank's part of it.
+
+    Attributes:
+        plan: Who holds what.
+        splitter: Of the user, for batches.
+        watching_units: All entered with the first step's recorded form while that step is recorded once more.
+        uncut: Runs steps of evaluation that cannot be cut, and code outside of steps that reads the module.
+        around_units: Entered around each step; replaces the forwards of layers.
+        around_step: Entered around each run of the user's step.
+    """
+
+    def __init__(
+        self, plan: StagePlan, *, num_microbatches: int | None, splitter: BatchSplitter | None, uncut: UncutSteps
+    ) -> None:
+        """Args: num_microbatches: the user's; None chooses. The others: see the class."""
+        self.plan, self.splitter, self.uncut = plan, splitter, uncut
+        self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
+        self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._wanted = num_microbatches
+        self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
+
+    @abstractmethod
+    def record(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Record a step on an example batch before the run.
+
+        Args:
+            name: Such as "training_step".
+            step: The user's bound method.
+            args: Its arguments, the batch first.
+            context: Entered around the step (autocast).
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        step_number: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        train: TrainContext | None = None,
+        share_output: bool = True,
+        by_hand: bool = False,
+    ) -> StepResult:
+        """Run one step of the user's module on a whole batch.
+
+        Args:
+            name: Such as "training_step".
+            step: The user's bound method.
+            args: Its arguments, the batch first.
+            step_number: Number of the batch in the run; keys the random numbers.
+            context: Entered around each forward (autocast).
+            train: Given for a training step; other steps run forward only.
+            share_output: Whether tensors that the step returned are needed on every rank.
+            by_hand: Whether it is a training step that calls backwards and optimizers itself.
+        """
+
+    def shard_units(
+        self,
+        around: Callable[[], AbstractContextManager[None]],
+        around_step: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Enter a context around each step, which replaces the forwards of layers, and one around each of its runs."""
+        self.around_units, self.around_step = around, around_step
+
+    def wrap_layers(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a further context around each step, inside the others: what it replaces runs around theirs."""
+        outer = self.around_units
+
+        @contextlib.contextmanager
+        def both() -> Iterator[None]:
+            with outer(), around():
+                yield
+
+        self.around_units = both
+
+    def count(self, name: str, batch: Any) -> int:
+        """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
+        count = choose_count(batch, self._wanted, self.plan.num_stages, self.splitter)
+        size = batch_size_of(batch)
+        if size is None or self.splitter is not None:
+            return count
+        usual = self._full.setdefault(name, (size, count))
+        if size >= usual[0]:
+            self._full[name] = size, count
+            return count
+        return math.ceil(size / math.ceil(usual[0] / usual[1]))

@@ -1,0 +1,247 @@
+"""Run the steps of a LightningModule as they are written, on real values, where there is one pipeline stage.
+
+Nothing is recorded and nothing replayed: a step may branch on values, change from batch to batch, and read what it
+likes. What ranks share of a layer (parameters, positions, experts, recomputation) hangs on the layer's forward. A batch
+is split into microbatches, each of which runs forward and backward before the next one; gradients add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.pipeline.appended import AppendedEntries
+from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.returned import detached
+from lightning_hybrid.pipeline.shares import Part, Shares, given_by
+from lightning_hybrid.pipeline.uncut import UncutSteps
+from lightning_hybrid.schedule import Action, Kind, Span
+from lightning_hybrid.step.bound_functions import users_functions
+from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
+from lightning_hybrid.step.deferred import Deferred, whole_of
+from lightning_hybrid.step.guesses import GUESSES
+from lightning_hybrid.step.held import put
+from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
+from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split
+from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import find_loss
+from lightning_hybrid.step.transaction import reachable
+from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
+from lightning_hybrid.step.user_functions import functions_drawing_again
+from lightning_hybrid.step.watch import Current
+
+
+class PlainRunner(MicrobatchRunner):
+    """Runs any step of one module whose layers are all on this rank, in full or in shards.
+
+    Attributes:
+        guards: Know whether the user's code runs, which reads full parameters, or a backward.
+        joins_results: Whether layers may hand on results in shards.
+        share_of_loss: What a loss is multiplied with before its backward, where the step calls that itself.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: StagePlan,
+        randomness: KeyedRandomness,
+        *,
+        num_microbatches: int | None,
+        splitter: BatchSplitter | None,
+        replica: int,
+        metrics: MetricSync,
+        uncut: UncutSteps,
+        shares: dist.ProcessGroup,
+    ) -> None:
+        """Args: root: the user's module. plan: of one stage. replica: data rank. shares: ranks that share a batch."""
+        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
+        self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
+        self.joins_results = False
+        layers = find_layers(choose_units(root, 1))
+        self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
+        self.guards, self._shares, self.share_of_loss = Guards(), Shares(shares), 1.0
+        self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
+
+    def record(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Let those who plan layers look at the step on stand-ins, with several answers to what it may decide by.
+
+        What none of these runs shows is not planned: such layers stay full. So their errors are nobody's.
+        """
+        batch, *rest = args
+        call = partial(step, *rest) if not rest else lambda batch: step(batch, *rest)
+        microbatch = split(batch, self.count(name, batch), self.splitter)[0][0]
+        variant = self._seen(name, partial(call, microbatch), context)
+        if variant is None:
+            return
+        with contextlib.ExitStack() as watching:
+            for watch in self.watching_units:
+                watching.enter_context(watch(variant))
+            for guesses in GUESSES:
+                with contextlib.suppress(Exception):
+                    units = variant.recording.units
+                    once = partial(call, microbatch)
+                    self.plan.record_once(name, once, units, context, train=False, guesses=guesses)
+
+    def _seen(
+        self, name: str, step: Callable[[], Any], context: Callable[[], AbstractContextManager[Any]]
+    ) -> Variant | None:
+        """The step recorded with the first answers with which that can be done; None if it cannot."""
+        for guesses in GUESSES:
+            with contextlib.suppress(Exception):
+                return self.plan.variant(name, step, context, train=False, guesses=guesses)
+        return None
+
+    def count(self, name: str, batch: Any) -> int:
+        """Number of microbatches: what needs no backward runs on the whole batch."""
+        if name != "training_step":
+            return 1
+        if name not in self._full:
+            check_count(batch, self._wanted)
+        return super().count(name, batch)
+
+    def run(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        step_number: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        train: TrainContext | None = None,
+        share_output: bool = True,
+        by_hand: bool = False,
+    ) -> StepResult:
+        """Run one step of the user's module on a whole batch; see ``MicrobatchRunner``."""
+        batch, *rest = args
+        trains = train is not None or by_hand
+        part = self._part(batch, 1 if by_hand else self.count(name, batch), is_shared=trains)
+        self.share_of_loss = self._shares.size * part.weights[0]
+        microbatches, weights = part.microbatches, list(part.weights)
+        seeds = [self._shares.size * weight for weight in weights] if train is not None else []
+        if train is not None and train.weigh is not None:
+            seeds = train.weigh(microbatches)
+            weights = [seed / self._shares.size for seed in seeds]
+        logs, spans = LogCapture(len(microbatches)), list[Span]()
+        outputs, losses = list[Any](), list[Tensor | None]()
+        appended = AppendedEntries(self._root) if trains and part.total > 1 else None
+        grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
+        metrics = self._metrics.in_shares(are_shares=part.total > len(microbatches))
+        with self._randomness.isolated(), grad, self._metrics.step(), metrics, self._layers():
+            for index, microbatch in enumerate(microbatches):
+                keyed = self._keyed(name, step_number, self._replica * part.total + part.first + index)
+                start = time.perf_counter()
+                with self.around_step(), context(), keyed, logs.microbatch(self._root, index):
+                    output = step(microbatch, *rest)
+                    if self.joins_results:
+                        output = self._joined(output)
+                middle = time.perf_counter()
+                spans.append(Span(0, Action(Kind.F, 0, index), start, middle))
+                if train is not None:
+                    is_last = index == len(microbatches) - 1
+                    with self.guards.off():
+                        losses.append(_backward(output, train, seeds[index], is_last=is_last))
+                    spans.append(Span(0, Action(Kind.B, 0, index), middle, time.perf_counter()))
+                outputs.append(map_leaves(detached, output))
+                if appended is not None:
+                    appended.after_microbatch()
+                del output, microbatch
+            if train is not None:
+                train.reduce(0)
+        is_read = share_output and not all(isinstance(output, Tensor) for output in outputs)
+        shown = outputs if not trains or is_read or self._shares.size == 1 else []
+        given = given_by(logs.known_entries(), weights, losses or [None] * len(weights), part, shown)
+        if appended is not None:
+            given.appended = appended.rows
+        if trains:
+            given = self._shares.together(given)
+        if appended is not None:
+            appended.put(given.appended, given.weights, given.sizes)
+        loss = given.loss
+        known = next((loss for loss in losses if loss is not None), None)
+        total = None if loss is None else torch.tensor(loss) if known is None else known.new_tensor(loss)
+        output = given.joined_output(name) if shown else total
+        return StepResult(output, total, given.logs(), spans)
+
+    def _joined(self, output: Any) -> Any:
+        """What a step returned; tensors that it hands on in shards are joined there, and where it keeps them."""
+        kept = [(place, leaf) for place, leaf in reachable(self._root, plain=False) if isinstance(leaf, Deferred)]
+        put(self._root, [place for place, _ in kept], [whole_of(leaf).detach() for _, leaf in kept])
+        return map_leaves(whole_of, output)
+
+    def _part(self, batch: Any, count: int, *, is_shared: bool) -> Part:
+        if is_shared:
+            return self._shares.of(batch, count, self.splitter)
+        return Part(*split(batch, count, self.splitter), first=0, total=count)
+
+    @contextlib.contextmanager
+    def _layers(self) -> Iterator[None]:
+        """Layers run in here as they are shared; what the user has compiled around them runs as it is written."""
+        with self.around_units(), slow_attention():
+            if not self._compiled_around:
+                yield
+                return
+            self._uncompiled.on()
+            try:
+                yield
+            finally:
+                self._uncompiled.off()
+
+    @contextlib.contextmanager
+    def _keyed(self, name: str, number: int, microbatch: int) -> Iterator[None]:
+        """Random numbers inside are those that stages draw.
+
+        The first run of a step is watched whole, and shows which modules draw. Later ones are watched there alone;
+        what draws elsewhere goes on from the generators as the microbatch has seeded them.
+        """
+        root, randomness = self._root, self._randomness
+        if name not in self._drawing:
+            again = self.guards.users
+            with drawing_as_stages(root, randomness, number, microbatch, again), randomness.noting() as codes:
+                yield
+            named = {fqn: module for fqn, module in root.named_modules() if zlib.crc32(fqn.encode()) in codes}
+            self._drawing[name] = {"": root, **named} if 0 in codes else named
+            return
+        drawing = self._drawing[name]
+        functions = users_functions() if drawing else []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(randomness.microbatch(number, microbatch))
+            stack.enter_context(randomness.modules({fqn: module for fqn, module in drawing.items() if fqn}))
+            stack.enter_context(adopted_checkpoints(Current(), randomness, self.guards.users))
+            stack.enter_context(functions_drawing_again(functions, randomness))
+            if "" in drawing:
+                stack.enter_context(randomness.watching(True))
+                stack.enter_context(randomness.each_draw())
+            yield
+
+
+def _backward(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:
+    """Run the backward of a microbatch; its loss, without the graph, or None if its step returned none."""
+    loss = find_loss(output)
+    train.before_backward(0, is_last)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
+    train.after_backward(0, is_last)
+    return loss.detach() if isinstance(loss, Tensor) else None

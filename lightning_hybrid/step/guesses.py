@@ -1,0 +1,61 @@
+"""What code finds where it reads a value of the model while it is only looked at: nothing of that run is kept.
+
+A step that decides by such values is looked at several times, with other answers, so that its branches are seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The answers that each look gives in turn.
+GUESSES = ((True,), (False,), (True, False), (False, True))
+# Floats read from the model: one small and one large, so that a comparison with a threshold goes either way.
+_FLOATS = {True: 0.5, False: 1e4}
+
+
+def guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
+    """What a read of an absent tensor gives.
+
+    Args:
+        name: Of the method, such as "item" or "__bool__".
+        absent: The tensor, of any shape.
+        guess: Which of two answers to give.
+    """
+    number = _number(absent.dtype, guess)
+    if name in ("item", "__complex__"):
+        return number
+    if name == "__float__":
+        return float(number.real)
+    if name in ("__int__", "__index__"):
+        return int(guess)
+    if name in ("tolist", "numpy", "__array__", "__dlpack__"):
+        with torch._C.DisableTorchFunction():
+            content = torch.full(tuple(absent.shape), number, dtype=absent.dtype)
+        return (
+            content.tolist()
+            if name == "tolist"
+            else getattr(content.float() if _wide(content) else content, _to(name))()
+        )
+    if name in ("__repr__", "__str__", "__format__"):
+        return str(number)
+    return guess
+
+
+def _to(name: str) -> str:
+    return "__dlpack__" if name == "__dlpack__" else "numpy"
+
+
+def _wide(content: Tensor) -> bool:
+    """Whether NumPy has no such dtype."""
+    return content.dtype is torch.bfloat16
+
+
+def _number(dtype: torch.dtype, guess: bool) -> Any:
+    if dtype is torch.bool:
+        return guess
+    if dtype.is_complex:
+        return complex(_FLOATS[guess])
+    return _FLOATS[guess] if dtype.is_floating_point else int(guess)
