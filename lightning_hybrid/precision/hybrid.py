@@ -205,6 +205,10 @@ class HybridPrecision(MixedPrecision):
         if self.scaler is not None:
             self.scaler.mesh = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The number format and the loss scale; process groups stay here."""
+        return {**vars(self), "mesh": None, "_norm": None}
+
     @property
     def _is_mixed(self) -> bool:
         return self.precision in ("16-mixed", "bf16-mixed")

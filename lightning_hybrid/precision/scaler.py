@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
@@ -44,6 +46,10 @@ class MeshGradScaler(GradScaler):
         made = cls(scaler._device)
         made.load_state_dict(scaler.state_dict())
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's; process groups stay here."""
+        return {**super().__getstate__(), "mesh": None}
 
     def use_device(self, device: str) -> None:
         """Say where the gradients will be, once that is known: "cpu" or "cuda"."""

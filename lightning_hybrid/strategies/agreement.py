@@ -89,14 +89,19 @@ def check_left_whole(module: nn.Module, *_: Any) -> None:
     Raises:
         RuntimeError: One has.
     """
-    parameters = dict(module.named_parameters())
-    elsewhere = [name for name, parameter in parameters.items() if is_absent(parameter)] + _held_in_parts(module)
-    if elsewhere:
+    if elsewhere := left_elsewhere(module):
         raise RuntimeError(
-            f"a run that failed or was stopped has left this {type(module).__name__} in parts: {len(set(elsewhere))} of"
-            f" its {len(parameters)} parameters (such as {elsewhere[0]!r}), or parts of them, are not on this rank, and"
-            " cannot be gathered any more; make a new module and load a checkpoint"
+            f"a run that failed or was stopped has left this {type(module).__name__} in parts: {len(elsewhere)} of its"
+            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or parts of them, are not"
+            " on this rank, and cannot be gathered any more; make a new module and load a checkpoint"
         )
+
+
+def left_elsewhere(module: nn.Module) -> list[str]:
+    """FQNs of parameters that are not on this rank, or not all of them."""
+    named = module.named_parameters()
+    absent = [name for name, parameter in named if is_absent(parameter)]
+    return list(dict.fromkeys(absent + _held_in_parts(module)))
 
 
 def _held_in_parts(module: nn.Module) -> list[str]:

@@ -157,3 +157,15 @@ class Hybrid3DStrategy(SetUpStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was asked for, and what a Trainer has connected; process groups, and the rest of a run, stay here."""
+        state: dict[str, Any] = super().__getstate__()
+        asked = SetUpStrategy(
+            options=self.options,
+            verify_first_step=self._verify_first_step,
+            process_group_backend=self._process_group_backend,
+            timeout=self._timeout,
+            start_method=self._start_method,
+        )
+        return state | {name: value for name, value in vars(asked).items() if name not in self._connected | {"_empty"}}

@@ -33,6 +33,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.strategies.evaluation import evaluate_each_sample_once
+from lightning_hybrid.strategies.options import check_processes
 from lightning_hybrid.strategies.published_mesh import published
 from lightning_hybrid.strategies.samplers import deal_to_replicas
 from lightning_hybrid.strategies.skipped_steps import allow_skipped_steps
@@ -53,11 +54,13 @@ class MeshStrategy(ParallelStrategy):
     ) -> None:
         """Args: sizes: as ``ParallelLayout.resolve``. lightning: arguments of Lightning's own strategies."""
         super().__init__(**lightning)
+        check_processes(process_group_backend, timeout, start_method)
+        self.num_nodes = 1
+        self._connected = frozenset(vars(self))  # names of what a Trainer, and a copy of this object, keeps
         self._sizes = sizes
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
-        self.num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: Mesh | None = None
         self._wider_mesh: Mesh | None = None  # where the ranks of a pipeline hold shards
@@ -75,9 +78,24 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def local_rank(self) -> int:
+        """This rank on its node."""
+        return 0 if self._is_one_process else super().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return 0 if self._is_one_process else super().node_rank
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def _is_one_process(self) -> bool:
+        """Whether this process is the whole world; no environment is asked then, of which parts may be missing."""
+        return self.num_nodes * self.num_processes == 1
 
     @property
     def process_group_backend(self) -> str | None:
@@ -86,10 +104,13 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The sizes of this run."""
-        if self._layout is None:
-            raise RuntimeError("the layout is known once the processes run; ask in setup() or later")
-        return self._layout
+        """The sizes of this run, as soon as a Trainer has said how many devices there are."""
+        return self._resolve_layout() if self._layout is None else self._layout
+
+    def _resolve_layout(self) -> ParallelLayout:
+        if not self.num_processes:
+            raise RuntimeError("the layout depends on the number of devices; ask when a Trainer has this strategy")
+        return ParallelLayout.resolve(self._num_ranks, **self._sizes)  # type: ignore[arg-type]
 
     @property
     def mesh(self) -> Mesh:
@@ -106,7 +127,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether samplers must be split: with one replica the user's order of samples stands."""
-        return self._layout is None or self._layout.data_parallel_size > 1
+        return self.layout.data_parallel_size > 1
 
     @property
     def global_rank(self) -> int:
@@ -117,9 +138,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     def world_size(self) -> int:
         """Ranks in the launcher's world; to the user's code those that see different data."""
-        if self._is_shown_to_user:
-            return self.layout.data_parallel_size
-        return self.cluster_environment.world_size() if self.cluster_environment is not None else 1
+        return self.layout.data_parallel_size if self._is_shown_to_user else self._num_ranks
 
     @property
     def is_global_zero(self) -> bool:
@@ -130,7 +149,13 @@ class MeshStrategy(ParallelStrategy):
     def _launcher_rank(self) -> int:
         if self._mesh is not None:  # environments may read RANK, which is another one while the user's code runs
             return self._mesh.rank
-        return self.cluster_environment.global_rank() if self.cluster_environment is not None else 0
+        known = self.cluster_environment is not None and not self._is_one_process
+        return self.cluster_environment.global_rank() if known else 0  # type: ignore[union-attr]
+
+    @property
+    def _num_ranks(self) -> int:
+        known = self.cluster_environment is not None and not self._is_one_process
+        return self.cluster_environment.world_size() if known else 1  # type: ignore[union-attr]
 
     @property
     def _is_shown_to_user(self) -> bool:
@@ -166,6 +191,25 @@ class MeshStrategy(ParallelStrategy):
         elif not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def set_world_ranks(self) -> None:
+        """Tell the environment, where it has no ranks of its own, which one this is; the Trainer asks when it is made.
+
+        Raises:
+            RuntimeError: The environment of a cluster lacks a variable.
+        """
+        assert self.cluster_environment is not None
+        try:
+            if not self._is_one_process:
+                self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        except KeyError as error:
+            raise RuntimeError(
+                f"{type(self.cluster_environment).__name__} finds no variable {error} for the rank of this process, one"
+                f" of {self.num_nodes * self.num_processes}; start the script as the cluster starts its tasks (srun),"
+                " or set Trainer(plugins=[LightningEnvironment()])"
+            ) from error
+
     def setup_environment(self) -> None:
         """Join the world and build the mesh."""
         super().setup_environment()
@@ -173,15 +217,17 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Lightning's launcher shares the cores out on the first rank alone; each other rank would take them all.
             _set_num_threads_if_needed(self.num_processes)
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        self._layout = ParallelLayout.resolve(self.world_size, **self._sizes)  # type: ignore[arg-type]
+        self.set_world_ranks()
+        self._layout = self._resolve_layout()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend
         # See [Note: groups bound to a device].
         in_stages = self._layout.pipeline_parallel_size > 1
         device_id = None if in_stages or self.root_device.type == "cpu" else self.root_device
+        if self._is_one_process and not _distributed_is_initialized():
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self._timeout, device_id=device_id
+            )
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if in_stages and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise ValueError(
@@ -203,7 +249,8 @@ class MeshStrategy(ParallelStrategy):
         self._changed_loops.close()
         trainer = self.lightning_module.trainer
         self._changed_loops.callback(evaluate_each_sample_once(trainer, self._mesh, self._has_failed))
-        self._changed_loops.callback(allow_skipped_steps(trainer))
+        if not self._is_one_process:
+            self._changed_loops.callback(allow_skipped_steps(trainer))
 
     def _has_failed(self) -> bool:
         """Whether a rank of this run is known to have failed."""
@@ -213,7 +260,17 @@ class MeshStrategy(ParallelStrategy):
         """Leave the trainer's loops as they were, and its hooks with the launcher's world."""
         self._shown_world.close()
         self._changed_loops.close()
-        super().teardown()
+        if self._leaves_whole:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None and self.accelerator is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+    @property
+    def _leaves_whole(self) -> bool:
+        """Whether the module can be moved at the end; after a failure it may be in parts."""
+        return True
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make loaders alike within a replica: samplers built by hand, and worker seeds (Lightning's are by rank)."""
@@ -263,23 +320,27 @@ class MeshStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data axes: the ranks of one replica hold the same value and count once."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
         return _sync_ddp_if_available(tensor, group or self.mesh.group("data"), reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the world decided so."""
+        if self._mesh is None:
+            return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         axis = "world" if self._everyone is None else "data"
         self.mesh.all_reduce(votes, axis)
         return int(votes) == self.mesh.size(axis) if all else bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data axes; a leading dimension of the data-parallel size is added.
+        """Gather over the data axes; a leading dimension of the data-parallel size is added if that is not 1.
 
         Raises:
             ValueError: The tensors have different shapes.
         """
+        if self._mesh is None or (self._mesh.size("data") == 1 and (group is None or group.size() == 1)):
+            return tensor
         _check_shapes(tensor, group or self.mesh.group("data"))
         return super().all_gather(tensor, group=group or self.mesh.group("data"), sync_grads=sync_grads)
 

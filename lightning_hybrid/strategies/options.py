@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
@@ -157,6 +159,35 @@ class Options:
     def microbatches(self) -> int | None:
         """A count that the user gave; None for "auto"."""
         return None if self.num_microbatches == "auto" else self.num_microbatches
+
+
+def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
+    """Check how processes are to be started, and how they are to talk.
+
+    Args:
+        backend: Of ``torch.distributed``; None for the device's own.
+        timeout: Of collective operations; None for torch's own.
+        start_method: Of the processes on this node.
+
+    Raises:
+        TypeError: A backend that is no string, or a timeout that is no ``timedelta``.
+        ValueError: An unknown backend or method, or a timeout that is over at once.
+    """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"process_group_backend={backend!r}; use 'nccl', 'gloo' or None")
+    known = dist.Backend.backend_list
+    unknown = [part for part in (backend or "").split(",") if part and part.split(":")[-1].lower() not in known]
+    if unknown or backend == "":
+        raise ValueError(f"process_group_backend={backend!r} is unknown; use 'nccl', 'gloo' or None (by device)")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r}; use datetime.timedelta(minutes=30), say, or None for torch's own")
+    if timeout is not None and timeout <= timedelta():
+        raise ValueError(f"timeout={timeout!r} is over before any operation can be; use more than 0 seconds")
+    if start_method not in ("popen", "fork"):
+        raise ValueError(
+            f"start_method={start_method!r} is unknown; use 'popen' (the script runs once per device) or 'fork' (for"
+            " notebooks)"
+        )
 
 
 def compile_options(compile: Any) -> dict[str, Any] | None:

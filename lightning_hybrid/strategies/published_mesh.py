@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -45,11 +46,11 @@ class PublishedMesh(DeviceMesh):
         with self.launchers_world():
             return super().mesh
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The mesh alone; its run is over for whoever loads it."""
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The mesh alone, of torch's class; its run is over for whoever loads it."""
         state = super().__getstate__()
         state.pop("launchers_world", None)
-        return state
+        return copyreg._reconstructor, (DeviceMesh, object, None), state  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PublishedMesh:
         """A copy of the module is on the same mesh."""

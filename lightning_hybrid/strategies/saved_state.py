@@ -26,7 +26,7 @@ from lightning_hybrid.checkpoint.single_file import (
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole
+from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole, left_elsewhere
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.epoch_metrics import EpochMetrics
@@ -83,9 +83,11 @@ class StagedStrategy(MeshStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         refuse_callbacks(trainer, self.layout, is_recorded=self._needs_runner())
-        self._failures = Failures(trainer, self.mesh, self._timeout or default_pg_timeout)
-        self._changed_loops.callback(self._failures.stop_watching)
-        self._changed_loops.callback(EpochMetrics(trainer).leave)
+        self._failures = None
+        if self.layout.world_size > 1:
+            self._failures = Failures(trainer, self.mesh, self._timeout or default_pg_timeout)
+            self._changed_loops.callback(self._failures.stop_watching)
+            self._changed_loops.callback(EpochMetrics(trainer).leave)
 
     @abc.abstractmethod
     def _needs_runner(self) -> bool:
@@ -99,6 +101,14 @@ class StagedStrategy(MeshStrategy):
     @property
     def _cut_off(self) -> bool:
         return self._failures is not None and self._failures.cut_off
+
+    @property
+    def _leaves_whole(self) -> bool:
+        module = self.lightning_module
+        if module is None or not self._failed:
+            return self._is_whole
+        is_built = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        return self._is_whole and is_built and not left_elsewhere(module)
 
     def _has_failed(self) -> bool:
         return self._failures is not None and self._failures.any_reported()
@@ -269,11 +279,12 @@ class StagedStrategy(MeshStrategy):
         return own_optimizer_state(optimizer, state, self._parts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the file on the first rank; the seed of keyed randomness goes with it."""
+        """Write the file on the first rank; the seed of keyed randomness goes with it where there may be any."""
         if self._cut_off and not self._is_whole:
             warn_of_missing_checkpoint(filepath)
             return
-        super().save_checkpoint({**checkpoint, "hybrid3d": {"seed": self._seed}}, filepath, storage_options)
+        own = {"hybrid3d": {"seed": self._seed}} if self.layout.world_size > 1 or self._needs_runner() else {}
+        super().save_checkpoint({**checkpoint, **own}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the file on every rank; a resumed run draws what the saved one would have drawn."""
@@ -283,6 +294,7 @@ class StagedStrategy(MeshStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Ranks that failed take no further part in collectives; the others learn why."""
+        super().on_exception(exception)
         self._failed = True
         if self._guard is not None:  # the module stays in parts
             assert self.lightning_module is not None

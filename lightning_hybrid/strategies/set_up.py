@@ -503,5 +503,4 @@ class SetUpStrategy(VerifyingStrategy):
         if self._zero is not None:
             self._zero.close()
             self._zero = None
-        if not self._failed:
-            super().teardown()
+        super().teardown()

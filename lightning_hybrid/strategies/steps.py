@@ -110,6 +110,8 @@ class SteppingStrategy(FolderStrategy):
 
     def _share_buffers(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
         """From now on replicas have the buffers of the first where DDP has; returns what ends it."""
+        if self._shard_mesh.size("data") == 1:
+            return lambda: None
         self._replica_buffers = ReplicaBuffers(module, self._shard_mesh.group("data"), self.root_device)
         undo = hold_in_evaluation(trainer, self._replica_buffers.share, lambda: None)
 
