@@ -1,17 +1,26 @@
-"""Log once per step what its microbatches and replicas logged: the same number on every rank."""
+"""Log once per step what its microbatches and replicas logged: the same number on every rank.
+
+Replicas may log different keys in one batch (a key inside an ``if``), and the same keys in another order: each value is
+reduced over those that logged it. One message of fixed size tells whether the keys are the same everywhere, and is
+enough then; only where they are not, each replica tells the others what it logged.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
+from torchmetrics import Metric
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.exchange import RanksDisagree
@@ -28,11 +37,8 @@ def log_for_all(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]
     """Reduce logged values over the replicas, as each entry's ``reduce_fx`` says, and log them on this rank.
 
     Lightning leaves that to ``sync_dist=True``; without it every replica would show, and monitor, its own number.
-
-    Raises:
-        RanksDisagree: The replicas log different keys.
     """
-    begin_logs(module, logged, mesh)()
+    begin_logs(module, logged, mesh)()()
 
 
 def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> None:
@@ -52,34 +58,44 @@ def _log_each(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]])
 
 def begin_logs(
     module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
-) -> Callable[[], None]:
-    """Start what ``log_for_all`` does, and return what finishes it: a backward in between hides the reduction.
+) -> Callable[[], Callable[[], None]]:
+    """Start what ``log_for_all`` does: a backward hides the reduction.
 
     Args:
         module: The user's.
         logged: What this replica logged, with its values.
         mesh: The ranks.
         skipped: Whether this replica's step returned no loss, which all replicas must do alike.
+
+    Returns:
+        What waits for the other replicas, and returns what logs. That may ask them once more, so all must call it
+        between the same collectives.
     """
     compare = _begin_to_compare_copies(logged, mesh)
     if mesh.size("data") == 1:
 
-        def finish_alone() -> None:
+        def wait_alone() -> Callable[[], None]:
             compare()
-            _log_each(module, logged)
+            return partial(_log_each, module, logged)
 
-        return finish_alone
-    sizes = [_batch_size(module, entry) for entry, _ in logged]
-    reduced = _over_replicas(logged, sizes, mesh, skipped=skipped)
+        return wait_alone
+    own = _by_key(module, logged)
+    exchange = _Exchange(own, mesh, skipped=skipped)
 
-    def finish() -> None:
+    def wait() -> Callable[[], None]:
         compare()
-        values, totals = reduced()
-        for (entry, _), value, size, total in zip(logged, values, sizes, totals, strict=True):
-            known = {} if size is None else {"batch_size": round(total)}
-            _log(module, entry, value, {**entry.total_kwargs(), **known})
+        is_agreed = exchange.wait()
 
-    return finish
+        def log() -> None:
+            reduced = exchange.reduced() if is_agreed else _of_those_that_logged(module, own, mesh)
+            for key in [*own, *sorted(reduced.keys() - own.keys())]:
+                entry, value, size = reduced[key]
+                known = {} if size is None else {"batch_size": round(size)}
+                _log(module, entry, value, {**entry.total_kwargs(), **known})
+
+        return log
+
+    return wait
 
 
 def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
@@ -138,45 +154,135 @@ def _batch_size(module: pl.LightningModule, entry: Entry) -> int | None:
     return extract_batch_size(results.batch) if results.batch_size is None else results.batch_size
 
 
-def _over_replicas(
-    logged: Sequence[tuple[Entry, float]], sizes: Sequence[int | None], mesh: Mesh, *, skipped: bool
-) -> Callable[[], tuple[list[float], list[float]]]:
-    """One collective for means and sums, one more for maxima and minima; returns what waits for values and sizes."""
-    count, group = mesh.size("data"), mesh.group("data")
-    names = float(_digest(logged))
-    device = mesh.device_mesh.device_type
-    values = [value for _, value in logged]
-    # As many numbers whatever is logged, so that replicas that log different keys meet, and find out.
-    numbers = [float(skipped), names, *values, *(size or 0 for size in sizes)]
-    row = torch.zeros(128 * math.ceil(len(numbers) / 128), dtype=torch.float64)
-    row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    row = row.to(device)
-    works = [dist.all_reduce(row, group=group, async_op=True)]
-    hows = [entry.how for entry, _ in logged]
-    signs = [-1.0 if how == "min" else 1.0 for how in hows]
-    signed = torch.tensor([sign * value for sign, value in zip(signs, values, strict=True)], dtype=torch.float64)
-    signed = signed.to(device)
-    if "max" in hows or "min" in hows:
-        works.append(dist.all_reduce(signed, dist.ReduceOp.MAX, group=group, async_op=True))
+# Name, and how often the step has logged it before: a step may log one name several times.
+_Key = tuple[str, int]
 
-    def wait() -> tuple[list[float], list[float]]:
-        for work in works:
-            work.wait()
-        num_skipped, found, *sums = row.tolist()
-        if num_skipped not in (0, count):
-            raise RanksDisagree(
-                f"training_step returned None on {num_skipped:.0f} of {count} replicas, this one"
-                f" {'included' if skipped else 'not among them'}; a step is skipped by all replicas or by none: return"
-                " a loss of zero that depends on the model (0.0 * output.sum()) instead"
-            )
-        if found != names * count:
-            raise RanksDisagree(
-                f"replicas log different keys; this one logs {[entry.name for entry, _ in logged]}. Log the same keys"
-                " on every rank and for every batch: values are reduced over the replicas for you"
-            )
-        totals = sums[len(values) : 2 * len(values)]
-        reduced = {"sum": sums, "max": signed.tolist(), "min": [-largest for largest in signed.tolist()]}
-        means = [total / count for total in sums]
-        return [reduced.get(how, means)[place] for place, how in enumerate(hows)], totals
 
-    return wait
+class _Logged(NamedTuple):
+    """What is logged under a key; ``size`` weighs it in the mean over the epoch, None where Lightning takes no mean."""
+
+    entry: Entry
+    value: float
+    size: float | None
+
+
+def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> dict[_Key, _Logged]:
+    found: dict[_Key, _Logged] = {}
+    times: Counter[str] = Counter()
+    for entry, value in logged:
+        found[entry.name, times[entry.name]] = _Logged(entry, value, _batch_size(module, entry))
+        times[entry.name] += 1
+    return found
+
+
+class _Exchange:
+    """Reduces what replicas logged if all of them logged the same, in whatever order."""
+
+    def __init__(self, own: dict[_Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
+        """Begin. Args: own: what this replica logged. mesh, skipped: as ``begin_logs``."""
+        self._own = {key: own[key] for key in sorted(own)}
+        self._skipped = skipped
+        self._count, self._group = mesh.size("data"), mesh.group("data")
+        self._device = mesh.device_mesh.device_type
+        values = [logged.value for logged in self._own.values()]
+        self._numbers = [*values, *(logged.size or 0 for logged in self._own.values())]
+        # Halves of a checksum and their squares: all are equal if and only if count * sum of squares = square of sum,
+        # which every rank finds alike. Sums of so small numbers are exact.
+        meant = [(key, logged.entry.how) for key, logged in self._own.items()]
+        halves = divmod(zlib.crc32(repr(meant).encode()), 1 << 16)
+        header = [float(skipped), *halves, *(half * half for half in halves)]
+        row = torch.tensor(header + self._numbers[:_SENT], dtype=torch.float64)
+        self._row = torch.nn.functional.pad(row, (0, _HEADER + _SENT - len(row))).to(self._device)
+        self._work = dist.all_reduce(self._row, group=self._group, async_op=True)
+
+    def wait(self) -> bool:
+        """Wait for the others; whether all logged the same keys.
+
+        Raises:
+            RanksDisagree: Some replicas returned no loss.
+        """
+        self._work.wait()
+        num_skipped, *sums = self._row.tolist()
+        self._sums = sums[_HEADER - 1 :]
+        if num_skipped not in (0, self._count):
+            raise RanksDisagree(
+                f"training_step returned None on {num_skipped:.0f} of {self._count} replicas, this one"
+                f" {'included' if self._skipped else 'not among them'}; a step is skipped by all replicas or by none:"
+                " return a loss of zero that depends on the model (0.0 * output.sum()) instead"
+            )
+        high, low, high_squares, low_squares = map(int, sums[: _HEADER - 1])
+        return high**2 == self._count * high_squares and low**2 == self._count * low_squares
+
+    def reduced(self) -> dict[_Key, _Logged]:
+        """The reduced values; one more collective for numbers that had no room, one for maxima and minima."""
+        num_keys = len(self._own)
+        totals = self._sums[: len(self._numbers)]
+        if len(self._numbers) > _SENT:
+            rest = torch.tensor(self._numbers[_SENT:], dtype=torch.float64, device=self._device)
+            dist.all_reduce(rest, group=self._group)
+            totals = self._sums + rest.tolist()
+        hows = [logged.entry.how for logged in self._own.values()]
+        signs = [-1.0 if how == "min" else 1.0 for how in hows]
+        largest = [sign * number for sign, number in zip(signs, self._numbers[:num_keys], strict=True)]
+        if "max" in hows or "min" in hows:
+            signed = torch.tensor(largest, dtype=torch.float64, device=self._device)
+            dist.all_reduce(signed, dist.ReduceOp.MAX, group=self._group)
+            largest = signed.tolist()
+        reduced = {}
+        for place, (key, (entry, _, size)) in enumerate(self._own.items()):
+            total = totals[place]
+            extremes = {"sum": total, "max": largest[place], "min": -largest[place]}
+            value = extremes.get(entry.how, total / self._count)
+            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + place])
+        return reduced
+
+
+_HEADER, _SENT = 5, 123  # numbers
+_REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+
+
+def _of_those_that_logged(module: pl.LightningModule, own: dict[_Key, _Logged], mesh: Mesh) -> dict[_Key, _Logged]:
+    """Reduce each value over the replicas that logged it; collective, and slower than where all log the same."""
+    fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
+    mine = {key: _sent(logged, fqns) for key, logged in own.items()}
+    everyone: list[Any] = [None] * mesh.size("data")
+    dist.all_gather_object(everyone, mine, group=mesh.group("data"))
+    reduced = {}
+    for key in sorted({key for each in everyone for key in each}):
+        found = [each[key] for each in everyone if key in each]
+        entry = own[key].entry if key in own else _received(module, key, found[0])
+        values = [one["value"] for one in found]
+        reduce: Callable[[Sequence[float]], float] = _REDUCTIONS.get(entry.how, statistics.fmean)
+        sizes = [one["size"] for one in found if one["size"] is not None]
+        if entry.is_number or key in own:
+            reduced[key] = _Logged(entry, reduce(values), sum(sizes) if sizes else None)
+    return reduced
+
+
+def _sent(logged: _Logged, fqns: Mapping[int, str]) -> dict[str, Any]:
+    """What other replicas need to log the same."""
+    entry = logged.entry
+    kwargs = {name: value for name, value in entry.kwargs.items() if isinstance(value, str | int | None)}
+    if entry.how in ("mean", "sum", "max", "min"):
+        kwargs["reduce_fx"] = entry.how
+    metric = None if entry.metric is None else fqns.get(id(entry.metric), "")
+    sent = {"value": logged.value, "size": logged.size, "kwargs": kwargs, "dtype": entry.dtype, "metric": metric}
+    return sent if entry.is_number else {**sent, "other": None}
+
+
+def _received(module: pl.LightningModule, key: _Key, sent: Mapping[str, Any]) -> Entry:
+    """What another replica logged, for this one to log.
+
+    Raises:
+        RanksDisagree: It is a metric object that is not found here.
+    """
+    metric = None
+    if sent["metric"] is not None:
+        if not sent["metric"]:
+            raise RanksDisagree(
+                f"replicas log different keys, among them {key[0]!r} with a metric object that is no attribute of the"
+                " module, so that this replica cannot find its own; make it in __init__, or log it on every rank"
+            )
+        metric = cast("Metric", module.get_submodule(sent["metric"]))
+    other = {"other": sent["other"]} if "other" in sent else {}
+    return Entry(key[0], metric, dict(sent["kwargs"]), [sent["value"]], [None], sent["dtype"], **other)

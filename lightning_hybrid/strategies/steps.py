@@ -70,7 +70,7 @@ class SteppingStrategy(FolderStrategy):
         self._recomputing: Callable[[], AbstractContextManager[None]] | None = None  # where steps run as they are
         self._norms: SyncedBatchNorm | None = None
         self._replica_buffers: ReplicaBuffers | None = None
-        self._finish_logs: Callable[[], None] | None = None
+        self._finish_logs: Callable[[], Callable[[], None]] | None = None
         self._compiled: CompiledUnits | None = None
         self._compiler_config = contextlib.ExitStack()
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
@@ -247,7 +247,7 @@ class SteppingStrategy(FolderStrategy):
         self.spans = result.spans
         if trains:
             skipped = not by_hand and result.loss is None
-            begin_logs(module, result.logs, self.mesh, skipped=skipped)()
+            begin_logs(module, result.logs, self.mesh, skipped=skipped)()()
         else:
             log_for_replica(module, result.logs, self.mesh)
         return result
@@ -282,7 +282,7 @@ class SteppingStrategy(FolderStrategy):
         if module.automatic_optimization and not skipped and not self._trainer.fit_loop._skip_backward:
             self._finish_logs = finish  # after the backward, which hides the reduction
         else:
-            finish()
+            finish()()
         if skipped and self._backward_syncs and self._trainer.accumulate_grad_batches > 1:
             self._reducers[None].reduce()  # gradients of earlier batches, which no backward averages now
         return output
@@ -391,16 +391,16 @@ class SteppingStrategy(FolderStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """There, wait for the reduction; first for the logs, which tell if another replica takes no part."""
         self._until_backward.close()
-        if self._finish_logs is not None:
-            assert self.lightning_module is not None
-            with current_hook(self.lightning_module, "training_step"):
-                self._finish_logs()
-            self._finish_logs = None
+        log, self._finish_logs = None if self._finish_logs is None else self._finish_logs(), None
         if (self._runner is None or self._steps_by_hand) and self._backward_syncs:
             for reducer in self._reducers.values():
                 reducer.finish()
             if self._experts is not None:
                 self._experts.agree_on_gradients()
+        if log is not None:  # replicas may ask each other once more, now that all have come to the same place
+            assert self.lightning_module is not None
+            with current_hook(self.lightning_module, "training_step"):
+                log()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
