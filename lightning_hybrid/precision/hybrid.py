@@ -73,11 +73,22 @@ class HybridPrecision(MixedPrecision):
         self.around_clipping: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
+    def is_other(cls, plugin: Precision) -> bool:
+        """Whether a plugin has behaviour of its own, which would be lost if it were converted."""
+        move(plugin, namespace_of(__name__))
+        return not isinstance(plugin, cls) and type(plugin) not in (
+            Precision,
+            MixedPrecision,
+            HalfPrecision,
+            DoublePrecision,
+        )
+
+    @classmethod
     def of(cls, plugin: Precision) -> HybridPrecision:
         """Convert the plugin that Lightning chose; one of this class is returned as it is.
 
         Raises:
-            TypeError: a plugin with behaviour of its own, which would be lost.
+            TypeError: a plugin with behaviour of its own.
         """
         move(plugin, namespace_of(__name__))
         if isinstance(plugin, cls):

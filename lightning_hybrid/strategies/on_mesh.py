@@ -240,17 +240,24 @@ class MeshStrategy(ParallelStrategy):
         atexit.register(_destroy_dist_connection)
         if self._mesh is None or self._mesh.layout != self._layout:
             self._mesh = Mesh.build(self._layout, self.root_device.type)
+        self._shown_world.close()
+        self._changed_loops.close()
+        trainer = self._connected_trainer
+        if trainer is None:
+            return
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = published(self._mesh.published(), self.launcher_world)
         name_layers(self.lightning_module)
-        self._shown_world.close()
         self._user_world = UserWorld(self._mesh)
-        self._shown_world.callback(self._user_world.show_to_hooks(self.lightning_module.trainer))
-        self._changed_loops.close()
-        trainer = self.lightning_module.trainer
+        self._shown_world.callback(self._user_world.show_to_hooks(trainer))
         self._changed_loops.callback(evaluate_each_sample_once(trainer, self._mesh, self._has_failed))
         if not self._is_one_process:
             self._changed_loops.callback(allow_skipped_steps(trainer))
+
+    @property
+    def _connected_trainer(self) -> Any:
+        """The Trainer of this run; None where the strategy is used by hand."""
+        return None if self.lightning_module is None else self.lightning_module._trainer
 
     def _has_failed(self) -> bool:
         """Whether a rank of this run is known to have failed."""
@@ -320,7 +327,7 @@ class MeshStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data axes: the ranks of one replica hold the same value and count once."""
-        if not isinstance(tensor, Tensor) or self._mesh is None:
+        if not isinstance(tensor, Tensor) or self._mesh is None or (group is None and self._mesh.size("data") == 1):
             return tensor
         return _sync_ddp_if_available(tensor, group or self.mesh.group("data"), reduce_op=reduce_op)
 

@@ -80,11 +80,11 @@ class StagedStrategy(MeshStrategy):
         self._failed, self._is_whole, self._guard, self._loads_parts = False, True, None, None
         check_connections()
         super().setup_environment()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        refuse_callbacks(trainer, self.layout, is_recorded=self._needs_runner())
+        trainer = self._connected_trainer
         self._failures = None
-        if self.layout.world_size > 1:
+        if trainer is not None:
+            refuse_callbacks(trainer, self.layout, is_recorded=self._needs_runner())
+        if trainer is not None and self.layout.world_size > 1:
             self._failures = Failures(trainer, self.mesh, self._timeout or default_pg_timeout)
             self._changed_loops.callback(self._failures.stop_watching)
             self._changed_loops.callback(EpochMetrics(trainer).leave)

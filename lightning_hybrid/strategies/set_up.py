@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, check_left_whole
@@ -452,9 +453,9 @@ class SetUpStrategy(VerifyingStrategy):
         parts = self._parts
         # By hand, replicas have full gradients.
         axes = ("pp", "cp", "tp") if self._steps_by_hand else ("pp", "cp", "parts")
-        self.precision_plugin.connect_mesh(
-            self._shard_mesh, lambda: counted, axes=axes, parts=None if parts is None else parts.first_held
-        )
+        if self._in_parts_by_layout or isinstance(self.precision_plugin, HybridPrecision):
+            held = None if parts is None else parts.first_held
+            self.mesh_precision.connect_mesh(self._shard_mesh, lambda: counted, axes=axes, parts=held)
         if parts is not None:
             counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
         by_hand = self._steps_by_hand
@@ -472,7 +473,7 @@ class SetUpStrategy(VerifyingStrategy):
         shard = self._shard_mesh.group("dp_shard")
         self._stepped = share_steps(self.optimizers if self._by_hand else [], shard, self._stop_reads)
         if by_hand and self._guards is not None:
-            self.precision_plugin.around_clipping = self._guards.off
+            self.mesh_precision.around_clipping = self._guards.off
             for optimizer in self.optimizers:
                 self._stop_reads.callback(work_on_shards(optimizer, self._guards))
         if by_hand and self._zero is not None:

@@ -77,19 +77,37 @@ class SteppingStrategy(FolderStrategy):
         self.spans: list[Span] = []
 
     @property
-    def precision_plugin(self) -> HybridPrecision:
-        """The precision, ours: the connector's stock plugin is converted."""
-        plugin = self._precision_plugin or Precision()
-        if not isinstance(plugin, HybridPrecision):
-            plugin = self._precision_plugin = HybridPrecision.of(plugin)
-        return plugin
+    def precision_plugin(self) -> Precision:
+        """The precision: ours for one of Lightning's; one of the user's own serves where each rank has whole steps."""
+        if self._precision_plugin is None:
+            self._precision_plugin = HybridPrecision()
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = plugin if plugin is None else HybridPrecision.of(plugin)
+        if plugin is not None and not HybridPrecision.is_other(plugin):
+            plugin = HybridPrecision.of(plugin)
+        self._precision_plugin = plugin
+
+    @property
+    def mesh_precision(self) -> HybridPrecision:
+        """The precision over several ranks.
+
+        Raises:
+            TypeError: It has behaviour of its own.
+        """
+        plugin = self.precision_plugin
+        return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
+
+    def setup_environment(self) -> None:
+        """Join the world; a precision plugin that cannot be shared out is refused first."""
+        if self._needs_runner():
+            _ = self.mesh_precision
+        super().setup_environment()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole schedule, forward and backward; the backward that Lightning calls later hands over."""
+        args = (*args, *kwargs.values())
         if self._replica_buffers is not None:
             self._replica_buffers.share()
             self._replica_buffers.after_step(averaged=self._backward_syncs)
@@ -129,7 +147,7 @@ class SteppingStrategy(FolderStrategy):
         assert module is not None and self._runner is not None
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         accumulated = self._trainer.accumulate_grad_batches
-        seed_factor = self.precision_plugin.loss_scale / accumulated
+        seed_factor = self.mesh_precision.loss_scale / accumulated
         trained = [p for _, p in parameters_of(modules_in(module)) if not is_absent(p)]
         # Where Lightning will run no backward (SWA's last pass, for BatchNorm), what is set aside is never handed over.
         unused = self._trainer.fit_loop._skip_backward
@@ -163,7 +181,8 @@ class SteppingStrategy(FolderStrategy):
         """Move the module to this rank's device; loggers then see it, before it is in parts."""
         assert self.lightning_module is not None
         move_to_device(self.lightning_module, self.root_device)
-        log_graph_of_whole(self._trainer, self.lightning_module, is_empty=self._empty is not None)
+        if self._needs_runner():
+            log_graph_of_whole(self._trainer, self.lightning_module, is_empty=self._empty is not None)
 
     # -- what is done around units ------------------------------------------------------------------------------------
 
@@ -326,7 +345,7 @@ class SteppingStrategy(FolderStrategy):
 
     def _among_others(self, name: str) -> AbstractContextManager[None]:
         """In a batch of an evaluation that other replicas do not have, asking them is an error: they never answer."""
-        evaluates = name in ("validation_step", "test_step") and self.mesh.size("data") > 1
+        evaluates = name in ("validation_step", "test_step") and self.layout.data_parallel_size > 1
         return asked_in_common_batches(self._trainer, self.mesh, name) if evaluates else nullcontext()
 
     @property

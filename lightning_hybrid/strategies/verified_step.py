@@ -164,7 +164,7 @@ class VerifyingStrategy(SteppingStrategy):
             step=module.training_step,
             rest=rest,
             number=trainer.fit_loop.epoch_loop.total_batch_idx,
-            seed_factor=self.precision_plugin.loss_scale / trainer.accumulate_grad_batches,
+            seed_factor=self.mesh_precision.loss_scale / trainer.accumulate_grad_batches,
             context=self._context("training_step"),
         )
         metrics = contextlib.nullcontext() if self._metrics is None else self._metrics.step()
@@ -172,7 +172,7 @@ class VerifyingStrategy(SteppingStrategy):
             return self._alone.run(call, given)
 
     def _precision(self, module: pl.LightningModule) -> str:
-        return precision_of(self.precision_plugin.precision, list(module.parameters()))
+        return precision_of(self.mesh_precision.precision, list(module.parameters()))
 
     # -- the comparison -----------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class VerifyingStrategy(SteppingStrategy):
         alone: Alone | None = None if self._alone is None else self._alone.result
         parameters = dict(module.named_parameters())
         overflow = alone is not None and not all(torch.isfinite(g).all() for g in alone.gradients.values())
-        if self.precision_plugin.scaler is not None and self.broadcast(overflow):
+        if self.mesh_precision.scaler is not None and self.broadcast(overflow):
             self._start_over()  # the loss scale is too large: this step will be skipped
             return
         stages = self._stages(parameters)
@@ -193,7 +193,7 @@ class VerifyingStrategy(SteppingStrategy):
             self._losses,
             parameters,
             stages,
-            float(self.precision_plugin.grad_norm(trained)) if clips else None,
+            float(self.mesh_precision.grad_norm(trained)) if clips else None,
             replica=self.data_rank,
             mesh=self.mesh,
             device=self.root_device,
