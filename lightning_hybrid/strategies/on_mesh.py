@@ -188,7 +188,7 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if self._start_method != "popen":
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-        elif not self.cluster_environment.creates_processes_externally:
+        elif not self._is_one_process and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -214,7 +214,7 @@ class MeshStrategy(ParallelStrategy):
         """Join the world and build the mesh."""
         super().setup_environment()
         assert self.cluster_environment is not None
-        if isinstance(self.cluster_environment, LightningEnvironment):
+        if isinstance(self.cluster_environment, LightningEnvironment) and not self._is_one_process:
             # Lightning's launcher shares the cores out on the first rank alone; each other rank would take them all.
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()

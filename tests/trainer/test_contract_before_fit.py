@@ -1,6 +1,5 @@
 """What a Trainer with hybrid3d answers before any process is started, as Lightning's own strategies do."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -111,40 +110,53 @@ def test_sizes_that_do_not_fit_are_told_when_the_layout_is_asked_for():
         _ = Hybrid3DStrategy().layout
 
 
-# -- clusters ---------------------------------------------------------------------------------------------------------
+# -- processes --------------------------------------------------------------------------------------------------------
 
-ON_SLURM = """
-    import sys, warnings
+SCRIPT = """
+    import os, sys, threading, warnings
     warnings.simplefilter("ignore")
     import lightning_hybrid
+    import torch
     from lightning.pytorch import Trainer
     from trainer.one_device import Small
 
+    def around():
+        return dict(os.environ), torch.get_num_threads(), threading.active_count()
+
+    before = around()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(accelerator="cpu", devices=int(sys.argv[1]), max_epochs=1, strategy="hybrid3d", **quiet)
     trainer.fit(Small())
     environment = type(trainer._accelerator_connector.cluster_environment).__name__
+    after = around()
+    print(sorted(after[0].items() ^ before[0].items()), after[1] == before[1], trainer.strategy.launcher)
     print(environment, trainer.global_rank, trainer.world_size, trainer.global_step)
 """
 
 
-def run_on_slurm(folder, devices, **variables):
+def run_script(folder, devices, **variables):
     path = folder / "train.py"
-    path.write_text(textwrap.dedent(ON_SLURM))
-    settings = {**environment(), "SLURM_JOB_NAME": "train", **variables}
-    settings["PYTHONPATH"] = os.pathsep.join([settings["PYTHONPATH"], str(folder)])
+    path.write_text(textwrap.dedent(SCRIPT))
+    settings = {**environment(), **variables}
+    del settings["OMP_NUM_THREADS"]
     command = [sys.executable, str(path), str(devices)]
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
 
 
+def test_one_device_leaves_the_process_as_it_was(tmp_path):
+    done = run_script(tmp_path, 1)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["[] True None", "LightningEnvironment 0 1 8"]
+
+
 def test_one_device_on_slurm_needs_none_of_its_variables(tmp_path):
-    done = run_on_slurm(tmp_path, 1, SLURM_NTASKS="1")
+    done = run_script(tmp_path, 1, SLURM_JOB_NAME="train", SLURM_NTASKS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "SLURMEnvironment 0 1 8"
 
 
 def test_several_devices_on_slurm_name_the_variable_that_lacks(tmp_path):
-    done = run_on_slurm(tmp_path, 2, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2")
+    done = run_script(tmp_path, 2, SLURM_JOB_NAME="train", SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2")
     assert done.returncode != 0
     assert "SLURMEnvironment finds no variable 'SLURM_NODEID'" in done.stderr, done.stderr
 
