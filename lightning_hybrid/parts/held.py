@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.parts.placement import Shard, cut, join, padded
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.pickles import copy_as_it_is, copy_in_full
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class HeldParts:
             if name in names and not is_absent(parameter):
                 shape = parameter.shape
                 parameter.data = self.part(name, parameter.detach()).contiguous()
-                parameter.__dict__[WHOLE_SHAPE] = shape
+                copy_in_full(parameter, shape)
 
     @torch.no_grad()
     def make_whole(self, root: nn.Module | None = None) -> None:
@@ -182,7 +183,7 @@ class HeldParts:
             if WHOLE_SHAPE in parameter.__dict__ and not is_absent(parameter):
                 parameter.data = self.joined(name, parameter.detach())
                 parameter.grad = None
-                del parameter.__dict__[WHOLE_SHAPE]
+                copy_as_it_is(parameter)
         buffers = {name for axis in self._cuts for name in axis.buffers}
         for name, buffer in (root or self._root).named_buffers():
             if name in buffers and not is_absent(buffer):

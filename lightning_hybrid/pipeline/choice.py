@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.executor import Variant
-from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.installed import installed
@@ -229,7 +229,7 @@ class VariantChoice:
             randomness.microbatch(call.number, call.first + place),
             grad,
             call.context(),
-            replaced_log(self._root, lambda *_, **__: None),
+            replaced(self._root, "log", lambda *_, **__: None),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:

@@ -31,12 +31,14 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.pipeline.hook_buffers import HookBuffers
 from lightning_hybrid.pipeline.known import Contents, Ranks, covers
 from lightning_hybrid.pipeline.operands import LIKE_FIRST, LIKE_SECOND, common_ranks, needs_content, real, written_of
-from lightning_hybrid.step.absent import is_absent, make_absent
+from lightning_hybrid.step.absent import is_absent, make_absent, user_attributes
+from lightning_hybrid.step.pickles import reduced
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.user_functions import tolist_seen
 from lightning_hybrid.step.watch import _METADATA, VIEW_PROPERTIES
 
+_MEMORY = frozenset({"untyped_storage"})  # by which a plain tensor is pickled
 _AUTOGRAD = frozenset({"backward", "grad"})
 
 
@@ -46,6 +48,8 @@ class GlobalReadError(RuntimeError):
 
 class GlobalReads(TorchFunctionMode):
     """Makes what user hooks read of a model in parts global; active inside ``hook`` only."""
+
+    gives_contents = True
 
     def __init__(
         self,
@@ -178,17 +182,29 @@ class GlobalReads(TorchFunctionMode):
                 return self._operation("set_data_", func, args, kwargs)
             if name != "__get__" or member not in VIEW_PROPERTIES:
                 return func(*args, **kwargs)
-        elif name in _METADATA:
+        elif name in _METADATA and name not in _MEMORY:
             return func(*args, **kwargs)
         assert self._hook is not None
         self._buffers.refresh(self._hook, args[:1] if name == "__deepcopy__" else (args, kwargs))
         if name.startswith("_foreach_"):
             return self._each(name, func, args, kwargs)
+        if name in _MEMORY:
+            return func(*args, **kwargs)
+        if name == "__reduce_ex__":
+            return self._pickled(args[0])
         if name == "equal":
             return self._equal(*args)
         if name == "__deepcopy__":  # which is handed all that was copied before
-            return self._run(name, func, args, kwargs, [args[0]], self._ranks_of(args[0]))
+            made = self._run(name, func, args, kwargs, [args[0]], self._ranks_of(args[0]))
+            for attribute in user_attributes(args[0]) if isinstance(args[0], nn.Parameter) else ():
+                made.__dict__.pop(attribute, None)  # torch copies none of a parameter
+            return made
         return self._operation(name, func, args, kwargs)
+
+    def _pickled(self, tensor: Tensor) -> Any:
+        """What is written for a tensor: its content, and nothing that is noted on it."""
+        content = tensor if self._ranks_of(tensor) is None else self._fetch([tensor], "a pickle")[0]
+        return reduced(tensor, content)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
         """``torch.equal``, of which one answer is sent instead of two contents."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hybrid.patching import replace
 from lightning_hybrid.step.absent import is_absent
 
 _NUMBER = object()
@@ -142,14 +142,10 @@ class _Catching(AbstractContextManager[None]):
         self._calls: list[_Call] = []
 
     def __enter__(self) -> None:
-        self._own = self._root.__dict__.get("log")
-        self._root.__dict__["log"] = self._log
+        self._undo = replace(self._root, "log", self._log)
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if self._own is None:
-            del self._root.__dict__["log"]
-        else:
-            self._root.__dict__["log"] = self._own
+        self._undo()
         if error is None:
             calls, earlier = self._calls, self._rows.get(self._index)
             if earlier is not None and len(earlier) == len(calls):
@@ -163,20 +159,6 @@ class _Catching(AbstractContextManager[None]):
             number = _number(name, value)
             what = value if number is None or isinstance(value, Metric) else _NUMBER
             self._calls.append((name, what, math.nan if number is None else number, kwargs, _dtype(value)))
-
-
-@contextlib.contextmanager
-def replaced_log(root: nn.Module, log: Callable[..., None]) -> Iterator[None]:
-    """Let ``root.log`` be another function, on this instance alone."""
-    own = root.__dict__.get("log")
-    root.__dict__["log"] = log
-    try:
-        yield
-    finally:
-        if own is None:
-            del root.__dict__["log"]
-        else:
-            root.__dict__["log"] = own
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_hybrid.patching import replace
 from lightning_hybrid.step.graph import SINK
 from lightning_hybrid.step.tree import map_leaves
 
@@ -25,7 +26,12 @@ class MetricSync:
     """Installed on all metrics of a module for the time of a run."""
 
     def __init__(
-        self, root: nn.Module, pipeline: dist.ProcessGroup, data: dist.ProcessGroup, shares: dist.ProcessGroup
+        self,
+        root: nn.Module,
+        pipeline: dist.ProcessGroup,
+        data: dist.ProcessGroup,
+        shares: dist.ProcessGroup,
+        meet: Callable[[str], None] = lambda what: None,
     ) -> None:
         """Install it.
 
@@ -34,7 +40,9 @@ class MetricSync:
             pipeline: Ranks of one pipeline.
             data: Ranks that see other batches.
             shares: The same with those that see other shares of a batch.
+            meet: Called before a state is sent so that metrics can be copied; finds ranks that do something else.
         """
+        self._meet = meet
         self._pipeline = pipeline
         self._data, self._shares = data, shares
         self._in_shares: set[int] = set()  # ids of metrics that have seen a share of each batch
@@ -46,7 +54,7 @@ class MetricSync:
             self._install(name, metric)
 
     def _install(self, name: str, metric: Metric) -> None:
-        own_sync, own_compute = metric.dist_sync_fn, metric.compute
+        own_compute = metric.compute
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
             return gather_all_tensors(tensor, group or (self._shares if id(metric) in self._in_shares else self._data))
@@ -56,15 +64,19 @@ class MetricSync:
                 self._share_state(name, metric)
             return own_compute(*args, **kwargs)
 
-        if own_sync is None:
-            metric.dist_sync_fn = gather
-        metric.__dict__["compute"] = compute
+        own_state = metric.__getstate__
 
-        def undo() -> None:
-            metric.dist_sync_fn = own_sync
-            metric.__dict__["compute"] = own_compute
+        def state() -> Any:
+            if not self._inside_step and self._is_sent(name):
+                with torch._C.DisableTorchFunction():
+                    self._meet(f"a copy or pickle of the metric {name!r}")
+                    self._share_state(name, metric)
+            return own_state()
 
-        self._undo.append(undo)
+        self._undo.append(replace(metric, "__getstate__", state))
+        if metric.dist_sync_fn is None:
+            self._undo.append(replace(metric, "dist_sync_fn", gather))
+        self._undo.append(replace(metric, "compute", compute))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -113,8 +125,11 @@ class MetricSync:
                 self._share_state(name, metric)
                 metric._computed = None
 
+    def _is_sent(self, name: str) -> bool:
+        return name in self._home and self._pipeline.size() > 1
+
     def _share_state(self, name: str, metric: Metric) -> None:
-        if name not in self._home or self._pipeline.size() == 1:
+        if not self._is_sent(name):
             return
         home = self._home[name]
         # A tensor that was pickled on one device of the node would come up on that device of it everywhere.

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.choice import Call
 from lightning_hybrid.pipeline.executor import fill_placeholders
-from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.bookkeeping import BookkeepingReplay
 from lightning_hybrid.step.installed import installed
@@ -93,7 +93,7 @@ class OnceMore:
                 randomness.isolated(),
                 randomness.microbatch(self._call.number, self._call.first + place),
                 self._call.context(),
-                replaced_log(self._root, lambda *_, **__: None),
+                replaced(self._root, "log", lambda *_, **__: None),
                 contextlib.redirect_stdout(io.StringIO()),  # the microbatches have printed
             ):
                 run = replay.run(lambda: self._call.on(batch), {}, self._names, current)

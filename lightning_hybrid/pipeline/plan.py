@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.by_size import homes_by_size
 from lightning_hybrid.pipeline.exchange import broadcast_buffer
 from lightning_hybrid.pipeline.executor import Variant
-from lightning_hybrid.pipeline.logs import replaced_log
 from lightning_hybrid.pipeline.misplaced import refuse_misplaced
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.held import compute_weights
@@ -271,7 +271,7 @@ class StagePlan:
             StepError: The step cannot be recorded.
         """
         grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
-        with grad, context(), replaced_log(self._root, lambda *_, **__: None):
+        with grad, context(), replaced(self._root, "log", lambda *_, **__: None):
             return record(
                 self._root,
                 step,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_hybrid.patching import MARK as OF_PACKAGE
 from lightning_hybrid.step.graph import Value
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
@@ -111,6 +112,13 @@ def as_whole(parameter: Tensor) -> Tensor:
     """The whole of a parameter without content: to ask it for its shape."""
     with torch._C.DisableTorchFunction():
         return torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
+
+
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that users gave a tensor or parameter, absent or not."""
+    attributes = tensor.__dict__
+    stock = attributes.get(_STOCK, () if not is_absent(tensor) else attributes)
+    return {n: v for n, v in attributes.items() if n not in stock and not n.startswith((OF_PACKAGE, "__"))}
 
 
 def is_absent(value: Any) -> bool:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import numpy
@@ -22,6 +21,8 @@ import torch
 from torch import nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from lightning_hybrid.patching import replace
 
 _DRAWING_NAMES = frozenset(
     {
@@ -375,29 +376,7 @@ def replaced_forwards(
 
     Who asks for its signature, as transformers does before it generates, is told that of the user's.
     """
-    saved: list[tuple[dict[str, Any], Any]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for fqn, module in modules.items():
-            attributes = module.__dict__
-            saved.append((attributes, attributes.get("forward")))
-            attributes["forward"] = with_signature_of(module.forward, wrap(fqn, module.forward))
+            undo.callback(replace(module, "forward", wrap(fqn, module.forward)))
         yield
-    finally:
-        for attributes, own in saved:
-            if own is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = own
-
-
-def with_signature_of(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """``replacement``, for which `inspect.signature` gives that of ``original``."""
-    within: Callable[..., Any] | None = original
-    while within is not None:
-        if within == replacement:  # an earlier forward, put back for a while
-            return replacement
-        within = getattr(within, "__wrapped__", None)
-    if isinstance(replacement, MethodType):  # takes no attributes
-        replacement = partial(replacement)
-    replacement.__wrapped__ = original  # type: ignore[attr-defined]
-    return replacement

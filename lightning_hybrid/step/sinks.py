@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_hybrid.patching import replace
 from lightning_hybrid.step.absent import is_absent, make_absent
 from lightning_hybrid.step.graph import SINK
 from lightning_hybrid.step.tree import flatten, map_leaves, unflatten
@@ -37,20 +38,11 @@ def find_sinks(root: nn.Module) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def intercepted(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Iterator[None]:
     """Replace the methods of each sink, on the instance alone, by what ``intercept(fqn, method, original)`` gives."""
-    saved: list[tuple[nn.Module, str, Any]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for fqn, sink in sinks.items():
             for method in _METHODS:
-                original = getattr(sink, method)
-                saved.append((sink, method, sink.__dict__.get(method)))
-                sink.__dict__[method] = intercept(fqn, method, original)
+                undo.callback(replace(sink, method, intercept(fqn, method, getattr(sink, method))))
         yield
-    finally:
-        for sink, method, own in reversed(saved):
-            if own is None:
-                del sink.__dict__[method]
-            else:
-                sink.__dict__[method] = own
 
 
 def sink_name(fqn: str) -> str:
@@ -89,9 +81,6 @@ def _copy_alone(sink: nn.Module) -> nn.Module:
     held = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]
     copies = {id(leaf): leaf.detach().clone() for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf}
     copied = copy.deepcopy(sink, copies)
-    for method in _METHODS:  # what was put on the original runs the original
-        if method in copied.__dict__ and copied.__dict__[method] is sink.__dict__.get(method):
-            del copied.__dict__[method]
     for metric in copied.modules():
         if isinstance(metric, Metric):
             metric.distributed_available_fn = _nowhere

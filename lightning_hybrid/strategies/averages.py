@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.checkpoint.single_file import load_module_state
 from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
 
@@ -124,8 +125,7 @@ class Averages:
 
     def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Let ``owner`` have another function, on this instance alone, until the module is whole."""
-        owner.__dict__[name] = function
-        self._undo.callback(owner.__dict__.pop, name, None)
+        self._undo.callback(replace(owner, name, function))
 
     def make_whole(self) -> None:
         """Give every rank the whole copies; collective over the pipeline."""
@@ -167,8 +167,5 @@ def _only_present(module: nn.Module) -> Iterator[None]:
     def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
         return (p for p in type(module).parameters(module, recurse) if not is_absent(p))
 
-    module.__dict__["parameters"] = parameters
-    try:
+    with replaced(module, "parameters", parameters):
         yield
-    finally:
-        module.__dict__.pop("parameters", None)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.parts.reads import CutReads
+from lightning_hybrid.patching import replace
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.step.absent import is_absent
@@ -143,8 +144,7 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
         with reads.hook("ModelSummary.on_fit_start"):
             original(*args, **kwargs)
 
-    callback.on_fit_start = on_fit_start
-    return lambda: callback.__dict__.pop("on_fit_start", None)
+    return replace(callback, "on_fit_start", on_fit_start)
 
 
 def steps_on_parts(optimizer: Optimizer) -> bool:

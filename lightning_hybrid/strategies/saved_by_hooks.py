@@ -203,22 +203,28 @@ def _rebuilt(value: Any, contents: dict[int, Tensor], around: tuple[int, ...] = 
 
 
 class _Finder(pickle.Pickler):
-    """Goes through an object as the file would, and keeps the tensors that it comes by."""
+    """Goes through an object as the file would, and keeps the objects of one kind that it comes by."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type) -> None:
         super().__init__(io.BytesIO())
-        self.found: list[Tensor] = []
+        self._kind = kind
+        self.found: list[Any] = []
 
     def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, self._kind):
             self.found.append(value)
             return len(self.found)
         return None
 
 
-def _inside(value: Any) -> list[Tensor]:
-    """The tensors that an object would bring into the file, as far as it can be pickled at all."""
-    finder = _Finder()
+def has_modules(value: Any) -> bool:
+    """Whether a value would bring modules into the file."""
+    return bool(_inside(value, nn.Module))
+
+
+def _inside(value: Any, kind: type = Tensor) -> list[Any]:
+    """What an object would bring into the file of one kind, as far as it can be pickled at all."""
+    finder = _Finder(kind)
     with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
         finder.dump(value)
     return finder.found

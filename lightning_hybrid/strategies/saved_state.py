@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,18 +29,25 @@ from lightning_hybrid.checkpoint.single_file import (
     parts_instead,
 )
 from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.patching import replace, temporary_hook
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole, left_elsewhere
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.epoch_metrics import EpochMetrics
 from lightning_hybrid.strategies.failures import Failures, check_connections, warn_of_missing_checkpoint
+from lightning_hybrid.strategies.hook_reads import HookReads
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
+from lightning_hybrid.strategies.saved_by_hooks import has_modules
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.shared_steps import SharedSteps
+
+# What `save_hyperparameters` has noted of the module and of the data module.
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class StagedStrategy(MeshStrategy):
@@ -56,6 +68,7 @@ class StagedStrategy(MeshStrategy):
         self._empty: EmptyStart | None = None
         self._averages: Averages | None = None
         self._reads: GlobalReads | None = None
+        self._hook_reads: HookReads | None = None
         self._offloaded: list[StatesAtRest] = []
         self._stepped: list[SharedSteps] = []  # of a module that calls its optimizers itself
         self._watched: list[Optimizer] = []  # whose steps follow the parameters of other ranks too
@@ -151,9 +164,10 @@ class StagedStrategy(MeshStrategy):
     def _in_parts(self, module: nn.Module) -> None:
         """From now on the module is not whole; its own ``state_dict()`` refuses to emit empty tensors."""
         self._is_whole = False
-        self._guard = module.register_state_dict_post_hook(check_gathered)
+        self._guard = _guarded(module, check_gathered)
         if self._parts is not None:
-            self._loads_parts = module.register_load_state_dict_pre_hook(parts_instead(self._parts, module))
+            hook = temporary_hook(module, parts_instead(self._parts, module))
+            self._loads_parts = module.register_load_state_dict_pre_hook(hook)
 
     @contextlib.contextmanager
     def _unguarded(self) -> Iterator[None]:
@@ -167,7 +181,7 @@ class StagedStrategy(MeshStrategy):
         finally:
             if guard is not None:
                 refusal = check_left_whole if self._failed else check_gathered
-                self._guard = module.register_state_dict_post_hook(refusal)
+                self._guard = _guarded(module, refusal)
 
     @property
     def _in_first_copy(self) -> bool:
@@ -258,6 +272,36 @@ class StagedStrategy(MeshStrategy):
             return {}
         return gather_optimizer_state(optimizer, self._plan, self._parts, keep=self.data_rank == 0)
 
+    def _pickle_in_full(self) -> None:
+        """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "__getstate__"):
+                replace(optimizer, "__getstate__", partial(self._state_to_pickle, optimizer))
+
+    def _state_to_pickle(self, optimizer: Optimizer) -> Any:
+        own = type(optimizer).__getstate__(optimizer)
+        in_shards = any(stepped.optimizer is optimizer for stepped in self._stepped) or self._parts is not None
+        if not isinstance(own, dict) or "state" not in own or not (in_shards or self._has_stages):
+            return own
+        if self._failed or self._cut_off:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} is copied or pickled after a run that failed, and other ranks hold shards"
+                " of its states; load a checkpoint"
+            )
+        with self.launcher_world(), torch._C.DisableTorchFunction():
+            self._meet(f"a copy or pickle of {type(optimizer).__name__}")
+            box = [_on(torch.device("cpu"), self.optimizer_state(optimizer).get("state"))]
+            dist.broadcast_object_list(box, src=0)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            full = type(own["state"])(dict) if isinstance(own["state"], defaultdict) else {}
+            for key, entry in box[0].items():
+                full[parameters[key] if isinstance(key, int) else key] = _on(self.root_device, entry)
+        return {**own, "state": full}
+
+    @property
+    def _has_stages(self) -> bool:
+        return self._plan is not None and self._plan.num_ranks > 1
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
@@ -283,8 +327,23 @@ class StagedStrategy(MeshStrategy):
         if self._cut_off and not self._is_whole:
             warn_of_missing_checkpoint(filepath)
             return
+        checkpoint = self._with_full_objects(checkpoint)
         own = {"hybrid3d": {"seed": self._seed}} if self.layout.world_size > 1 or self._needs_runner() else {}
         super().save_checkpoint({**checkpoint, **own}, filepath, storage_options)
+
+    def _with_full_objects(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint with full modules and metrics in the hyperparameters, on the rank that writes; collective."""
+        if self._cut_off or (self._parts is None and not self._has_stages):
+            return checkpoint
+        found = {key: checkpoint[key] for key in _HYPER_PARAMETERS if has_modules(checkpoint.get(key))}
+        if not found:
+            return checkpoint
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._C._EnableTorchFunction())
+            if not self._is_whole and self._hook_reads is not None:
+                stack.enter_context(self._hook_reads.hook("trainer.save_checkpoint"))
+            written = pickle.dumps(found)
+        return {**checkpoint, **pickle.loads(written)} if self.is_global_zero else checkpoint
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the file on every rank; a resumed run draws what the saved one would have drawn."""
@@ -299,7 +358,16 @@ class StagedStrategy(MeshStrategy):
         if self._guard is not None:  # the module stays in parts
             assert self.lightning_module is not None
             self._guard.remove()
-            self._guard = self.lightning_module.register_state_dict_post_hook(check_left_whole)
+            self._guard = _guarded(self.lightning_module, check_left_whole)
         self._shown_world.close()
         if self._failures is not None:
             self._failures.report(exception)
+
+
+def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
+    """Let the module's ``state_dict()`` refuse, until the handle is removed."""
+    return module.register_state_dict_post_hook(temporary_hook(module, refusal))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() else leaf, value)

@@ -89,7 +89,6 @@ class SetUpStrategy(VerifyingStrategy):
         self._recomputation: Recomputation | None = None
         self._plan_summary = self._expert_summary = ""
         self._whole_again: pl.Callback | None = None
-        self._hook_reads: HookReads | None = None
         self._by_hand = False  # optimizers that the module steps share out their states alone
         self._instead = ""  # why the ranks of a pipeline hold shards
         self._zero_cuts: list[AxisCut] = []
@@ -156,6 +155,7 @@ class SetUpStrategy(VerifyingStrategy):
         self.setup_precision_plugin()
         if is_fitting and not self._offloaded:
             _optimizers_to_device(self.optimizers, self.root_device)
+        self._pickle_in_full()
 
     @property
     def _plain_runner(self) -> PlainRunner | None:
@@ -273,7 +273,7 @@ class SetUpStrategy(VerifyingStrategy):
         mesh = self._shard_mesh
         if self._metrics is not None:
             self._metrics.close()
-        self._metrics = MetricSync(module, mesh.group("pp"), self.mesh.group("data"), mesh.group("data"))
+        self._metrics = MetricSync(module, mesh.group("pp"), self.mesh.group("data"), mesh.group("data"), self._meet)
         self._plan, self._runner = runner_of_stages(
             module,
             mesh,

@@ -13,8 +13,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_hybrid.patching import keep_clean
+
 # Attribute of the module while steps may run.
-_CALLS = "logger_calls"
+_CALLS = "_hybrid_logger_calls"
 
 
 class _Noted:
@@ -55,6 +57,7 @@ def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
         yield
         return
     calls = vars(module).setdefault(_CALLS, [])
+    keep_clean(type(module))
     trainer._loggers = [
         _Noted(lambda logger=logger: logger, calls, (index,), is_logger=True)  # type: ignore[misc]
         for index, logger in enumerate(loggers)

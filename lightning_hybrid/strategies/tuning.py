@@ -12,6 +12,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import replace
 
 
 def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
@@ -55,7 +56,7 @@ def search_by_mean_loss(trainer: Any, mesh: Mesh) -> None:
         return
     for callback in trainer.callbacks:
         if isinstance(callback, _LRCallback):
-            callback.__dict__["on_train_batch_end"] = _with_mean_loss(callback.on_train_batch_end, mesh)
+            replace(callback, "on_train_batch_end", _with_mean_loss(callback.on_train_batch_end, mesh))
 
 
 def _with_mean_loss(original: Callable[..., None], mesh: Mesh) -> Callable[..., None]:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.strategies.saved_by_hooks import SavedByHooks
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
@@ -70,9 +71,9 @@ def read_globally(
             of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
-            undo.enter_context(_replaced(user, name, watch.watched(user, name, original)))
+            undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
     for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched).members():
-        undo.enter_context(_replaced(owner, name, function))
+        undo.enter_context(replaced(owner, name, function))
     return undo.close
 
 
@@ -97,7 +98,7 @@ class _HookWatch:
         def hook(*args: Any, **kwargs: Any) -> Any:
             if not self.in_parts():
                 return original(*args, **kwargs)
-            with contextlib.ExitStack() as replaced, contextlib.ExitStack() as watching:
+            with contextlib.ExitStack() as around, contextlib.ExitStack() as watching:
                 is_watched = False
 
                 def watch(where: str) -> None:
@@ -126,7 +127,7 @@ class _HookWatch:
                     *((optimizer, "step") for optimizer in self.trainer.optimizers),
                 ]
                 for owner, step in owners:
-                    replaced.enter_context(_replaced(owner, step, unwatched(getattr(owner, step))))
+                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step))))
                 if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
                     args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
                     kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
@@ -153,7 +154,7 @@ def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
                 with torch._C.DisableTorchFunction():
                     return original(*args, **kwargs)
 
-            stack.enter_context(_replaced(owner, name, call))
+            stack.enter_context(replaced(owner, name, call))
 
         unwatched(module, "log", reads.known)
         unwatched(module, "log_dict", reads.known)
@@ -166,18 +167,3 @@ def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
         for name in ("lightning_module_state_dict", "optimizer_state", "make_whole"):
             unwatched(strategy, name)
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let ``owner`` have another function, on this instance alone."""
-    nothing = object()
-    own = owner.__dict__.get(name, nothing)
-    owner.__dict__[name] = function
-    try:
-        yield
-    finally:
-        if own is nothing:
-            owner.__dict__.pop(name, None)
-        else:
-            owner.__dict__[name] = own

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.patching import replace
 from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.zero.replaced_step import replace_step
 
@@ -93,12 +94,11 @@ def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
         with guards.off():
             zero_grad(*args, **kwargs)
 
-    undo = replace_step(optimizer, step)
-    optimizer.__dict__["zero_grad"] = clear
+    undo, undo_clear = replace_step(optimizer, step), replace(optimizer, "zero_grad", clear)
 
     def undo_both() -> None:
         undo()
-        optimizer.__dict__.pop("zero_grad", None)
+        undo_clear()
 
     return undo_both
 

@@ -7,6 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_hybrid.patching import replace
+
 
 def log_graph_of_whole(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> None:
     """Let each logger log its graph now, and not when Lightning asks: the module may be in parts then.
@@ -25,14 +27,13 @@ def log_graph_of_whole(trainer: Any, module: pl.LightningModule, *, is_empty: bo
                 f"{type(logger).__name__}(log_graph=True) runs the whole module on one rank, and this one was built"
                 " with empty_init=True; no graph is logged: call logger.log_graph(module) after the run"
             )
-        logger.log_graph = _Once(logger)
+        _skip_once(logger)
 
 
-class _Once:
-    """Does nothing when Lightning logs the graph, and is gone after that."""
+def _skip_once(logger: Any) -> None:
+    """Do nothing when Lightning logs the graph the next time."""
 
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
+    def log_graph(*_: Any, **__: Any) -> None:
+        put_back()
 
-    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        self._logger.__dict__.pop("log_graph", None)
+    put_back = replace(logger, "log_graph", log_graph)

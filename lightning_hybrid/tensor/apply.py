@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, cut
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.deferred import with_wholes
-from lightning_hybrid.step.randomness import with_signature_of
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
@@ -74,16 +74,8 @@ def sharded(
     runner = ShardedUnit(
         unit, plan, ranks, context=context, tensors=tensors, around_draw=around_draw, around_own=around_own
     )
-    attributes = unit.__dict__
-    had, before = "forward" in attributes, attributes.get("forward")
-    attributes["forward"] = with_signature_of(unit.forward, runner.run_sharded)
-    try:
+    with replaced(unit, "forward", runner.run_sharded):
         yield runner
-    finally:
-        if had:
-            attributes["forward"] = before
-        else:
-            del attributes["forward"]
 
 
 class ShardedUnit:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.patching import replace
 from lightning_hybrid.step.randomness import AROUND
 
 Home = tuple[dict[str, Tensor | None], str]  # what holds a tensor, and its key there
@@ -59,12 +60,15 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
     for fqn, forward in forwards.items():
         if fqn:
             attributes = modules[fqn].__dict__
+            around = getattr(attributes.get("forward"), AROUND, None)  # keys what the module draws
+            if around is not None:
+                undo.callback(replace(modules[fqn], "forward", around(forward)))
+                continue
             if "forward" in attributes:
                 undo.callback(attributes.__setitem__, "forward", attributes["forward"])
             else:
                 undo.callback(attributes.__delitem__, "forward")
-            around = getattr(attributes.get("forward"), AROUND, None)  # keys what the module draws
-            attributes["forward"] = forward if around is None else around(forward)
+            attributes["forward"] = forward  # the same object each time: compiled code is guarded by it
     for module in modules.values():
         # Torch's encoder layer reads the weights past the attention's forward in eval mode, unless this is 0.
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard, cut
-from lightning_hybrid.step.randomness import with_signature_of
+from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.attention import sharded_attention
 from lightning_hybrid.tensor.dealing import Dealing
 from lightning_hybrid.tensor.draws import AroundDraw
@@ -71,7 +71,9 @@ class Linears:
         if positions is not None:
             shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
             self.forwards |= {fqn: partial(self._shown, fqn, modules[fqn].forward) for fqn in shown}
-        self.forwards = {fqn: with_signature_of(modules[fqn].forward, run) for fqn, run in self.forwards.items()}
+        self.forwards = {
+            fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward) for fqn, run in self.forwards.items()
+        }
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
         """As `Entrances.enter`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.logs import replaced_log
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.transaction import ModuleState
 from lightning_hybrid.verify.observed import perturb
@@ -34,7 +34,7 @@ def undone(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterato
     for metric in metrics:
         metric.distributed_available_fn = _nowhere
     try:
-        with replaced_log(module, lambda *_, **__: None):
+        with replaced(module, "log", lambda *_, **__: None):
             yield
     finally:
         state.restore()

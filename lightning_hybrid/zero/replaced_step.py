@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_hybrid.patching import replace
+
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
     """Replace the step of one optimizer; schedulers find on it what they found on the one before.
@@ -21,16 +23,7 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[],
     Returns:
         Undoes it.
     """
-    own, original = optimizer.__dict__.get("step"), optimizer.step
-    optimizer.step = MethodType(functools.wraps(original)(step), optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if own is None:
-            optimizer.__dict__.pop("step", None)
-        else:
-            optimizer.__dict__["step"] = own
-
-    return undo
+    return replace(optimizer, "step", MethodType(functools.wraps(optimizer.step)(step), optimizer))
 
 
 def step_after_closure(optimizer: Optimizer, step: Callable[[dict[str, Any]], None]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ MAX_LINES = 400
 FLOORS = [
     {"layout"},
     {"schedule", "planner", "step/graph", "step/partition"},
-    {"quiet_exit", "same_host"},
+    {"quiet_exit", "same_host", "patching"},
     {"mesh"},
     {"step"},
     {"parts"},
