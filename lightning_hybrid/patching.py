@@ -8,9 +8,11 @@ nothing of this package.
 from __future__ import annotations
 
 import contextlib
+import copy
 import copyreg
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ _NOTHING = object()
 
 
 class TemporaryHook(functools.partial[Any]):
-    """A hook of torch that a user's module has for the time of a run; copies and pickles of the module lack it."""
+    """A hook of torch that a user's module has for the time of a run; pickles of the module lack it."""
 
 
 class Replacement(functools.partial[Any]):
@@ -106,20 +108,37 @@ def keep_clean(kind: type) -> None:
     copyreg.dispatch_table.setdefault(kind, _reduced)
 
 
+def reduced_as(own: type) -> Callable[[Any, Any], Any]:
+    """The ``__reduce_ex__`` of a class that takes the place of an object's own: copies and pickles have their own."""
+
+    def reduced(thing: Any, protocol: Any) -> Any:
+        del protocol  # in those after the first, pickle sees to it that the class stays
+        this = type(thing)
+        object.__setattr__(thing, "__class__", own)
+        try:
+            return thing.__reduce_ex__(1)
+        finally:
+            object.__setattr__(thing, "__class__", this)
+
+    return reduced
+
+
 def _reduced(thing: Any) -> Any:
     """What the object's own methods give to `copy` and `pickle`, with its own attributes."""
+    # A copy may be in parts as the original is, and its hooks refuse what cannot be had of it; a pickle is full.
+    hooks_stay = sys._getframe(1).f_globals.get("__name__") == copy.__name__
     given = thing.__reduce_ex__(4)
     if isinstance(given, str) or len(given) < 3:
         return given
     function, arguments, state, *rest = given
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # attributes and slots
-        state = _own_attributes(state[0]), state[1]
+        state = _own_attributes(state[0], hooks_stay), state[1]
     elif isinstance(state, dict):
-        state = _own_attributes(state)
+        state = _own_attributes(state, hooks_stay)
     return function, arguments, state, *rest
 
 
-def _own_attributes(attributes: dict[Any, Any]) -> dict[Any, Any]:
+def _own_attributes(attributes: dict[Any, Any], hooks_stay: bool) -> dict[Any, Any]:
     own = {}
     for name, value in attributes.items():
         if isinstance(name, str) and name.startswith(MARK):
@@ -128,7 +147,7 @@ def _own_attributes(attributes: dict[Any, Any]) -> dict[Any, Any]:
             value = _own_value(value)
             if value is _NOTHING:
                 continue
-        elif isinstance(value, dict) and any(map(_is_temporary, value.values())):
+        elif not hooks_stay and isinstance(value, dict) and any(map(_is_temporary, value.values())):
             value = type(value)((key, hook) for key, hook in value.items() if not _is_temporary(hook))
         own[name] = value
     return own

@@ -10,6 +10,7 @@ import sys
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ProgressBar
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -74,12 +75,15 @@ class Writes(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 1:
-            write(trainer, pl_module, "batch", batch=batch, outputs=outputs)
+            callbacks = [each for each in trainer.callbacks if not isinstance(each, ProgressBar)]
+            further = {"loggers": trainer.loggers, "callbacks": callbacks}
+            write(trainer, pl_module, "batch", batch=batch, outputs=outputs, **further)
             self.copy = copy.deepcopy(pl_module)
             trainer.save_checkpoint(f"{self.prefix[:-1]}batch.ckpt")
 
 
 KINDS = ("module", "copy", "body", "metric", "metrics", "loss", "optimizer", "scheduler", "hparams", "loader")
+IN_BATCH = ("batch", "outputs", "loggers", "callbacks")
 
 
 WHEN = ("batch", "epoch", "after")
@@ -140,15 +144,18 @@ def numbers(thing):
         return {"state": numbers(thing.state_dict()), "is": [str(type(p)) for p in thing.state]}
     if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
         return {"rates": thing.get_last_lr(), "optimizer": numbers(thing.optimizer)}
+    if isinstance(thing, Writes):
+        return {"copy": numbers(thing.copy)}
     if isinstance(thing, DataLoader):
-        return {"is": str(type(thing)), "sampler": str(type(thing.sampler)), "first": numbers(thing.dataset[0])}
+        found = {name: str(type(getattr(thing, name))) for name in ("sampler", "batch_sampler")}
+        return {"is": str(type(thing)), **found, "first": numbers(thing.dataset[0])}
     if isinstance(thing, torch.Tensor):
         assert type(thing) in (torch.Tensor, nn.Parameter) and not vars(thing).keys() - {"why"}
         return thing.tolist()
     if isinstance(thing, dict):
         return {str(key): numbers(value) for key, value in thing.items()}
     if isinstance(thing, (list, tuple)):
-        return [numbers(value) for value in thing]
+        return [numbers(value) for value in thing if type(value) is not Callback]
     return thing if isinstance(thing, (int, float, str, type(None))) else str(type(thing))
 
 

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.pipeline.hook_buffers import HookBuffers
 from lightning_hybrid.pipeline.known import Contents, Ranks, covers
 from lightning_hybrid.pipeline.operands import LIKE_FIRST, LIKE_SECOND, common_ranks, needs_content, real, written_of
-from lightning_hybrid.step.absent import is_absent, make_absent, user_attributes
+from lightning_hybrid.step.absent import FAKE_MODE, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.pickles import reduced
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
@@ -195,6 +195,7 @@ class GlobalReads(TorchFunctionMode):
         if name == "equal":
             return self._equal(*args)
         if name == "__deepcopy__":  # which is handed all that was copied before
+            args[1][id(FAKE_MODE)] = FAKE_MODE  # the copy of what is absent is absent in the same way
             made = self._run(name, func, args, kwargs, [args[0]], self._ranks_of(args[0]))
             for attribute in user_attributes(args[0]) if isinstance(args[0], nn.Parameter) else ():
                 made.__dict__.pop(attribute, None)  # torch copies none of a parameter

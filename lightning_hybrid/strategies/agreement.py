@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid.mesh import Mesh, as_sent
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.randomness import GeneratorStates
+from lightning_hybrid.strategies.run_callback import RunCallback
 
 
 def agree_on_start(
@@ -109,7 +110,7 @@ def _held_in_parts(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
 
 
-class WholeAgain(pl.Callback):
+class WholeAgain(RunCallback):
     """Comes before the user's callbacks: at the end of training their hooks find the whole module."""
 
     def __init__(self, strategy: Any) -> None:

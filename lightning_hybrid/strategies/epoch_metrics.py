@@ -6,8 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_hybrid.strategies.run_callback import RunCallback
 
-class EpochMetrics(pl.Callback):
+
+class EpochMetrics(RunCallback):
     """Stands first: a progress bar behind it may ask on one rank, before hooks in which that rank meets the others."""
 
     def __init__(self, trainer: Any) -> None:

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import reduced_as
 from lightning_hybrid.pipeline.exchange import RanksDisagree
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.strategies.rendezvous import pauses
@@ -111,6 +112,8 @@ def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractCont
 
 class _KeptBatchSampler(BatchSampler):
     """A batch sampler that the user built: of torch's own class Lightning would take the sampler alone."""
+
+    __reduce_ex__ = reduced_as(BatchSampler)
 
 
 def _sampler_of_replica(resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any) -> Any:

@@ -25,6 +25,7 @@ from lightning_hybrid.pipeline.places import note, notes
 from lightning_hybrid.same_host.streams import close_streams
 from lightning_hybrid.strategies.rendezvous import Rendezvous
 from lightning_hybrid.strategies.requeue import Requeue
+from lightning_hybrid.strategies.run_callback import RunCallback
 from lightning_hybrid.strategies.stopping import Stopping
 
 # So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
@@ -38,7 +39,7 @@ _closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
 
 
-class Failures(pl.Callback):
+class Failures(RunCallback):
     """Stands before the user's callbacks: theirs may wait for ranks that this one wakes or brings along first.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.patching import reduced_as
 from lightning_hybrid.step.randomness import GeneratorStates
 from lightning_hybrid.step.tree import children_of
 
@@ -72,7 +73,8 @@ def give_back(owner: Any, back: TakenBack) -> Any:
         yield from back
 
     try:
-        given = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+        members = {"__iter__": iterate, "__module__": kind.__module__, "__reduce_ex__": reduced_as(kind)}
+        given = type(kind.__name__, (kind,), members)
         owner.__class__ = given
     except TypeError:  # a generator, or another object of Python's own
         return iter(back)

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.run_callback import RunCallback
 
 _HANDLER = "_slurm_sigusr_handler_fn"
 
 
-class Requeue(pl.Callback):
+class Requeue(RunCallback):
     """Stands after all other callbacks, so that what they do at the end of a batch is saved as done."""
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:

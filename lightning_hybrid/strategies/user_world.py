@@ -21,6 +21,7 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import reduced_as
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
@@ -144,12 +145,7 @@ def _shown_class(own: Any, shown: Callable[[], AbstractContextManager[None]]) ->
                 setattr(iterator, name, _bound(name, iterator, shown))
         return iterator
 
-    def reduced(loader: Any, protocol: Any) -> Any:
-        del protocol  # in those after the first, pickle sees to it that the class stays
-        with _as_own(own, loader):
-            return own.__reduce_ex__(loader, 1)
-
-    members = {"__len__": length, "_get_iterator": get_iterator, "__reduce_ex__": reduced}
+    members = {"__len__": length, "_get_iterator": get_iterator, "__reduce_ex__": reduced_as(own)}
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(own)(own.__name__, (own,), {**names, **members})
 
@@ -164,16 +160,6 @@ def _bound(name: str, iterator: Any, shown: Callable[[], AbstractContextManager[
             return method(this(), *args, **kwargs)
 
     return call_in_user_world
-
-
-@contextlib.contextmanager
-def _as_own(own: type, loader: DataLoader[Any]) -> Iterator[None]:
-    this = type(loader)
-    _turn_into(own, loader)
-    try:
-        yield
-    finally:
-        _turn_into(this, loader)
 
 
 def _turn_into(kind: type, loader: DataLoader[Any]) -> None:

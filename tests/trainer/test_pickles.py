@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
-from pickled_objects import KINDS, WHEN, Writes, data, made, write
+from pickled_objects import IN_BATCH, KINDS, WHEN, Writes, data, made, write
 from torch import nn
+
+from lightning_hybrid.step.pickles import NotHere
 
 TESTS = Path(__file__).parents[1]
 LAYOUTS = {
@@ -98,11 +101,14 @@ def test_what_is_pickled_loads_without_the_package_and_is_full(worlds, tmp_path,
     worlds.run(size, fit, str(parts), size, pp, options, norm, False)
     far = []
     names = [f"{rank}.{when}.{kind}" for rank, when, kind in itertools.product(range(size), WHEN, KINDS)]
+    names += [f"{rank}.batch.{kind}" for rank, kind in itertools.product(range(size), IN_BATCH)]
     for name in (*names, "batch.ckpt", "after.ckpt"):
         expected, found = alone(one / name.replace("1.", "0.")), alone(parts / name)
         if replicas > 1:  # each replica has counted its own samples
             for holder in (found, expected):
                 without_metric(holder)
+        if replicas > 1 and name.endswith(("batch", "outputs")):  # of its own samples
+            continue
         far += list(differences(found, expected, name))
     assert not far, "\n".join(far)
 
@@ -190,3 +196,36 @@ def test_what_cannot_be_full_is_an_error_within_seconds(worlds, layout, asked):
     said = worlds.run(size, said_by, size, pp, options, *ASKED[asked], timeout=30)
     assert SAID[asked] in said[0]
     assert all(each != "nothing" for each in said)
+
+
+class Keeps(Callback):
+    """Keeps a copy of the module, as averages of weights do."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.kept = copy.deepcopy(pl_module)
+
+
+def kept(size, options):
+    """What is said of a copy after fit, and the copy's weights, pickled."""
+    ignore_warnings()
+    module, keeps = Tiny(), Keeps()
+    pp = size if "zero_stage" not in options else 1
+    trainer_of(size, pp, strategy_options=options, callbacks=[keeps]).fit(module, loader(4 // (size // pp), 16))
+    assert any(keeps.kept.layers[0][0].forward.__self__ is each for each in keeps.kept.modules())
+    try:
+        return "", weights_of(pickle.loads(pickle.dumps(keeps.kept))), weights_of(module)
+    except NotHere as error:
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) was called while"):
+            keeps.kept.state_dict()
+        return str(error), None, None
+
+
+def test_a_copy_made_in_a_hook_is_full_where_shards_were_gathered(worlds):
+    for said, weights, trained in worlds.run(2, kept, 2, {"zero_stage": 3}):
+        assert said == ""
+        assert_same(weights, trained)
+
+
+def test_a_copy_made_in_a_hook_over_stages_is_refused_after_fit(worlds):
+    for said, _, _ in worlds.run(2, kept, 2, {"num_microbatches": 2}):
+        assert "is pickled where it has no content" in said
