@@ -33,10 +33,11 @@ from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.tensor.units import seen_calls
 from lightning_hybrid.verify.memory import free_bytes
 from lightning_hybrid.zero.at_rest import StatesAtRest
-from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, bytes_of_parts, shard_placement
+from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.homes import Homes
 from lightning_hybrid.zero.offload import StatesByLayer, why_at_once
 from lightning_hybrid.zero.offload_at_once import StatesAtOnce
+from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_parts, shard_placement
 from lightning_hybrid.zero.sharding import Stage, ZeroSharding
 from lightning_hybrid.zero.shared_steps import SharedSteps, numel_of_part
 from lightning_hybrid.zero.state_file import Region, StateFile

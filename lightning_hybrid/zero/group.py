@@ -12,10 +12,7 @@ of one dtype, rank by rank, each rank's part padded to the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,40 +21,12 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import Gather, guard, unguard
 from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.zero.homes import Homes, PartsAtHome
-from lightning_hybrid.zero.state_file import Region, aligned
+from lightning_hybrid.zero.shard_layout import ShardRanks, nothing_of, numel_of, offsets_of, on_shards
+from lightning_hybrid.zero.state_file import Region
 
 # torch 2.13 gave the collectives on single tensors new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_P = ParamSpec("_P")
-
-
-@dataclass(frozen=True)
-class ShardRanks:
-    """The ranks that share out parameters.
-
-    Attributes:
-        shard: Those among which the parts of one copy lie.
-        replicate: Those that hold the same part of other copies.
-        num_replicas: Replicas whose gradients are averaged: more than these ranks, if what a rank holds has gradients
-            of the data of several.
-    """
-
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup
-    num_replicas: int
-
-
-def _on_shards(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Operations on a parameter mean what it holds, though code of the user's would find more of it gathered."""
-
-    @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            method(*args, **kwargs)
-
-    return run
 
 
 class ParameterGroup:
@@ -104,7 +73,7 @@ class ParameterGroup:
         self._parts = PartsAtHome(parts, homes or Homes.of((), first.device), region)
         for name in self._cut:
             parameters[name].data = self._parts.shown(name)
-        self._offsets, self._part_numel = _offsets_of({name: self._largest_part(name) for name in self._cut})
+        self._offsets, self._part_numel = offsets_of({name: self._largest_part(name) for name in self._cut})
         self._wholes: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._reducing: tuple[dist.Work | None, Tensor, list[str]] | None = None
@@ -120,7 +89,7 @@ class ParameterGroup:
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @_on_shards
+    @on_shards
     def launch_gather(self) -> None:
         """Send this rank's parts, unless the wholes are here or on their way; does not wait."""
         if self.is_whole or self._gathering is not None or self._is_held or not self._cut:
@@ -137,7 +106,7 @@ class ParameterGroup:
 
     @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
     @torch.no_grad()
-    @_on_shards
+    @on_shards
     def gather(self) -> None:
         """Wait for all parts: the parameters are whole from now on, their gradients new ones."""
         if self.is_whole:
@@ -176,14 +145,14 @@ class ParameterGroup:
         if self.keeps_whole:
             self._parts.move(name, self._part_of(name, whole, self._rank))
 
-    @_on_shards
+    @on_shards
     def free(self) -> None:
         """Free the memory of wholes between a layer's forward and its backward; parameters keep the wholes' shape."""
         if self.is_whole and not self.keeps_whole and not self._is_read:
             self._adopt_rebound()
             self._write_back()
             for name in self._cut:
-                self.parameters[name].data = _nothing(self.parameters[name])
+                self.parameters[name].data = nothing_of(self.parameters[name])
             self._wholes = {}
             self.is_whole = False
             self.gather_on_read()
@@ -198,7 +167,7 @@ class ParameterGroup:
         self._is_read = True
         self.gather()
 
-    @_on_shards
+    @on_shards
     def rest(self) -> None:
         """Parameters hold their parts, and the parts of their gradients."""
         self._is_read = False
@@ -238,7 +207,7 @@ class ParameterGroup:
             self._parts.write(name, self._part_of(name, self._wholes[name], self._rank))
         self._parts.let_go()
 
-    @_on_shards
+    @on_shards
     @torch.no_grad()
     def show_gradients(self) -> None:
         """Parameters, which are full, have full gradients of earlier batches too; collective."""
@@ -248,7 +217,7 @@ class ParameterGroup:
             self.parameters[name].grad = gradient
         self._gradients = {}
 
-    @_on_shards
+    @on_shards
     def take_gradients(self) -> None:
         """Keep this rank's shards of the gradients that full parameters have."""
         for name, parameter in self.parameters.items():
@@ -263,7 +232,7 @@ class ParameterGroup:
         dist.all_gather(received, message, group=self._ranks.shard)
         return join(received, self._cut[name])
 
-    @_on_shards
+    @on_shards
     def bring_home(self) -> None:
         """A step begins: what is shown elsewhere than at home goes there."""
         if self._is_held:
@@ -284,7 +253,7 @@ class ParameterGroup:
         if self.region is not None and not self.is_whole and self._gathering is None:
             self.region.read_ahead()
 
-    @_on_shards
+    @on_shards
     def leave(self) -> None:
         """Nobody may read what was in a file that is gone: that would end the process."""
         if self.region is not None and not self.region.file.is_there:
@@ -332,7 +301,7 @@ class ParameterGroup:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @_on_shards
+    @on_shards
     def launch_reduce(self) -> None:
         """Send what this rank has of the gradients, and forget it; does not wait.
 
@@ -374,7 +343,7 @@ class ParameterGroup:
         return _reduce_scatter(received, message, group=group, async_op=True), received
 
     @torch.no_grad()
-    @_on_shards
+    @on_shards
     def finish_reduce(self) -> None:
         """Wait, and add the averages to this rank's parts of the gradients.
 
@@ -401,7 +370,7 @@ class ParameterGroup:
             if not has:
                 continue
             shape = self._parts.shape(name) if name in self._cut else self.parameters[name].shape
-            new = total[offsets[name] : offsets[name] + _numel(shape)].view(shape)
+            new = total[offsets[name] : offsets[name] + numel_of(shape)].view(shape)
             if name in self._cut:
                 new = self._parts.gradient_at_home(new)
             before = self._gradients.get(name)
@@ -417,48 +386,9 @@ class ParameterGroup:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _gradient_offsets(self, names: Sequence[str]) -> tuple[dict[str, int], int]:
-        return _offsets_of({n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names})
+        return offsets_of({n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names})
 
     def _largest_part(self, name: str) -> int:
         placement, shape = self._cut[name], list(self._parts.shape(name))
         shape[placement.dim] = placement.local_length
-        return _numel(shape)
-
-
-def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
-    """Room that the parts of a group take in a file, while its parameters hold them."""
-    return sum(aligned(p.nbytes) for name, p in parameters.items() if name in placements)
-
-
-def _offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += size
-    return offsets, end
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _nothing(parameter: Tensor) -> Tensor:
-    """Something of the shape of a whole that holds no memory; whoever reads it gets no numbers."""
-    content: Any = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return parameter.data.new_full((), content).expand(parameter.shape)
-
-
-def shard_placement(shape: torch.Size, size: int) -> Shard | None:
-    """Where the parts of a parameter lie: along its first dim, or its longest if that is too short for all ranks.
-
-    Args:
-        shape: What there is to share out.
-        size: Number of ranks.
-
-    Returns:
-        None for a single number, which every rank keeps.
-    """
-    if shape.numel() <= 1:
-        return None
-    dim = 0 if shape[0] >= size else max(range(len(shape)), key=lambda d: shape[d])
-    return Shard.shared_out(dim, shape[dim], size)
+        return numel_of(shape)

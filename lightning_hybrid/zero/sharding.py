@@ -31,7 +31,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_hybrid.parts.gather_on_read import Gather, Guards
 from lightning_hybrid.step.gradient_hooks import GradientHook
 from lightning_hybrid.step.randomness import replaced_forwards
-from lightning_hybrid.zero.group import ParameterGroup, ShardRanks
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.shard_layout import ShardRanks
 from lightning_hybrid.zero.state_file import Region
 
 Stage = int | None  # None: complete only after all stages of this rank

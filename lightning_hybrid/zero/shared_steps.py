@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parts.placement import Shard, padded
-from lightning_hybrid.zero.group import _all_gather, shard_placement
+from lightning_hybrid.zero.group import _all_gather
 from lightning_hybrid.zero.replaced_step import step_after_closure
+from lightning_hybrid.zero.shard_layout import shard_placement
 
 
 def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainer.fitting import Run, assert_parity, fit, fit_reference, trainer_of
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.group import ParameterGroup, ShardRanks, shard_placement
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
 
 
 def check(worlds, run, *, tolerance=1e-10):

@@ -1,0 +1,83 @@
+"""Where the shards of parameters lie that ranks share out, and how they lie in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.zero.state_file import aligned
+
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """The ranks that share out parameters.
+
+    Attributes:
+        shard: Those among which the parts of one copy lie.
+        replicate: Those that hold the same part of other copies.
+        num_replicas: Replicas whose gradients are averaged: more than these ranks, if what a rank holds has gradients
+            of the data of several.
+    """
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup
+    num_replicas: int
+
+
+def on_shards(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Operations on a parameter mean what it holds, though code of the user's would find more of it gathered."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            method(*args, **kwargs)
+
+    return run
+
+
+def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
+    """Room that the parts of a group take in a file, while its parameters hold them."""
+    return sum(aligned(p.nbytes) for name, p in parameters.items() if name in placements)
+
+
+def offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += size
+    return offsets, end
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def nothing_of(parameter: Tensor) -> Tensor:
+    """Something of the shape of a whole that holds no memory; whoever reads it gets no numbers."""
+    content: Any = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    return parameter.data.new_full((), content).expand(parameter.shape)
+
+
+def shard_placement(shape: torch.Size, size: int) -> Shard | None:
+    """Where the parts of a parameter lie: along its first dim, or its longest if that is too short for all ranks.
+
+    Args:
+        shape: What there is to share out.
+        size: Number of ranks.
+
+    Returns:
+        None for a single number, which every rank keeps.
+    """
+    if shape.numel() <= 1:
+        return None
+    dim = 0 if shape[0] >= size else max(range(len(shape)), key=lambda d: shape[d])
+    return Shard.shared_out(dim, shape[dim], size)
