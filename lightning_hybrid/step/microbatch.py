@@ -1,6 +1,8 @@
 """Split a batch into microbatches.
 
-A batch is split only where that provably is right: all its tensors agree on the size of their first dimension.
+A batch is split only where that provably is right: all its tensors agree on the size of their first dimension. Lists,
+arrays and tables of that length go with them, row by row. What else comes with the samples (column names, a tokenizer,
+scales) goes to each microbatch as it is.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from lightning_hybrid.step.joined import join
-from lightning_hybrid.step.tree import children_of, flatten
+from lightning_hybrid.step.tree import children_of, flatten, tensors_inside
 from lightning_hybrid.step.user_tensors import of_class
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
@@ -44,8 +47,8 @@ def _measure(batch: Any) -> tuple[int | None, str]:
                 return None, f"it holds a tensor of layout {leaf.layout}"
             if leaf.dim():
                 sizes.setdefault(leaf.shape[0], leaf)
-        elif not isinstance(leaf, _PLAIN):
-            return None, f"it holds an object of class {type(leaf).__name__}, whose samples are not known"
+        elif not isinstance(leaf, _PLAIN) and any(tensor.dim() and len(tensor) > 1 for tensor in tensors_inside(leaf)):
+            return None, f"it holds tensors in an object of class {type(leaf).__name__}, whose samples are not known"
     if len(sizes) > 1:
         shapes = [tuple(tensor.shape) for tensor in sizes.values()]
         return None, f"its tensors have different first dimensions: {shapes}"
@@ -163,7 +166,8 @@ def join_batches(batches: Sequence[Any]) -> Any:
 
 
 def _is_one(item: Any) -> bool:
-    return isinstance(item, _PLAIN) or (isinstance(item, Tensor) and not item.dim())
+    """Whether it can be what a list has of one sample: no rows of several are in it."""
+    return not any(isinstance(leaf, Tensor | numpy.ndarray) and leaf.ndim for leaf in flatten(item)[0])
 
 
 def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
@@ -173,13 +177,23 @@ def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
         parts = value.split(counts)
         # What one microbatch writes in place is nothing that another one saved for its backward.
         return [of_class(value, part if value.requires_grad else part.data) for part in parts]
-    if type(value) in (list, tuple) and len(value) == size and all(_is_one(item) for item in value):
-        # One plain object or number per sample: file names, captions, labels.
+    rows = _rows_of(value, size)
+    if rows is not None:
         starts = [sum(counts[:index]) for index in range(len(counts))]
-        return [value[start : start + part] for start, part in zip(starts, counts, strict=True)]
+        return [rows[start : start + part] for start, part in zip(starts, counts, strict=True)]
     parts = children_of(value)
     if parts is None:
         return [value] * len(counts)
     children, build = parts
     columns = [_cut(child, size, counts) for child in children]
     return [build([column[index] for column in columns]) for index in range(len(counts))]
+
+
+def _rows_of(value: Any, size: int) -> Any:
+    """What slices of samples are taken from, where something that is no tensor has one row of each; else None."""
+    if type(value) in (list, tuple):  # file names, captions, labels
+        return value if len(value) == size and all(_is_one(item) for item in value) else None
+    if isinstance(value, numpy.ndarray):
+        return value if value.shape[:1] == (size,) else None
+    is_table = hasattr(type(value), "iloc") and hasattr(value, "__len__")  # such as a DataFrame
+    return value.iloc if is_table and len(value) == size else None

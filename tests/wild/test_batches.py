@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 from layouts import each_under, under
@@ -140,6 +141,77 @@ def as_list_of_numbers(samples):
     return x, list(y.flatten().unbind())
 
 
+class Names:
+    """As pandas' Index: names of columns, which are as many as a batch may have samples."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        return self.names[index]
+
+
+class Table:
+    """As pandas' DataFrame: rows are taken by `iloc`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    @property
+    def iloc(self):
+        return TableRows(self.rows)
+
+
+class TableRows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getitem__(self, index):
+        return Table(self.rows[index])
+
+
+class Tokenizer:
+    """Knows words, and a scale as a tensor of one number."""
+
+    def __init__(self):
+        self.words = {str(number): number for number in range(10)}
+        self.scale = torch.tensor([0.5], dtype=torch.float64)
+
+
+class OnPassengers(Regression):
+    """Objects that belong to the whole batch beside lists, arrays and tables with a row per sample."""
+
+    def shared_step(self, batch):
+        count = len(batch["x"])
+        assert type(batch["columns"]) is Names and len(batch["columns"]) == 8
+        assert set(batch["scales"]) == {"target", "input"} and batch["split"] == "train"
+        rows = [batch["records"], batch["table"].rows, batch["array"], batch["paths"]]
+        assert [len(row) for row in rows] == [count] * 4
+        digits = [batch["tokenizer"].words[record["path"][-5]] for record in batch["records"]]
+        assert digits == batch["array"].tolist() == batch["table"].rows == [int(path[-5]) for path in batch["paths"]]
+        weights = torch.tensor(digits, dtype=torch.float64) * batch["tokenizer"].scale / batch["scales"]["target"][1]
+        return ((self(batch["x"]) - batch["y"]).square().squeeze(1) * weights).mean()
+
+    def size_of(self, batch):
+        return len(batch["x"])
+
+
+def as_passengers(samples):
+    x, y, names = columns(samples)
+    digits = [int(name[-5]) for name in names]
+    return {
+        "x": x, "y": y, "paths": names, "records": [{"path": name, "objects": Names([name])} for name in names],
+        "array": numpy.array(digits), "table": Table(digits), "columns": Names([f"column {n}" for n in range(8)]),
+        "tokenizer": Tokenizer(), "scales": {"target": [0.0, 2.0], "input": Names([])}, "split": "train",
+    }  # fmt: skip
+
+
 class Picture(torch.Tensor):
     """As torchvision's: a tensor that carries more than its numbers, which hardly any operation hands on."""
 
@@ -226,6 +298,7 @@ SPLIT = [
     (OnLists, as_views),
     (OnListsOfNumbers, as_list_of_numbers),
     (OnPictures, as_pictures),
+    (OnPassengers, as_passengers),
 ]
 
 
