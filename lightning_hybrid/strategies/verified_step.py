@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -188,18 +189,24 @@ class VerifyingStrategy(SteppingStrategy):
         stages = self._stages(parameters)
         trained = [p for p in parameters.values() if not is_absent(p)]
         clips = self._trainer.gradient_clip_val and self._trainer.gradient_clip_algorithm in (None, "norm")
-        verdict = compare_first_step(
-            alone,
-            self._losses,
-            parameters,
-            stages,
-            float(self.mesh_precision.grad_norm(trained)) if clips else None,
+        compare = partial(
+            compare_first_step,
+            losses=self._losses,
+            parameters=parameters,
+            stages=stages,
+            norm=float(self.mesh_precision.grad_norm(trained)) if clips else None,
             replica=self.data_rank,
             mesh=self.mesh,
             device=self.root_device,
             precision=self._precision(module),
             parts=self._parts,
         )
+        verdict = compare(alone)
+        at_once = None if alone is None else alone.at_once
+        if verdict.first is not None and self.broadcast(at_once is not None):
+            # A mean over the tokens that labels leave is that of the whole batch.
+            of_whole = compare(at_once)
+            verdict, alone = (of_whole, None) if of_whole.first is None else (verdict, alone)
         self._losses = self._alone = None
         if verdict.first is not None:
             raise FirstStepError(

@@ -6,9 +6,10 @@ Nothing of the pipeline takes part. What the step leaves behind (buffers, counte
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lightning_hybrid.verify.undone import perturbed, undone
 
 # Seeds of the two runs that show whether a module draws random numbers.
 _SEEDS = (-1, -2)
+# Losses of the whole batch and of its parts that differ by more mix samples.
+_MIXES = 1e-9
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Alone:
         mixes: Loss of the whole batch, mean over its parts and their number, of the first batch; None where the two
             cannot be compared.
         untried: Why they cannot.
+        at_once: The same with each replica's batch as one part, where its loss is no mean over the parts.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -82,6 +86,7 @@ class Alone:
     noisy_gradients: dict[str, Tensor] = field(default_factory=dict)
     mixes: tuple[float, float, int] | None = None
     untried: str = ""
+    at_once: Alone | None = None
 
 
 class StepAlone:
@@ -127,6 +132,14 @@ class StepAlone:
         with perturbed(self._module, self._perturbation):
             noisy = self._parts(call, given, self.result.noisy_gradients)
         self.result.noisy_losses.append(losses if noisy is None else noisy)
+        at_once = self.result.at_once
+        if at_once is not None:
+            together = [replace(replica, count=1) for replica in given]
+            found = self._parts(call, together, at_once.gradients) or losses
+            at_once.losses.append(found)
+            with perturbed(self._module, self._perturbation):
+                noisy = self._parts(call, together, at_once.noisy_gradients)
+            at_once.noisy_losses.append(found if noisy is None else noisy)
         return True
 
     def _parts(self, call: Call, given: Sequence[Given], into: dict[str, Tensor]) -> list[float] | None:
@@ -197,7 +210,10 @@ class StepAlone:
         if at_once[0] != at_once[1]:
             self.result.untried = "the module draws random numbers, which depend on how samples are grouped"
             return
-        self.result.mixes = at_once[0], sum(losses) / len(losses), count
+        mean = sum(losses) / len(losses)
+        self.result.mixes = at_once[0], mean, count
+        if not math.isclose(at_once[0], mean, rel_tol=_MIXES):
+            self.result.at_once = Alone()
 
     @contextlib.contextmanager
     def _draws(self, number: int, microbatch: int, given: Given) -> Iterator[None]:

@@ -45,6 +45,8 @@ class Verification:
         uncut: frozenset[str] = frozenset(),
         around: frozenset[str] = frozenset(),
         shares: int = 1,
+        *,
+        at_once: bool = False,
     ) -> Reference:
         """What a layout is compared with.
 
@@ -53,10 +55,13 @@ class Verification:
             uncut: Steps of evaluation that run on whole batches there.
             around: Modules in the module whose attributes each microbatch finds there as the batch found them.
             shares: Ranks that run training steps on a share of each batch there.
+            at_once: Whether each replica's batch is one part: what means over tokens and metrics are compared with.
         """
         cut = cut_of(self.experiment, layout)
         if not cut.plain:
             cut = replace(cut, uncut=uncut, around=around, shares=shares, plain=shares > 1)
+        if at_once:
+            cut = replace(cut, num_microbatches=1, shares=1)
         if cut not in self._references:
             [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
         return self._references[cut]
@@ -90,7 +95,22 @@ class Verification:
             # Only the layout knows which modules lie around its units, and few keep anything of the model.
             reference = self.reference(layout, ranks[0].uncut, ranks[0].around)
             report = report if reference.failure is not None else self._compared(layout, ranks, reference)
+        if report.outcome == "different" and cut_of(self.experiment, layout).num_microbatches != 1:
+            at_once = self.reference(layout, ranks[0].uncut, at_once=True)
+            runs_differ = reference.irreproducible is not None or at_once.irreproducible is not None
+            if at_once.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, at_once):
+                notes = *report.notes, "means over tokens and metrics are those of each replica's whole batch"
+                report = replace(report, outcome="same", message="", first=None, num_differences=0, notes=notes)
         return report
+
+    def _agrees_with_either(self, ranks: list[Observed], parts: Reference, at_once: Reference) -> bool:
+        """Whether each logged number is that of the parts or of whole batches, and all others are those of one."""
+        found = [
+            compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (parts, at_once)
+        ]
+        keys = [{difference.key for difference in differences} for differences in found]
+        others = [any(not key.what.startswith("metric") for key in each) for each in keys]
+        return keys[0].isdisjoint(keys[1]) and not all(others)
 
     def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
         notes = list(reference.notes)

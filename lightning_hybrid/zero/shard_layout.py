@@ -50,6 +50,7 @@ def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[s
 
 
 def offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where each of these lies in a message, by name, and where the last one ends."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
@@ -58,6 +59,7 @@ def offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 def numel_of(shape: Sequence[int]) -> int:
+    """Number of elements of a tensor of this shape."""
     return torch.Size(shape).numel()
 
 
