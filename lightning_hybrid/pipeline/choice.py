@@ -124,6 +124,10 @@ class VariantChoice:
             return [each.latest for each in of_each]
         return self._rehearse(call, microbatches, of_each, apart=apart)
 
+    def state_around(self, variant: Variant) -> list[Any]:
+        """The plain attributes of the modules around the units, by which a step may decide."""
+        return plain_state(list(modules_around(self._root, variant.recording.units).values()))
+
     def runs_on(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
         """Runs the step on a microbatch, which each of so many runs finds as it came; the last one writes into it."""
         if times == 1 or call.name not in self._writes_batch:
@@ -152,7 +156,7 @@ class VariantChoice:
         return variant
 
     @contextlib.contextmanager
-    def _copy_for_rehearsal(self, call: Call, batch: Any) -> Iterator[Any]:
+    def copy_for_rehearsal(self, call: Call, batch: Any) -> Iterator[Any]:
         """A copy of a batch: a step may write into it, and do so in some batches only (CutMix)."""
         copied = map_leaves(_copied, batch)
         versions = _versions(copied)
@@ -223,7 +227,7 @@ class VariantChoice:
         known.forms = []
         grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
         with (
-            self._copy_for_rehearsal(call, microbatch) as batch,
+            self.copy_for_rehearsal(call, microbatch) as batch,
             installed(known.latest.replays.values(), randomness) as current,
             randomness.isolated(),
             randomness.microbatch(call.number, call.first + place),

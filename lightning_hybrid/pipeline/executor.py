@@ -36,6 +36,8 @@ from lightning_hybrid.schedule import (
     peer_of,
 )
 from lightning_hybrid.step.absent import fill
+from lightning_hybrid.step.averages import Share
+from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.partition import Assignment
@@ -119,6 +121,8 @@ class Job:
         after_backward: The same after it.
         repeated_buffers: Where a rank has several stages, the buffers that each of them writes: dict and name.
         reduce: Called with a stage after its last backward.
+        shares: How operations that average weigh, by microbatch and node.
+        metrics: Those of the whole batch, where it is in several microbatches.
         after_forwards: Called with this rank's runs by microbatch once its forwards are done and it has time.
     """
 
@@ -132,6 +136,8 @@ class Job:
     before_backward: Callable[[int, bool], None] = lambda stage, is_last: None
     after_backward: Callable[[int, bool], None] = lambda stage, is_last: None
     reduce: Callable[[int], None] = lambda stage: None
+    shares: Sequence[Mapping[int, Share]] = ()
+    metrics: BatchMetrics | None = None
     after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
 
 
@@ -298,7 +304,10 @@ class _Run:
         )
         self._states.enter(stage)
         job = self._job
-        step = partial(replay.run, job.steps[microbatch], given, job.parameters, self._current)
+        shares = job.shares[microbatch] if job.shares else None
+        step = partial(
+            replay.run, job.steps[microbatch], given, job.parameters, self._current, shares=shares, metrics=job.metrics
+        )
         is_split = (stage, microbatch) in job.program.split
         with self._around_step(), self._later.forward() if is_split else nullcontext():
             run = job.around(microbatch, step)
@@ -308,6 +317,7 @@ class _Run:
         earlier = self.results.get(microbatch)
         held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
         run.made = held if earlier is None else {**earlier.made, **held}
+        run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
         self.results[microbatch] = run
         given.leaves()  # also what the step has not read
         return given.waited

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.absent import MARK, is_absent
 
 _NUMBER = object()
 
@@ -27,6 +27,7 @@ class Entry:
         name: The logged key.
         metric: The Metric object logged, if it was one; its value is that of the step.
         other: What was logged, if it was no number at all, which is for an overridden ``log`` to understand.
+        value: Which value of the step it is, if it is one.
         kwargs: The other arguments of the call, those of the last microbatch.
         values: By microbatch; NaN where the value lives on another rank.
         sizes: The ``batch_size`` given, by microbatch.
@@ -40,6 +41,7 @@ class Entry:
     sizes: list[int | None]
     dtype: torch.dtype = torch.float32
     other: Any = _NUMBER
+    value: int | None = None
 
     @property
     def is_number(self) -> bool:
@@ -79,8 +81,8 @@ class Entry:
         return {**self.kwargs, "batch_size": sum(known)} if known else self.kwargs
 
 
-# Key, what was logged if it is not a number, value, other arguments, dtype.
-_Call = tuple[str, Any, float, dict[str, Any], torch.dtype]
+# Key, what was logged if it is not a number, number, other arguments, dtype, which value of the step it is.
+_Call = tuple[str, Any, float, dict[str, Any], torch.dtype, int | None]
 
 
 class LogCapture:
@@ -100,7 +102,7 @@ class LogCapture:
         found: dict[tuple[str, int], Entry] = {}
         for index in range(self._count):
             seen: dict[str, int] = {}
-            for name, what, value, kwargs, dtype in self._calls.get(index, []):
+            for name, what, value, kwargs, dtype, _ in self._calls.get(index, []):
                 number = seen[name] = seen.get(name, -1) + 1
                 metric, other = (what, _NUMBER) if isinstance(what, Metric) else (None, what)
                 if (name, number) not in found:
@@ -129,6 +131,7 @@ class LogCapture:
                 sizes=[column[3].get("batch_size") for column in columns],
                 dtype=columns[-1][4],
                 other=_NUMBER if isinstance(columns[-1][1], Metric) else columns[-1][1],
+                value=columns[0][5] if all(column[5] == columns[0][5] for column in columns) else None,
             )
             for columns in zip(*rows, strict=True)
         ]
@@ -158,7 +161,8 @@ class _Catching(AbstractContextManager[None]):
         with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
             number = _number(name, value)
             what = value if number is None or isinstance(value, Metric) else _NUMBER
-            self._calls.append((name, what, math.nan if number is None else number, kwargs, _dtype(value)))
+            _, index = getattr(value, MARK, None) or (None, None)
+            self._calls.append((name, what, math.nan if number is None else number, kwargs, _dtype(value), index))
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.choice import Call, VariantChoice
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
 from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.loss_shares import LossShares, Shares
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.plan import StagePlan
@@ -30,9 +31,11 @@ from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
+from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.microbatch import BatchSplitter, sizes_of, split
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageRun
+from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import map_leaves
 
 
@@ -67,6 +70,8 @@ class StepRunner(MicrobatchRunner):
         self._executor.around_step = lambda: self.around_step()
         self._choice = VariantChoice(root, plan, randomness)
         self._whole = WholeBatch(root, plan, self._choice, randomness)
+        self._loss_shares = LossShares(root, plan, self._choice, randomness)
+        self._batch_metrics = BatchMetrics(find_sinks(root))
         self._transport = transport
         self._programs: dict[Any, Program] = {}
 
@@ -112,6 +117,7 @@ class StepRunner(MicrobatchRunner):
         if name in self.uncut.names:
             return self._run_uncut(call, batch)
         microbatches, weights = split(batch, count, self.splitter)
+        is_weighed = train is not None and train.weigh is not None
         if train is not None and train.weigh is not None:
             weights = train.weigh(microbatches)
         logs = LogCapture(count)
@@ -130,6 +136,10 @@ class StepRunner(MicrobatchRunner):
                 raise
             self.uncut.adopt(name, reason)
             return self._run_uncut(call, batch)
+        shares: Shares = ()
+        if not is_weighed:
+            apart = bookkeeping is not None
+            shares = self._loss_shares.of(call, variants, batch, microbatches, weights, apart=apart)
         steps = [self._choice.runs_on(call, microbatch, len(self.plan.stages)) for microbatch in microbatches]
         sharing = StepSharing(
             self._group,
@@ -140,7 +150,9 @@ class StepRunner(MicrobatchRunner):
             batch,
             share_output=share_output,
             train=train is not None,
+            metrics=self._batch_metrics,
         )
+        self._batch_metrics.begin(len(variants))
         more: dict[str, Any] = {}
         if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
             more["after_forwards"] = sharing.begin
@@ -154,6 +166,8 @@ class StepRunner(MicrobatchRunner):
             around=around,
             parameters=self.plan.names(),
             repeated_buffers=self.plan.repeated_buffers(),
+            shares=shares,
+            metrics=self._batch_metrics if len(variants) > 1 else None,
             **more,
         )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
@@ -163,6 +177,7 @@ class StepRunner(MicrobatchRunner):
         for variant in dict.fromkeys(variants):
             self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
         result = self._result(variants, outcome, sharing, weights, microbatches, train is not None, bookkeeping)
+        self._batch_metrics.begin(0)
         if bookkeeping is None:
             self._whole.check(variants, outcome.runs.values())
             kept.join(weights, microbatches)

@@ -18,7 +18,9 @@ from torch import Tensor
 from lightning_hybrid.pipeline.exchange import NumberExchange, digest, share_tensor
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.replay import StageRun
+from lightning_hybrid.step.scalars import BatchScalars
 from lightning_hybrid.step.tree import flatten
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
@@ -38,8 +40,10 @@ class StepSharing:
         *,
         share_output: bool,
         train: bool,
+        metrics: BatchMetrics,
     ) -> None:
         """Args: group: one pipeline. variants, weights: by microbatch. share_output: whether outputs are wanted."""
+        self._metrics = metrics
         self._group = group
         self._device = device
         self._variants = variants
@@ -65,9 +69,12 @@ class StepSharing:
             runs: Of this rank, by microbatch, each with all its forwards done.
         """
         self._entries = self._logs.entries()
-        numbers = [entry.combine(entry.values, self._weights) for entry in self._entries]
+        batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
+        numbers = [self._logged(entry, batch) for entry in self._entries]
         for index, value in self._scalars:
             made = runs[index].made.get(value)
+            if made is not None and value != self._variants[index].assignment.graph.loss and not batch.is_mean(value):
+                made = batch.value(value)
             numbers.append(math.nan if made is None else float(made))
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
@@ -78,6 +85,18 @@ class StepSharing:
             form=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )
+
+    def _logged(self, entry: Entry, batch: BatchScalars) -> float:
+        """What was logged, for the batch; NaN if another rank knows."""
+        combined = entry.combine(entry.values, self._weights)
+        if entry.how != "mean" or math.isnan(combined) or len(self._variants) == 1:
+            return combined
+        known = None
+        if entry.metric is not None:
+            known = self._metrics.value_of(entry.metric)
+        elif entry.value is not None and not batch.is_mean(entry.value):
+            known = batch.value(entry.value)
+        return combined if known is None else float(known)
 
     def finish(
         self, runs: Mapping[int, StageRun], num_ranks: int

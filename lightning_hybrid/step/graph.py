@@ -40,6 +40,7 @@ class Value:
 
 
 SizedBy: TypeAlias = Literal["", "the content of the batch", "values of the model"]
+Averages: TypeAlias = Literal["", "classes", "elements", "rows", "divisor", "product", "inverse", "sum"]
 Picks: TypeAlias = int | tuple[int | None, int | None, int | None]
 
 
@@ -62,6 +63,7 @@ class Node:
         line: Where in the user's code it was called, ``file:line``.
         picks: The rows that it picks by their numbers along the first dimension: one, or a slice's start, stop, step.
         sized_by: What the size of its result depends on but shapes; empty if that is known.
+        averages: What of the batch it averages over or multiplies by (see ``step.averages``); empty if nothing.
     """
 
     index: int
@@ -78,6 +80,7 @@ class Node:
     line: str = ""
     picks: Picks | None = None
     sized_by: SizedBy = ""
+    averages: Averages = ""
 
     @property
     def unit(self) -> str | None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.step.absent import absent_members, make_absent
 from lightning_hybrid.step.alike import LikeUnits
 from lightning_hybrid.step.asked import asked_of, picks_of
+from lightning_hybrid.step.averages import averages
 from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.derivatives import GraphWanted, gone_through, is_derivative
@@ -304,6 +305,7 @@ class RecordWatch(StepWatch):
                 line=user_line(),
                 picks=picks_of(name, args),
                 sized_by=sized_by,
+                averages=averages(name, args, kwargs, self.is_of_the_model, numbers_read=self._sized_by_data),
             )
         )
         self._sizes.made(self._nodes[-1])

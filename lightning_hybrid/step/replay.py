@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import MARK, fill, make_placeholder
+from lightning_hybrid.step.averages import Share, shared
 from lightning_hybrid.step.backward_hooks import SET_UP
+from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.bound_functions import users_functions
 from lightning_hybrid.step.changed import Changes, StepChanged
 from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
@@ -26,6 +28,7 @@ from lightning_hybrid.step.held import look_up, put
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, StepError, Template
+from lightning_hybrid.step.scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.user_checkpointing import recomputed
@@ -41,12 +44,14 @@ class StageRun:
         made: The values that other stages, the backward or the user's attributes need, by index.
         placeholders: Absent tensors that the user may still hold, with their value index.
         numbers_read: Where a number was last read from a tensor that is absent here; empty if none was.
+        scalars: The numbers that it computed.
     """
 
     result: Any
     made: dict[int, Tensor]
     placeholders: list[tuple[int, FakeTensor]]
     numbers_read: str = ""
+    scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
 
 
 def put_together(
@@ -111,9 +116,16 @@ class StageReplay:
         self.drawing_functions = users_functions() if graph.draws else []
         self.drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
         self.device = randomness.device
+        self.scalar_nodes = scalar_nodes(graph)
 
     def run(
-        self, step: Callable[[], Any], received: Mapping[int, Tensor], parameters: Mapping[int, str], current: Current
+        self,
+        step: Callable[[], Any],
+        received: Mapping[int, Tensor],
+        parameters: Mapping[int, str],
+        current: Current,
+        shares: Mapping[int, Share] | None = None,
+        metrics: BatchMetrics | None = None,
     ) -> StageRun:
         """Run ``step`` with only this stage's arithmetic.
 
@@ -122,11 +134,14 @@ class StageReplay:
             received: The values that other stages sent, by index.
             parameters: FQN by id of all parameters and tracked buffers of the module.
             current: Of ``installed``.
+            shares: How operations that average weigh, by node.
+            metrics: Those of the whole batch, where this is one of several microbatches.
 
         Raises:
             StepChanged: The step did something else than when it was recorded.
         """
         watch = self.watch(received, parameters)
+        watch.shares, watch.metrics = shares or {}, metrics
         current.watch, watch.uncompiled = watch, current.uncompiled
         before, self.randomness.watched = self.randomness.watched, True
         try:
@@ -136,7 +151,7 @@ class StageReplay:
             current.watch = None
             self.randomness.watched = before
         watch.check_complete(result)
-        return StageRun(result, watch.made, watch.placeholders, watch.numbers_read)
+        return StageRun(result, watch.made, watch.placeholders, watch.numbers_read, watch.scalars)
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """What sees one run."""
@@ -171,6 +186,10 @@ class ReplayWatch(StepWatch):
         self._device = replay.device
         self._received = received
         self._has_others = replay.assignment.num_stages > 1
+        self._scalar_nodes = replay.scalar_nodes
+        self.shares: Mapping[int, Share] = {}
+        self.metrics: BatchMetrics | None = None
+        self.scalars = ScalarResults()
         self._next = 0
         self._changes = Changes(replay.recording.graph)
         self.made: dict[int, Tensor] = {}
@@ -251,6 +270,8 @@ class ReplayWatch(StepWatch):
                 put(self.units[name[1:]], held, leaves[given:])
         if node.name.startswith(SINK):
             args, kwargs = with_wholes(args, kwargs)
+        if node.index in self.shares:
+            run = shared(name, node.averages, run, self.shares[node.index])
         # A second run would find on its modules what the next microbatch left there.
         recomputes = self.recompute_depth and node.unit is not None and not held
         out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
@@ -268,6 +289,10 @@ class ReplayWatch(StepWatch):
                 self._note(leaf, described.value)
         for place, value in template.written:
             self._note(leaves[place], value)
+        if self.metrics is not None and node.index in self._scalar_nodes:
+            once_more = None if node.index in self.shares else run
+            self.scalars.note(node, once_more, args, kwargs, out_leaves, template, self.mark_of)
+            self.metrics.note(node, args, kwargs)
         return out
 
     def _settled(self, out: Any, leaves: list[Any], template: Template) -> Any:

@@ -63,7 +63,7 @@ class SinkRehearsal:
 
         def rehearse(*args: Any, **kwargs: Any) -> Any:
             if fqn not in self._copies:
-                self._copies[fqn] = _copy_alone(self._sinks[fqn])
+                self._copies[fqn] = copy_alone(self._sinks[fqn])
             leaves, spec = flatten((args, kwargs))
             given, given_kwargs = unflatten([_real(leaf) for leaf in leaves], spec)
             try:
@@ -75,7 +75,7 @@ class SinkRehearsal:
         return rehearse
 
 
-def _copy_alone(sink: nn.Module) -> nn.Module:
+def copy_alone(sink: nn.Module) -> nn.Module:
     """A copy that shares nothing with the original, and asks no other process."""
     # What it returned last may still lead back through the model, and such a tensor cannot be copied.
     held = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]

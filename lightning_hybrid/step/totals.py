@@ -25,8 +25,9 @@ HANDED_ON = frozenset(
 # Sums over the samples if these are no dimension of the result.
 _CONTRACTIONS = SUMS | {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "tensordot", "bincount", "histc"}
 _SCATTERED = frozenset({"scatter_add", "scatter_add_", "index_add", "index_add_"})
+_NEGATED = frozenset({"neg", "__neg__"})
 _ADDED = frozenset({"add", "__add__", "__radd__"})
-_ARRANGED = frozenset(
+ARRANGED = frozenset(
     {"stack", "cat", "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "t", "transpose"}
     | {"permute", "get_T", "get_mT", "diag", "diagonal", "__getitem__"}
 )
@@ -74,21 +75,21 @@ def total_over_samples(value: int, part: StepGraph, whole: StepGraph, pairs: Map
             if node.name == "bincount":
                 return True
             (one,) = node.inputs
-            if node.name not in HANDED_ON | _ARRANGED | _ADDED:
+            if node.name not in HANDED_ON | ARRANGED | _ADDED:
                 return False
         return False
 
     def of(node: Node, made: int) -> Total | None:
         if node.unit is not None or node.parameters or not node.inputs:
             return None
-        if node.name in _CONTRACTIONS:
+        if node.name in _CONTRACTIONS or node.averages == "sum":
             return Total() if all(has_samples(one) for one in node.inputs) else None
         rest = node.inputs
         if node.name in _SCATTERED:
             rest = tuple(one for one in rest if not has_samples(one))
             if not rest:
                 return Total(frozenset({node.index}))
-        elif node.name not in _ADDED | _ARRANGED | HANDED_ON:
+        elif node.name not in _ADDED | ARRANGED | HANDED_ON | _NEGATED:
             return None
         totals = [total(one) for one in rest]
         bases: set[int] = set()
@@ -99,7 +100,7 @@ def total_over_samples(value: int, part: StepGraph, whole: StepGraph, pairs: Map
         is_arranged = any(one is not None and one.is_arranged for one in totals)
         if node.name in _ADDED:
             return Total(frozenset(bases | {node.index} if len(rest) == 1 else bases), is_arranged)
-        if node.name in _ARRANGED:
+        if node.name in ARRANGED:
             sizes = [math.prod(whole.values[one].shape) for one in rest]
             if len(rest) > 1 and sum(sizes) != math.prod(whole.values[made].shape):
                 return None  # other values are among them

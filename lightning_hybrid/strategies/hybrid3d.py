@@ -54,7 +54,8 @@ class Hybrid3DStrategy(SetUpStrategy):
             every n-th; names with wildcards; "selective" for all, which keep what is dear to compute, or the share of
             bytes that these keep, such as 0.3 ("selective" is 0.4); or a mapping of names to such policies or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
-            the number of unmasked tokens; their numbers of samples if None.
+            the number of unmasked tokens. If None, means over tokens are those of each replica's whole batch, and
+            everything else is weighted by numbers of samples.
         tensor_parallel_plan: How linears are cut, by patterns of their names, such as
             ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; what it does not
             name goes by the model's own plan (``tp_plan`` of transformers) or is searched, and all is proved.

@@ -418,7 +418,8 @@ class SetUpStrategy(VerifyingStrategy):
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None
-        texts = [describe(self.layout, first, self.options.schedule, self.layout.pipeline_parallel_size)]
+        means = self._is_pipelined and self._weight is None and self.options.microbatches != 1
+        texts = [describe(self.layout, first, self.options.schedule, means=means)]
         if self._instead:
             texts.append(f"sharded instead of pipelined: {self._instead}")
         if self._shards is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.step.graph import StepGraph
+from lightning_hybrid.step.loss_terms import terms_of
 from lightning_hybrid.step.partition import Assignment
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 
 
-def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: str, num_ranks: int) -> str:
-    """The layout in one line and, for a pipeline, one row per stage."""
+def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: str, *, means: bool = False) -> str:
+    """The layout in one line and, for a pipeline, one row per stage; and the means that microbatches have in common."""
     head = (
         f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
         f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
@@ -31,12 +32,24 @@ def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: st
         ]
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         units = _units(assignment, stage)
-        rows.append((str(stage), str(stage % num_ranks), units, _bytes(size), share, ", ".join(sends) or "-"))
+        rank = str(stage % layout.pipeline_parallel_size)
+        rows.append((str(stage), rank, units, _bytes(size), share, ", ".join(sends) or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     shared = [f"{name} on stages {list(stages)}" for name, stages in assignment.shared.items()]
     tail = [f"shared parameters: {', '.join(shared[:4])}{' ...' if len(shared) > 4 else ''}"] if shared else []
+    tail += _means(graph) if means else []
     return "\n".join([f"{head}, schedule {schedule}", *lines, *tail])
+
+
+def _means(graph: StepGraph) -> list[str]:
+    """The means over the whole batch by which its microbatches weigh: one line, if there are any."""
+    nodes = [graph.nodes[index] for index in sorted(terms_of(graph, sizes_differ=False))]
+    if not nodes:
+        return []
+    shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in nodes]
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return [f"means over what counts in the whole batch, not in its microbatches: {', '.join(shown[:3])}{more}"]
 
 
 def _units(assignment: Assignment, stage: int) -> str:
