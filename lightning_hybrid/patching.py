@@ -18,6 +18,7 @@ from typing import Any
 
 MARK = "_hybrid"  # begins the name of each attribute that this package adds to objects of users
 _NOTHING = object()
+_partial = functools.partial.__new__
 
 
 class TemporaryHook(functools.partial[Any]):
@@ -40,12 +41,25 @@ class Replacement(functools.partial[Any]):
 
     def __new__(cls, owner: Any, name: str, function: Callable[..., Any], original: Any) -> Replacement:
         """Args: owner, name: of the attribute. function: what is called. original: whose signature it shows."""
-        self = super().__new__(cls, function)
-        self.owner, self.name, self.own = owner, name, owner.__dict__.get(name, _NOTHING)
-        self.__wrapped__ = original
-        keep_clean(type(owner))
-        self.__module__ = getattr(original, "__module__", None)  # type: ignore[assignment]
+        self = _partial(cls, function)
+        # All at once: layers get some in each step.
+        self.__dict__.update(
+            owner=owner,
+            name=name,
+            own=owner.__dict__.get(name, _NOTHING),
+            __wrapped__=original,
+            __module__=getattr(original, "__module__", None),
+        )
+        if type(owner) not in copyreg.dispatch_table:
+            keep_clean(type(owner))
         return self
+
+    def put_back(self) -> None:
+        """Let the object have again what it had."""
+        if self.own is _NOTHING:
+            self.owner.__dict__.pop(self.name, None)
+        else:
+            self.owner.__dict__[self.name] = self.own
 
     def __getattr__(self, name: str) -> Any:
         """Names, code and marks are those of the function."""
@@ -71,17 +85,8 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[],
     Returns:
         Puts back what was there.
     """
-    attributes = owner.__dict__
-    replacement = Replacement(owner, name, function, getattr(owner, name, None))
-    attributes[name] = replacement
-
-    def undo() -> None:
-        if replacement.own is _NOTHING:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = replacement.own
-
-    return undo
+    replacement = owner.__dict__[name] = Replacement(owner, name, function, getattr(owner, name, None))
+    return replacement.put_back
 
 
 @contextlib.contextmanager

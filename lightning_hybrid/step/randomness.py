@@ -376,7 +376,11 @@ def replaced_forwards(
 
     Who asks for its signature, as transformers does before it generates, is told that of the user's.
     """
-    with contextlib.ExitStack() as undo:
+    undo = []
+    try:
         for fqn, module in modules.items():
-            undo.callback(replace(module, "forward", wrap(fqn, module.forward)))
+            undo.append(replace(module, "forward", wrap(fqn, module.forward)))
         yield
+    finally:
+        for put_back in reversed(undo):
+            put_back()
