@@ -197,11 +197,12 @@ class MeshStrategy(ParallelStrategy):
         Raises:
             RuntimeError: The environment of a cluster lacks a variable.
         """
+        if self._is_one_process:
+            return
         assert self.cluster_environment is not None
         try:
-            if not self._is_one_process:
-                self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         except KeyError as error:
             raise RuntimeError(
