@@ -59,7 +59,7 @@ class Mesh:
         rank: the global rank of this process.
         coordinates: the place of this rank on every axis.
         device_mesh: the mesh over the five axes of the layout, outermost first; an axis of size 1 has a group too.
-        shares_batch: whether the ranks of a pipeline hold shards, see `with_pipeline_as_shards`.
+        shared_axes: those whose ranks hold shards, see `with_shards_over`.
     """
 
     layout: ParallelLayout
@@ -67,7 +67,7 @@ class Mesh:
     coordinates: Coordinates
     device_mesh: DeviceMesh
     _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
-    shares_batch: bool = False
+    shared_axes: tuple[str, ...] = ()
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> Mesh:
@@ -161,7 +161,7 @@ class Mesh:
         Args:
             axis: "tp", "cp", "dp_shard", "ep" or "ep_shard".
         """
-        if axis == "tp" or (axis == "dp_shard" and self.shares_batch):
+        if axis == "tp" or (axis == "dp_shard" and self.shared_axes):
             return {axis: self.rank_in(axis)}
         cp_outer, cp_inner = divmod(self.rank_in("cp"), self.layout.expert_contexts)
         if axis == "cp":
@@ -189,27 +189,34 @@ class Mesh:
         assert isinstance(group, ProcessGroup)
         return group
 
-    def with_pipeline_as_shards(self) -> Mesh:
-        """The same ranks where those of a pipeline hold shards of parameters, and each runs a share of the batch.
+    def with_shards_over(self, axes: Iterable[str]) -> Mesh:
+        """The same ranks where those along some axes hold shards of parameters, and each runs a share of the batch.
 
-        The axis `pp` has one rank then, and `dp_shard`, `data`, `parts` and `holders` contain the ranks of a pipeline;
-        collective.
+        Each of these axes has one rank then; `dp_shard`, `data`, `parts` and `holders` contain their ranks, and
+        `shares` is these alone; collective.
+
+        Args:
+            axes: of "pp", "cp" and "tp".
         """
-        base = self.device_mesh
+        base, shared = self.device_mesh, set(axes)
         alone = next((self._submeshes[axis] for axis in AXES if self.size(axis) == 1), None)
         if alone is None:
             ranks = torch.arange(self.layout.world_size).view(-1, 1)
             alone = DeviceMesh(base.device_type, ranks, mesh_dim_names=("ranks", "alone"))["alone"]
         wider = {
-            "dp_shard": ("pp", "dp_shard"),
-            "data": ("pp", "dp_replicate", "dp_shard"),
-            "parts": ("pp", "dp_shard", "tp"),
+            "shares": shared,
+            "dp_shard": shared | {"dp_shard"},
+            "data": shared | {"dp_replicate", "dp_shard"},
+            "parts": shared | {"dp_shard", "tp"},
         }
-        submeshes = {name: _flatten(base, f"shared_{name}", axes) for name, axes in wider.items()}
-        submeshes |= {"pp": alone, "holders": submeshes["parts"]}
-        if base.device_type != "cpu" and dist.get_backend() != "gloo":
+        submeshes = {
+            name: _flatten(base, f"shared_{name}", tuple(axis for axis in AXES if axis in members))
+            for name, members in wider.items()
+        }
+        submeshes |= {"holders": submeshes["parts"], **dict.fromkeys(shared, alone)}
+        if dist.get_backend() != "gloo":
             _connect(submeshes.values(), base.device_type)
-        return replace(self, _submeshes={**self._submeshes, **submeshes}, shares_batch=True)
+        return replace(self, _submeshes={**self._submeshes, **submeshes}, shared_axes=tuple(sorted(shared)))
 
     def published(self) -> DeviceMesh:
         """The mesh that user code finds at `LightningModule.device_mesh`.

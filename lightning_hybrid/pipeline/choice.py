@@ -31,7 +31,7 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recent import Recent
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.transaction import ModuleState
-from lightning_hybrid.step.tree import map_leaves, tensors_inside
+from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside
 from lightning_hybrid.step.ways import NotKnown, Ways
 
 # When a step has taken so many ways, those known are forgotten: their number may have no end.
@@ -110,7 +110,7 @@ class VariantChoice:
             StepError: The step cannot be recorded.
             PartitionError: It cannot be cut, or not the way the first step was.
         """
-        keys = [(self._plan.signature(call.name, microbatch), call.modes) for microbatch in microbatches]
+        keys = [(signature_of(call.name, microbatch), call.modes) for microbatch in microbatches]
         known: dict[Hashable, _Known] = {}
         for place, key in enumerate(keys):
             if key not in known:
@@ -240,6 +240,21 @@ class VariantChoice:
                 return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness)
             except Exception:  # what is wrong with the step is told where it runs
                 return known.latest
+
+
+def signature_of(name: str, microbatch: Any) -> Hashable:
+    """What a recording depends on beside ``StagePlan.modes``: which step, and kinds and shapes of what it is given."""
+    leaves, _ = flatten(microbatch)
+    shapes = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, bool)
+        else (type(leaf), *((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_inside(leaf)))
+        for leaf in leaves
+    )
+    keys = tuple(microbatch) if isinstance(microbatch, Mapping) else None
+    return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
 
 
 def _copied(leaf: Any) -> Any:

@@ -39,7 +39,7 @@ from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import find_loss
+from lightning_hybrid.step.recording import find_loss, no_loss
 from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.units import choose_units
@@ -238,10 +238,16 @@ class PlainRunner(MicrobatchRunner):
 
 
 def _backward(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:
-    """Run the backward of a microbatch; its loss, without the graph, or None if its step returned none."""
+    """Run the backward of a microbatch; its loss, without the graph, or None if its step returned none.
+
+    Raises:
+        StepError: What it returned has no loss, or one that depends on no parameter.
+    """
     loss = find_loss(output)
     train.before_backward(0, is_last)
-    if isinstance(loss, Tensor) and loss.requires_grad:
+    if output is not None:
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise no_loss("training_step", output)
         torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
     train.after_backward(0, is_last)
-    return loss.detach() if isinstance(loss, Tensor) else None
+    return None if output is None else loss.detach()

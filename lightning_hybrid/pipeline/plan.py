@@ -31,7 +31,6 @@ from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
 from lightning_hybrid.step.side_ways import LeftOnUnit
-from lightning_hybrid.step.tree import flatten, tensors_inside
 from lightning_hybrid.step.units import choose_units, missed_units, to_open
 
 # A stage may cost so much more than the mean before the units of the costliest are opened to balance better.
@@ -149,20 +148,6 @@ class StagePlan:
         if self.first is None:
             self.first = variant
         return variant
-
-    def signature(self, name: str, microbatch: Any) -> Hashable:
-        """What a recording depends on beside ``modes``: which step, and the kinds and shapes of what it is given."""
-        leaves, _ = flatten(microbatch)
-        shapes = tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            if isinstance(leaf, bool)
-            else (type(leaf), *((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_inside(leaf)))
-            for leaf in leaves
-        )
-        keys = tuple(microbatch) if isinstance(microbatch, Mapping) else None
-        return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
 
     def units(self) -> Mapping[str, nn.Module]:
         """The modules that are one node each in the latest recording."""

@@ -6,6 +6,8 @@ a mean over samples. What a step logs and returns is put together on every one o
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +20,8 @@ from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.returned import Results
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.step.tree import map_leaves
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -143,25 +147,38 @@ def given_by(
 
 def _plain(entry: Entry) -> Any:
     """What another rank needs to know of an entry."""
-    return entry.name, entry.values, entry.sizes
+    kwargs = {name: value for name, value in entry.kwargs.items() if isinstance(value, _PLAIN)}
+    return entry.name, entry.values, entry.sizes, kwargs, entry.dtype
 
 
 def _joined(rows: Sequence[Given], rank: int) -> list[Entry]:
-    """The entries of all ranks: those of this rank, with the values of the others."""
+    """The entries of all ranks, in the order of the first that has each: those of this rank, with others' values."""
     counts = [len(row.weights) for row in rows]
-    found: list[Entry] = []
-    seen: dict[str, int] = {}
-    for entry in rows[rank].entries:
-        number = seen[entry.name] = seen.get(entry.name, -1) + 1
+    named = [[known if isinstance(known, tuple) else _plain(known) for known in row.entries] for row in rows]
+    keys: dict[tuple[str, int], None] = {}
+    by_rank: list[dict[tuple[str, int], int]] = []
+    for entries in named:
+        seen: Counter[str] = Counter()
+        places: dict[tuple[str, int], int] = {}
+        for place, (name, *_) in enumerate(entries):
+            places[name, seen[name]] = place
+            keys[name, seen[name]] = None
+            seen[name] += 1
+        by_rank.append(places)
+    found = []
+    for key in keys:
         values: list[float] = []
         sizes: list[int | None] = []
-        for place, row in enumerate(rows):
-            named = [known if isinstance(known, tuple) else _plain(known) for known in row.entries]
-            same = [known for known in named if known[0] == entry.name]
-            _, theirs, their_sizes = same[number] if number < len(same) else ("", [float("nan")] * counts[place], [])
-            values += theirs
-            sizes += their_sizes
-        found.append(entry.with_values(values, sizes))
+        for entries, places, count in zip(named, by_rank, counts, strict=True):
+            known = entries[places[key]] if key in places else ("", [math.nan] * count, [None] * count)
+            values += known[1]
+            sizes += known[2]
+        if key in by_rank[rank]:
+            found.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
+        else:
+            owner = next(place for place, places in enumerate(by_rank) if key in places)
+            name, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
+            found.append(Entry(name, None, kwargs, values, sizes, dtype))
     return found
 
 

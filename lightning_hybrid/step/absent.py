@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import isnan  # the function itself: a step asks another
 from typing import Any
 
@@ -275,6 +275,17 @@ def branch_message(line: str) -> str:
         " recorded, nor later on every pipeline stage. Make the decision from the batch alone, use torch.where,"
         " or set pipeline_parallel_size=1"
     )
+
+
+def owned_by(root: nn.Module, tracked: Collection[str]) -> list[tuple[nn.Module, str, str]]:
+    """What a recording replaces: parameters, and tracked buffers; their module, their name there and their FQN."""
+    return [
+        (module, member, f"{fqn}.{member}" if fqn else member)
+        for fqn, module in root.named_modules()
+        for members, everything in ((module._parameters, True), (module._buffers, False))
+        for member, tensor in members.items()
+        if tensor is not None and (everything or (f"{fqn}.{member}" if fqn else member) in tracked)
+    ]
 
 
 @contextlib.contextmanager

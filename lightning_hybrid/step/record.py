@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.absent import absent_members, make_absent
+from lightning_hybrid.step.absent import absent_members, make_absent, owned_by
 from lightning_hybrid.step.alike import LikeUnits
 from lightning_hybrid.step.asked import asked_of, picks_of
 from lightning_hybrid.step.averages import averages
@@ -85,13 +85,7 @@ def record(
         ControlFlowError: The step branches on a value of the model.
     """
     tracked = set(tracked_buffers)
-    owners = [
-        (module, member, f"{fqn}.{member}" if fqn else member)
-        for fqn, module in root.named_modules()
-        for members, everything in ((module._parameters, True), (module._buffers, False))
-        for member, tensor in members.items()
-        if tensor is not None and (everything or (f"{fqn}.{member}" if fqn else member) in tracked)
-    ]
+    owners = owned_by(root, tracked)
     state, looks = ModuleState(root), Looks() if looks is None else looks
     around_units, bound = modules_around(root, units), bound_functions(root)
     costs = CostWatch(root)

@@ -81,10 +81,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) ->
     Raises:
         ValueError: One needs all parameters in one vector.
     """
-    if plan is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+    has_stages = plan is not None and plan.num_ranks > 1
+    if has_stages and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "LBFGS needs all parameters in one vector, but each rank holds its own stages or parts of layers;"
-            " set pipeline_parallel_size=1, tensor_parallel_size=1 and expert_parallel_size=1"
+            "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
+            " does not name it; build it there, or set pipeline_parallel_size=1"
         )
 
 

@@ -16,6 +16,7 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.microbatch import BatchSplitter
+from lightning_hybrid.strategies.user_code import scripted_modules
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 from lightning_hybrid.tensor.patterns import check_styles
 
@@ -268,7 +269,7 @@ def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
 
 
 def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to share out, to run in microbatches or to recompute what nobody sees into.
+    """Refuse to recompute what nobody sees into.
 
     Args:
         module: The user's.
@@ -276,9 +277,7 @@ def check_scripted(module: pl.LightningModule) -> None:
     Raises:
         ValueError: A module of ``torch.jit`` with parameters is inside.
     """
-    modules = module.named_modules()
-    scripted = [fqn for fqn, inner in modules if isinstance(inner, torch.jit.ScriptModule) and [*inner.parameters()]]
-    if scripted:
+    if scripted := scripted_modules(module):
         raise ValueError(
             f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
             " that it cannot be shared out, run in microbatches or recomputed; use the module that it was made of (and"

@@ -7,57 +7,42 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.experts.sharded import SharedExperts
-from lightning_hybrid.layout import LayoutError
-from lightning_hybrid.memory.recompute import Recomputation, Recompute
-from lightning_hybrid.parts.gather_on_read import Guards
-from lightning_hybrid.parts.held import AxisCut, HeldParts
+from lightning_hybrid.memory.recompute import Recompute
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
-from lightning_hybrid.pipeline.metrics import MetricSync
-from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
-from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
-from lightning_hybrid.strategies.first_step import record_first_step
+from lightning_hybrid.strategies.cut_module import CutStrategy
 from lightning_hybrid.strategies.fused_steps import fuse_steps
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
 from lightning_hybrid.strategies.loader_reads import serve_loaders
 from lightning_hybrid.strategies.options import Options, check_scripted, compile_options
-from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
     describe_policies,
     lend_parameters,
-    recompute_layers,
     recompute_plain_layers,
 )
-from lightning_hybrid.strategies.stage_runner import runner_of_stages
 from lightning_hybrid.strategies.start_table import describe
 from lightning_hybrid.strategies.step_loggers import forget_calls
 from lightning_hybrid.strategies.step_logs import ask_for_no_sync
 from lightning_hybrid.strategies.synced_norms import synced_norms
 from lightning_hybrid.strategies.tensor_parallel import (
     KeyedDraws,
-    TensorPlanner,
     describe_tensor_plans,
-    warn_across_nodes,
 )
 from lightning_hybrid.strategies.user_hooks import read_globally
 from lightning_hybrid.strategies.user_optimizers import watch_step, work_on_shards
-from lightning_hybrid.strategies.verified_step import VerifyingStrategy
 from lightning_hybrid.strategies.zero_stages import (
-    LayerReads,
     check_shard,
     describe_by_hand,
     describe_zero,
@@ -68,31 +53,15 @@ from lightning_hybrid.strategies.zero_stages import (
     share_steps,
     step_on_shards,
     steps_by_hand,
-    zero_cuts,
 )
 
 
-class SetUpStrategy(VerifyingStrategy):
+class SetUpStrategy(CutStrategy):
     """Applies what the user asked for to the user's module, and undoes it at the end."""
 
     def __init__(self, *, options: Options, **lightning: Any) -> None:
-        """Args: options: what was asked for. lightning: as ``VerifyingStrategy``."""
-        super().__init__(
-            sizes=options.mesh_sizes,
-            microbatch_weight=options.microbatch_weight,
-            save_distributed_checkpoint=options.save_distributed_checkpoint,
-            async_checkpoint=options.async_checkpoint,
-            **lightning,
-        )
-        self.options = options
-        self._recompute = options.recompute
-        self._recomputation: Recomputation | None = None
-        self._plan_summary = self._expert_summary = ""
-        self._whole_again: pl.Callback | None = None
-        self._by_hand = False  # optimizers that the module steps share out their states alone
-        self._instead = ""  # why the ranks of a pipeline hold shards
-        self._zero_cuts: list[AxisCut] = []
-        self._layer_reads = LayerReads()
+        """Args: options: what was asked for. lightning: as ``CutStrategy``."""
+        super().__init__(options=options, **lightning)
         self._stop_reads = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -131,6 +100,7 @@ class SetUpStrategy(VerifyingStrategy):
         randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
             self._record(trainer, module, randomness)
+            self._hold_parts(trainer, module)
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
         parts, shards, experts = self.parts, self.shards, self.experts
@@ -158,16 +128,6 @@ class SetUpStrategy(VerifyingStrategy):
         self._pickle_in_full()
 
     @property
-    def _plain_runner(self) -> PlainRunner | None:
-        """What runs steps as they are; None where they are replayed from a recording."""
-        return self._runner if isinstance(self._runner, PlainRunner) else None
-
-    @property
-    def _guards(self) -> Guards | None:
-        """Of steps that nobody has seen before."""
-        return None if self._plain_runner is None else self._plain_runner.guards
-
-    @property
     def experts(self) -> SharedExperts | None:
         """The experts that replicas share, while the run trains."""
         return self._experts
@@ -185,176 +145,17 @@ class SetUpStrategy(VerifyingStrategy):
             raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
         self._recompute = recompute
 
-    @property
-    def _in_parts_by_layout(self) -> bool:
-        """Whether a rank holds a part of the module only."""
-        layout = self.layout
-        over_replicas = (layout.data_shard_size > 1 and not self._by_hand) or layout.expert_parallel_size > 1
-        return layout.pipeline_parallel_size > 1 or layout.shares_layers or over_replicas
-
-    @property
-    def _is_pipelined(self) -> bool:
-        """Whether steps run in several stages."""
-        return self.layout.pipeline_parallel_size > 1 and not self._instead
-
-    @property
-    def _zero_stage(self) -> int:
-        return 3 if self._instead else self.options.zero_stage
-
-    def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
-        """Cut the module into what this rank runs: stages if its step can be recorded, else shards."""
-        planners = self._plan_on(trainer, module, randomness)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        error: Exception | None = None
-        recorded = True
-        if is_fitting and self._is_pipelined and not module.automatic_optimization:
-            error = StepError(
-                "the module optimizes by hand, and each of its steps reads what the one before has changed"
-            )
-        elif self._is_pipelined or any(planners):
-            try:
-                recorded = self._record_step(trainer, module)
-            except Exception as raised:
-                if not (is_fitting and self._is_pipelined):
-                    raise
-                error = raised
-        if is_fitting and self._is_pipelined and (reason := self._reason_of_all(error)):
-            self._share_instead(reason, error)
-            planners = self._plan_on(trainer, module, randomness)
-            recorded = not any(planners) or self._record_step(trainer, module)
+    def _hold_parts(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Keep only this rank's stages; hooks find the module as one process has it."""
         assert self._plan is not None
-        if not self._is_pipelined and not self._plan.is_cut:
-            self._plan.cut_by_size()
-        self._apply(trainer, module, *planners, recorded=recorded)
-
-    def _reason_of_all(self, error: Exception | None) -> str:
-        """Why the step cannot be recorded on some rank, the same text on every rank; nothing if it can; collective."""
-        rows: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(rows, "" if error is None else f"{type(error).__name__}: {error}")
-        return next(filter(None, rows), "")
-
-    def _share_instead(self, reason: str, error: Exception | None) -> None:
-        """From now on the ranks of a pipeline hold shards, and run the step as it is, each on a share of the batch.
-
-        Raises:
-            LayoutError: The user wants a pipeline or nothing.
-        """
-        if self.options.strict_layout:
-            raise LayoutError(
-                f"strict_layout=True, and {type(self.lightning_module).__name__}.training_step cannot be run by"
-                f" pipeline_parallel_size={self.layout.pipeline_parallel_size} stages: {reason}"
-            ) from error
-        self._instead = reason
-        self._wider_mesh = self.mesh.with_pipeline_as_shards()
-        rank_zero_warn(
-            f"sharded instead of pipelined: the step cannot be run by stages, so each of the"
-            f" {self.layout.pipeline_parallel_size} pipeline ranks holds a shard of every parameter, gradient and"
-            f" optimizer state, and runs the step on its share of the batch. The reason: {reason}. Set"
-            " strict_layout=True to have this as an error"
-        )
-
-    def _record_step(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-        assert self._runner is not None
-        with self._advised():
-            return record_first_step(
-                trainer,
-                module,
-                self._runner,
-                example=self.options.example_batch,
-                num_microbatches=self.options.microbatches,
-                splitter=self.options.batch_splitter,
-                context=self._context,
-            )
-
-    def _plan_on(
-        self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness
-    ) -> tuple[TensorPlanner | None, ExpertPlanner | None]:
-        """Make what runs steps, and what plans layers while the first one is recorded."""
-        mesh = self._shard_mesh
-        if self._metrics is not None:
-            self._metrics.close()
-        self._metrics = MetricSync(module, mesh.group("pp"), self.mesh.group("data"), mesh.group("data"), self._meet)
-        self._plan, self._runner = runner_of_stages(
-            module,
-            mesh,
-            self.mesh.group("pp"),
-            self.options,
-            randomness,
-            replica=self.data_rank,
-            metrics=self._metrics,
-            parts=lambda: self.parts,
-            agree=self.broadcast,
-            num_processes=self.num_processes,
-            around_uncut=lambda: contextlib.nullcontext() if self._experts is None else self._experts.all_held(),
-        )
-        planner = None
-        if self.layout.shares_layers:
-            warn_across_nodes(self.layout.tensor_parallel_size, self.num_processes, self.num_nodes)
-            planner = TensorPlanner(
-                module,
-                self.mesh,
-                sequence_parallel=self.options.sequence_parallel,
-                plan=self.options.tensor_parallel_plan,
-                folder=plan_folder(trainer) if self.is_global_zero else None,  # the first rank plans for all
-            )
-            self._runner.watching_units.append(planner.watching)
-        if self.options.zero_stage and self._is_pipelined:
-            self._runner.watching_units.append(self._layer_reads.watching)
-        experts = None
-        if ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
-            experts = ExpertPlanner(module, self.mesh, self.options, randomness)
-            self._runner.watching_units.append(experts.watching)
-        return planner, experts
-
-    def _apply(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        planner: TensorPlanner | None,
-        experts: ExpertPlanner | None,
-        *,
-        recorded: bool,
-    ) -> None:
-        """Keep only this rank's part of the module, and let layers run as they are shared."""
-        assert self._plan is not None and self._runner is not None
-        if recorded and planner is not None:
-            self._shards, self._plan_summary = planner.plan(experts is not None), planner.summary
-        if recorded:
-            reads = contextlib.nullcontext if self._shards is None else self._shards.outside_reads
-            self._runner.shard_units(self._units, reads)
-            self._plan_parts(trainer, module, experts)
-            if self._zero_cuts:
-                self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
-        if recorded and self._recompute is not None:
-            is_compiled = self.options.compile is not None
-            if self._is_pipelined:
-                assert self._plan.first is not None
-                first, stages = self._plan.first, self._plan.stages
-                self._recomputation = recompute_layers(module, self._recompute, first, stages, compiled=is_compiled)
-            else:
-                self._recomputation = recompute_plain_layers(module, self._recompute, compiled=is_compiled)
-            self._runner.wrap_layers(self._recomputation.running)
-        if recorded and experts is not None:  # outermost: what they run is gathered and recomputed where it is
-            self._runner.wrap_layers(experts.running)
-        if self._plan.is_cut and self._in_parts_by_layout:
-            self._plan.drop_foreign()
-            self._in_parts(module)
-            self._read_globally(trainer, module, self._plan)
-            if trainer.state.fn == TrainerFn.FITTING:
-                self._whole_again = WholeAgain(self)
-                trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
-
-    def _plan_parts(self, trainer: pl.Trainer, module: pl.LightningModule, experts: ExpertPlanner | None) -> None:
-        """Say what this rank will hold of each parameter."""
-        cuts = [] if self._shards is None else list(self._shards.cuts)
-        if experts is not None:
-            cuts += experts.plan(cuts, self._shards)
-            self._experts, self._expert_summary = experts.shared, experts.summary
-        if self._zero_stage and trainer.state.fn == TrainerFn.FITTING:
-            self._zero_cuts = zero_cuts(module, self._shard_mesh, cuts)
-            cuts += self._zero_cuts
-        if cuts:
-            self._parts = HeldParts(module, cuts)
+        if not (self._plan.is_cut and self._in_parts_by_layout):
+            return
+        self._plan.drop_foreign()
+        self._in_parts(module)
+        self._read_globally(trainer, module, self._plan)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._whole_again = WholeAgain(self)
+            trainer.callbacks.insert(0, self._whole_again)  # type: ignore[attr-defined]
 
     def _share_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Be ready to gather the parameters that are cut over replicas."""
@@ -421,7 +222,7 @@ class SetUpStrategy(VerifyingStrategy):
         means = self._is_pipelined and self._weight is None and self.options.microbatches != 1
         texts = [describe(self.layout, first, self.options.schedule, means=means)]
         if self._instead:
-            texts.append(f"sharded instead of pipelined: {self._instead}")
+            texts.append(self._instead)
         if self._shards is not None:
             texts.append(describe_tensor_plans(self._shards.plans, self._plan_summary))
         if self._expert_summary:

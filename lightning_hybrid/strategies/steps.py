@@ -358,7 +358,7 @@ class SteppingStrategy(FolderStrategy):
     @property
     def batch_shares(self) -> int:
         """Ranks that each run training steps on a share of a replica's batch."""
-        return self.mesh.size("pp") if self._wider_mesh is not None else 1
+        return self._wider_mesh.size("shares") if self._wider_mesh is not None else 1
 
     @property
     def modules_around(self) -> frozenset[str]:

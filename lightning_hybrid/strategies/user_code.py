@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch import nn
 
 # Where hooks come from that no user wrote.
 NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
@@ -55,3 +57,25 @@ def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+def scripted_modules(module: nn.Module) -> list[str]:
+    """FQNs of the modules of ``torch.jit`` with parameters inside a module."""
+    modules = module.named_modules()
+    return [fqn for fqn, inner in modules if isinstance(inner, torch.jit.ScriptModule) and [*inner.parameters()]]
+
+
+def why_no_stages(module: pl.LightningModule) -> str:
+    """Why no step of a module can be run by several stages, whatever it does; nothing if it can.
+
+    Args:
+        module: The user's.
+    """
+    if not module.automatic_optimization:
+        return "the module optimizes by hand, and each of its steps reads what the one before has changed"
+    code = getattr(type(module).configure_optimizers, "__code__", None)
+    if code is not None and "LBFGS" in code.co_names:
+        return (
+            "LBFGS looks at all parameters and gradients at once, and runs the step several times for each of its own"
+        )
+    return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.patching import replace
@@ -27,6 +27,8 @@ _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
 def looks_at_all(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step, or a hook on it, may combine what it sees of several parameters."""
+    if isinstance(optimizer, LBFGS):
+        return True
     hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
     return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
 

@@ -59,7 +59,8 @@ class Verification:
         """
         cut = cut_of(self.experiment, layout)
         if not cut.plain:
-            cut = replace(cut, uncut=uncut, around=around, shares=shares, plain=shares > 1)
+            cut = replace(cut, uncut=uncut, around=around)
+        cut = replace(cut, shares=shares, plain=cut.plain or shares > 1)
         if at_once:
             cut = replace(cut, num_microbatches=1, shares=1)
         if cut not in self._references:
@@ -115,7 +116,8 @@ class Verification:
     def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
         notes = list(reference.notes)
         if ranks[0].shares > 1:
-            notes.append(f"sharded instead of pipelined: {ranks[0].shares} ranks run a share of each batch")
+            kind = "pipelined" if layout.num_stages > 1 else "cut"
+            notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks run a share of each batch")
         elif ranks[0].uncut and layout.num_stages > 1:
             notes.append(f"{', '.join(sorted(ranks[0].uncut))}: run whole on every rank, as no cut can be made of it")
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)

@@ -16,16 +16,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.appended import AppendedEntries, Rows, merged
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.installed import drawing_as_stages
 from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join_batches, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
-from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.verify.between_parts import GradientDeposit, PlainParts
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
 from lightning_hybrid.verify.dealt import DealtLoader, deal
 from lightning_hybrid.verify.observed import Observed, held, leaves_of
@@ -140,7 +139,7 @@ class PartsReference:
             loss = _loss_of(output)
             self._note([] if loss is None else [float(loss)])
             return output
-        number, deposit = self._trainer.fit_loop.epoch_loop.total_batch_idx, _Deposit(module)
+        number, deposit = self._trainer.fit_loop.epoch_loop.total_batch_idx, GradientDeposit(module)
 
         def backward(part: _Part, output: Any) -> Any:
             loss = _loss_of(output)
@@ -228,7 +227,7 @@ class PartsReference:
             several, plain = len(mine) > 1, self._cut.plain
             kept = BatchBookkeeping(module, once_more, batch, self._cut.around) if several and not plain else None
             trains = name == "training_step"
-            apart = _PlainParts(module, self._cut.shares) if several and plain and trains else None
+            apart = PlainParts(module, self._cut.shares) if several and plain and trains else None
             for place, part in mine:
                 if apart is not None:
                     apart.before_part(part.share)
@@ -359,81 +358,6 @@ class PartsReference:
                 return
             with drawing_as_stages(self._replicas[part.replica], self._randomness, number, part.number):
                 yield
-
-
-class _PlainParts:
-    """What the parts of a batch leave on a module where each rank runs the step as it is: what the first rank has."""
-
-    def __init__(self, module: nn.Module, shares: int) -> None:
-        self._start = ModuleState(module) if shares > 1 else None
-        self._end: ModuleState | None = None
-        self._module, self._share = module, 0
-        self._appended = AppendedEntries(module)
-        self._rows: list[Rows] = []
-        self._counts = [0]
-
-    def before_part(self, share: int) -> None:
-        if share != self._share:
-            self._leave()
-            assert self._start is not None
-            self._start.restore()
-            self._appended, self._share = AppendedEntries(self._module), share
-            self._counts.append(0)
-
-    def after_part(self) -> None:
-        self._appended.after_microbatch()
-        self._counts[-1] += 1
-
-    def _leave(self) -> None:
-        self._rows.append(self._appended.rows)
-        if self._share == 0:
-            self._end = ModuleState(self._module)
-
-    def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
-        self._leave()
-        assert self._end is not None
-        if len(self._rows) > 1:
-            self._end.restore()
-        self._appended.put(merged(self._rows, self._counts), weights, sizes)
-
-
-class _Deposit:
-    """Keeps the gradients of the parts until Lightning has cleared the old ones and calls backward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters())
-
-    def __enter__(self) -> None:
-        self._before = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def __exit__(self, *error: object) -> None:
-        self._new = [p.grad for p in self._parameters]
-        for parameter, gradient in zip(self._parameters, self._before, strict=True):
-            parameter.grad = gradient
-
-    def loss(self, value: Tensor) -> Tensor:
-        """The loss whose backward hands the gradients over."""
-        return _HandOver.apply(value.detach().requires_grad_(), self)
-
-    def hand_over(self, factor: Tensor) -> None:
-        for parameter, gradient in zip(self._parameters, self._new, strict=True):
-            if gradient is not None:
-                gradient = gradient * factor.to(gradient.dtype)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-class _HandOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, deposit: _Deposit) -> Tensor:
-        ctx.deposit = deposit
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        ctx.deposit.hand_over(gradients[0])
-        return None, None
 
 
 def _over_replicas(how: str, values: list[float], shares: list[float]) -> float:

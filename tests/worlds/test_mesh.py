@@ -166,29 +166,33 @@ def test_groups_at_64_ranks(rank):
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "shared"),
     [
-        ParallelLayout(pipeline_parallel_size=2, data_shard_size=2),
-        ParallelLayout(pipeline_parallel_size=2, data_replicate_size=2),
-        ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2),
-        ParallelLayout(pipeline_parallel_size=4),
+        (ParallelLayout(pipeline_parallel_size=2, data_shard_size=2), ["pp"]),
+        (ParallelLayout(pipeline_parallel_size=2, data_replicate_size=2), ["pp"]),
+        (ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2), ["pp"]),
+        (ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2), ["pp", "tp"]),
+        (ParallelLayout(data_shard_size=2, tensor_parallel_size=2), ["tp"]),
+        (ParallelLayout(data_replicate_size=2, context_parallel_size=2), ["cp"]),
+        (ParallelLayout(pipeline_parallel_size=4), ["pp"]),
     ],
     ids=str,
 )
-def test_the_ranks_of_a_pipeline_become_ranks_of_a_shard(layout):
+def test_ranks_along_some_axes_become_ranks_of_a_shard(layout, shared):
     plain = Mesh.build(layout, "cpu")
-    mesh = plain.with_pipeline_as_shards()
+    mesh = plain.with_shards_over(shared)
     wider = {
-        "pp": (),
-        "dp_shard": ("pp", "dp_shard"),
-        "data": ("pp", "dp_replicate", "dp_shard"),
-        "parts": ("pp", "dp_shard", "tp"),
-        "holders": ("pp", "dp_shard", "tp"),
+        "shares": shared,
+        "dp_shard": [*shared, "dp_shard"],
+        "data": [*shared, "dp_replicate", "dp_shard"],
+        "parts": [*shared, "dp_shard", "tp"],
+        "holders": [*shared, "dp_shard", "tp"],
+        **{axis: [] for axis in shared},
     }
     for axis, axes in wider.items():
         assert dist.get_process_group_ranks(mesh.group(axis)) == ranks_along(layout, mesh.rank, axes), axis
     assert mesh.places("dp_shard") == {"dp_shard": mesh.rank_in("dp_shard")}
-    for axis in ("dp_replicate", "tp", "replica", "world"):
+    for axis in ("dp_replicate", "replica", "world"):
         assert mesh.group(axis) is plain.group(axis)
     total = mesh.all_reduce(torch.ones(()), "data")
-    assert float(total) == layout.data_parallel_size * layout.pipeline_parallel_size
+    assert float(total) == layout.data_parallel_size * mesh.size("shares")
