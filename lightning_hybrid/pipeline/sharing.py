@@ -70,7 +70,8 @@ class StepSharing:
         """
         self._entries = self._logs.entries()
         batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
-        numbers = [self._logged(entry, batch) for entry in self._entries]
+        # Microbatches that take different ways know theirs on different ranks: combined once all are known.
+        numbers = [number for entry in self._entries for number in (self._of_batch(entry, batch), *entry.values)]
         for index, value in self._scalars:
             made = runs[index].made.get(value)
             if made is not None and value != self._variants[index].assignment.graph.loss and not batch.is_mean(value):
@@ -86,17 +87,16 @@ class StepSharing:
             device=self._device,
         )
 
-    def _logged(self, entry: Entry, batch: BatchScalars) -> float:
-        """What was logged, for the batch; NaN if another rank knows."""
-        combined = entry.combine(entry.values, self._weights)
-        if entry.how != "mean" or math.isnan(combined) or len(self._variants) == 1:
-            return combined
+    def _of_batch(self, entry: Entry, batch: BatchScalars) -> float:
+        """What was logged, for the batch, where that is not what the microbatches logged, combined; NaN if it is."""
+        if entry.how != "mean" or any(map(math.isnan, entry.values)) or len(self._variants) == 1:
+            return math.nan
         known = None
         if entry.metric is not None:
             known = self._metrics.value_of(entry.metric)
         elif entry.value is not None and not batch.is_mean(entry.value):
             known = batch.value(entry.value)
-        return combined if known is None else float(known)
+        return math.nan if known is None else float(known)
 
     def finish(
         self, runs: Mapping[int, StageRun], num_ranks: int
@@ -116,10 +116,13 @@ class StepSharing:
         if self._exchange is None:
             self.begin(runs)
         assert self._exchange is not None
-        numbers = self._exchange.finish()
-        logged, scalars = numbers[: len(self._entries)], numbers[len(self._entries) :]
+        numbers = iter(self._exchange.finish())
+        logged = []
+        for entry in self._entries:
+            of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
+            logged.append(entry.combine(values, self._weights) if math.isnan(of_batch) else of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
-        for (index, value), number in zip(self._scalars, scalars, strict=True):
+        for (index, value), number in zip(self._scalars, numbers, strict=True):
             known = self._variants[index].assignment.graph.values[value]
             dtype, device = getattr(torch, known.dtype), known.device or self._device
             content[index][value] = torch.tensor(number, dtype=dtype, device=device)

@@ -188,6 +188,23 @@ class AsksItsMask(Regression):
         return loss + rows.square().mean() if int(mask.sum()) > 1 else loss
 
 
+class ExitsEarly(Regression):
+    """Some microbatches leave after the first layer, so that what they log is known on another stage."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.layers[0](x)
+        if y[0] < 0:
+            loss = h.square().mean()
+        else:
+            for layer in self.layers[1:]:
+                h = layer(h)
+            loss = F.mse_loss(self.head(h), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, reduce_fx="max")
+        return loss
+
+
 class ValidatesByLoader(Regression):
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x, y = batch
@@ -207,6 +224,12 @@ ANY = [AlternatesLosses, CountsByItself, DropsLayersByTorch, Phases, Lengthens, 
 @pytest.mark.parametrize("module", ANY, ids=lambda module: module.__name__)
 def test_steps_that_change(worlds, module):
     report = check(worlds, module, STAGES, epochs=2)
+    assert report.outcome == "same", str(report)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_microbatches_log_on_different_stages(worlds, count):
+    report = check(worlds, ExitsEarly, STAGES, num_microbatches=count)
     assert report.outcome == "same", str(report)
 
 
