@@ -160,6 +160,7 @@ class Executor:
     Attributes:
         around_units: Entered around each job; replaces the forwards of units by sharded ones.
         around_step: Entered around each run of the user's step.
+        around_backward: Entered around each backward.
     """
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
@@ -170,6 +171,7 @@ class Executor:
         self._randomness = randomness
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
@@ -177,7 +179,7 @@ class Executor:
         later = WeightsLater()
         split = later.installed if job.program.split else nullcontext
         with self.around_units(), installed(replays, self._randomness) as current, split(current):
-            run = _Run(self._root, self._rank, self._transport, job, current, later, self.around_step)
+            run = _Run(self._root, self._rank, self._transport, job, current, later, self)
             instruction: Instruction | None = None
             try:
                 for instruction in job.program.instructions[self._rank]:
@@ -211,12 +213,12 @@ class _Run:
         job: Job,
         current: Current,
         later: WeightsLater,
-        around_step: Callable[[], AbstractContextManager[Any]],
+        contexts: Executor,
     ) -> None:
         self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
         self._later = later
         self._left: dict[tuple[int, int], list[Left]] = {}
-        self._around_step = around_step
+        self._contexts = contexts
         self._incoming: dict[Message, Incoming] = {}
         self._received: dict[tuple[int, int], Arrivals] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -257,14 +259,16 @@ class _Run:
         elif action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
             start = time.perf_counter()
-            self._backward(stage, microbatch, arrived)
+            with self._contexts.around_backward():
+                self._backward(stage, microbatch, arrived)
             if (stage, microbatch) not in self._left:
                 action = action._replace(kind=Kind.B)  # nothing could be left: it was a whole one
         elif action.kind is Kind.W:
             if (stage, microbatch) not in self._left:
                 return
             start = time.perf_counter()
-            finish(self._left.pop((stage, microbatch)))
+            with self._contexts.around_backward():
+                finish(self._left.pop((stage, microbatch)))
         else:
             start = time.perf_counter()
             assert action.kind is Kind.REDUCE
@@ -309,7 +313,7 @@ class _Run:
             replay.run, job.steps[microbatch], given, job.parameters, self._current, shares=shares, metrics=job.metrics
         )
         is_split = (stage, microbatch) in job.program.split
-        with self._around_step(), self._later.forward() if is_split else nullcontext():
+        with self._contexts.around_step(), self._later.forward() if is_split else nullcontext():
             run = job.around(microbatch, step)
         self._states.leave(stage)
         self._made[stage, microbatch] = run.made

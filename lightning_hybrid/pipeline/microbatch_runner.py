@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.plan import StagePlan
@@ -64,6 +65,7 @@ class MicrobatchRunner(ABC):
         splitter: Of the user, for batches.
         watching_units: All entered with the first step's recorded form while that step is recorded once more.
         uncut: Runs steps of evaluation that cannot be cut, and code outside of steps that reads the module.
+        guards: Know whether the user's code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
     """
@@ -74,6 +76,7 @@ class MicrobatchRunner(ABC):
         """Args: num_microbatches: the user's; None chooses. The others: see the class."""
         self.plan, self.splitter, self.uncut = plan, splitter, uncut
         self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
+        self.guards = Guards()
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._wanted = num_microbatches

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.pipeline.appended import AppendedEntries
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import LogCapture
@@ -52,7 +51,6 @@ class PlainRunner(MicrobatchRunner):
     """Runs any step of one module whose layers are all on this rank, in full or in shards.
 
     Attributes:
-        guards: Know whether the user's code runs, which reads full parameters, or a backward.
         joins_results: Whether layers may hand on results in shards.
         share_of_loss: What a loss is multiplied with before its backward, where the step calls that itself.
     """
@@ -76,7 +74,7 @@ class PlainRunner(MicrobatchRunner):
         self.joins_results = False
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
-        self.guards, self._shares, self.share_of_loss = Guards(), Shares(shares), 1.0
+        self._shares, self.share_of_loss = Shares(shares), 1.0
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
     def record(

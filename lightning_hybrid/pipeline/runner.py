@@ -68,6 +68,7 @@ class StepRunner(MicrobatchRunner):
         self._executor = Executor(root, group.rank(), transport, randomness)
         self._executor.around_units = lambda: self.around_units()
         self._executor.around_step = lambda: self.around_step()
+        self._executor.around_backward = self.guards.off
         self._choice = VariantChoice(root, plan, randomness)
         self._whole = WholeBatch(root, plan, self._choice, randomness)
         self._loss_shares = LossShares(root, plan, self._choice, randomness)

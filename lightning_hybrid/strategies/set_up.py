@@ -54,6 +54,7 @@ from lightning_hybrid.strategies.zero_stages import (
     step_on_shards,
     steps_by_hand,
 )
+from lightning_hybrid.tensor.shards import ModelShards
 
 
 class SetUpStrategy(CutStrategy):
@@ -109,9 +110,7 @@ class SetUpStrategy(CutStrategy):
             self._share_out(trainer, module)
         if shards is not None:
             shards.be_ready(partial(KeyedDraws, device=self.root_device))
-            if (runner := self._plain_runner) is not None:
-                shards.gather_on_read(runner.guards)
-                runner.joins_results = any(plan.vocabulary or plan.positions for plan in shards.plans.values())
+            self._gather_on_read(shards)
         if experts is not None:
             experts.be_ready()
         self._averages.follow(module, None if self._is_whole else self._plan, parts, self.averaged_state)
@@ -144,6 +143,13 @@ class SetUpStrategy(CutStrategy):
         if self._recompute is not None and self._recompute != recompute:
             raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
         self._recompute = recompute
+
+    def _gather_on_read(self, shards: ModelShards) -> None:
+        """Have code outside of layers find full parameters."""
+        assert self._runner is not None
+        shards.gather_on_read(self._runner.guards)
+        if (runner := self._plain_runner) is not None:
+            runner.joins_results = any(plan.vocabulary or plan.positions for plan in shards.plans.values())
 
     def _hold_parts(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Keep only this rank's stages; hooks find the module as one process has it."""

@@ -19,6 +19,7 @@ from lightning_hybrid.parts.gather_on_read import Gather, Guards, guard, unguard
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.user_functions import Unwatched
 
 
 class FullReads:
@@ -157,7 +158,7 @@ class _Handed:
         self.local_version = self.local._version
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(Unwatched, torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: AxisCut, placement: Shard) -> Tensor:
         ctx.cut, ctx.placement = cut, placement

@@ -1,0 +1,96 @@
+"""Weights that tensor ranks have cut are whole where a step reads them, also if the first training step did not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from wild.bases import Regression
+from wild.suite import FEATURES, TENSOR, check, regression_data
+
+from lightning_hybrid.verify import Layout
+
+TP2 = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})
+
+
+class Wide(Regression):
+    """A layer that tensor ranks cut, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, 4 * FEATURES), nn.Tanh(), nn.Linear(4 * FEATURES, FEATURES))
+            for _ in range(2)
+        )
+
+
+class ValidatesNorms(Wide):
+    """Only validation looks at the weights."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+        self.log("norm", self.layers[0][0].weight.norm())
+        self.log("sum", torch.stack([parameter.abs().sum() for parameter in self.parameters()]).sum())
+
+
+class PenalizesLater(Wide):
+    """Not in the first batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx > 0:
+            loss = loss + 0.1 * self.layers[0][0].weight.square().sum() + 0.1 * self.layers[1][2].weight.abs().max()
+        return loss
+
+
+class ClampsLater(Wide):
+    """Writes to what it reads."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx > 0:
+            weight = self.layers[0][0].weight
+            weight.data.clamp_(-0.2, 0.2)
+            with torch.no_grad():
+                self.layers[1][0].weight.mul_(0.5 / self.layers[1][0].weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class NormalisesLater(Wide):
+    """A layer runs with weights that are made of all of its own, from the second batch on."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            return super().training_step(batch, batch_idx)
+        x, y = batch
+        layer = self.layers[0]
+        weights = {name: p / (1 + p.norm()) for name, p in layer.named_parameters()}
+        h = self.layers[1](functional_call(layer, weights, (x,)))
+        return F.mse_loss(self.head(h), y)
+
+
+class LooksUpThenScores(Wide):
+    """Training looks rows up; validation multiplies by all of them, as retrieval does."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(12, FEATURES)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        chosen = self.table((x[:, 0] * 5).long().abs())
+        loss = F.mse_loss(self(x + chosen), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, _ = batch
+        x = x + self.layers[0](self.table.weight).mean(0)  # a layer that is cut is given another's weight
+        scores = F.normalize(x, dim=-1) @ F.normalize(self.table.weight, dim=-1).t()
+        self.log("best", scores.topk(3).indices.double().mean())
+
+
+@pytest.mark.parametrize("layout", [TP2, TENSOR], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("module", [ValidatesNorms, PenalizesLater, ClampsLater, NormalisesLater, LooksUpThenScores])
+def test_what_a_later_step_reads(worlds, module, layout):
+    report = check(worlds, module, layout, make_data=regression_data, steps=3)
+    assert report.outcome == "same", str(report)
