@@ -27,6 +27,11 @@ class DealtLoader:
         self.dealt: deque[list[Any]] = deque()
         self.sampler = _AllSamplers(loaders)
 
+    @property
+    def dataset(self) -> Any:
+        """The user's, which hooks ask for its length; all replicas have the same."""
+        return self.loaders[0].dataset  # type: ignore[attr-defined]
+
     def __len__(self) -> int:
         """Batches of replica 0, which has the most."""
         return len(self.loaders[0])  # type: ignore[arg-type]

@@ -227,15 +227,21 @@ class UnderLayout:
         """Nothing to do."""
 
 
-def observe_layout(experiment: Experiment, layout: Layout) -> Observed:
+def observe_layout(experiment: Experiment, layout: Layout, connection: UnderLayout | None = None) -> Observed:
     """On each rank of a layout: run, and see to it that a rank that fails alone is not waited for.
+
+    Args:
+        experiment: What to run.
+        layout: To run under.
+        connection: What else is done with the run; only the layout's strategy is used by default.
 
     Raises:
         RuntimeError: This rank failed and others still run.
     """
+    connection = connection or UnderLayout(layout, experiment.num_microbatches)
     # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        observed = _run_in(folder, experiment, UnderLayout(layout, experiment.num_microbatches))
+        observed = _run_in(folder, experiment, connection)
         if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
             raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
     return observed
