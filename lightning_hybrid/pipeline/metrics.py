@@ -90,6 +90,15 @@ class MetricSync:
             self._inside_step = False
 
     @contextlib.contextmanager
+    def copied_alone(self) -> Iterator[None]:
+        """Copies made inside are of what this rank has: none is handed to the user."""
+        before, self._inside_step = self._inside_step, True
+        try:
+            yield
+        finally:
+            self._inside_step = before
+
+    @contextlib.contextmanager
     def in_shares(self, *, are_shares: bool) -> Iterator[None]:
         """What is updated inside has seen a share of the batch, or all of it."""
         before = {id(metric): metric._update_count for metric in self.metrics.values()}

@@ -147,9 +147,18 @@ class PlainRunner(MicrobatchRunner):
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
         grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
         metrics = self._metrics.in_shares(are_shares=part.total > len(microbatches))
-        with self._randomness.isolated(), grad, self._metrics.step(), metrics, self._layers():
+        # Steps that optimize by hand draw as in one process, unless other ranks run other shares of the batch.
+        is_keyed = not by_hand or self._shares.size > 1
+        with (
+            self._randomness.isolated() if is_keyed else contextlib.nullcontext(),
+            grad,
+            self._metrics.step(),
+            metrics,
+            self._layers(),
+        ):
             for index, microbatch in enumerate(microbatches):
-                keyed = self._keyed(name, step_number, self._replica * part.total + part.first + index)
+                place = self._replica * part.total + part.first + index
+                keyed = self._keyed(name, step_number, place) if is_keyed else contextlib.nullcontext()
                 start = time.perf_counter()
                 with self.around_step(), context(), keyed, logs.microbatch(self._root, index):
                     output = step(microbatch, *rest)

@@ -131,7 +131,8 @@ class StepRunner(MicrobatchRunner):
                 return run()
 
         try:
-            variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
+            with self._metrics.copied_alone():
+                variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
         except Exception as reason:  # what is wrong with the step itself shows when it runs whole
             if train is not None:
                 raise
@@ -140,7 +141,8 @@ class StepRunner(MicrobatchRunner):
         shares: Shares = ()
         if not is_weighed:
             apart = bookkeeping is not None
-            shares = self._loss_shares.of(call, variants, batch, microbatches, weights, apart=apart)
+            with self._metrics.copied_alone():
+                shares = self._loss_shares.of(call, variants, batch, microbatches, weights, apart=apart)
         steps = [self._choice.runs_on(call, microbatch, len(self.plan.stages)) for microbatch in microbatches]
         sharing = StepSharing(
             self._group,

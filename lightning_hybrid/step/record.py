@@ -31,7 +31,7 @@ from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Leaf, Recording, Template, no_loss, own_backward, returned_by
+from lightning_hybrid.step.recording import Leaf, Recording, Template, no_loss, pass_backward, returned_by
 from lightning_hybrid.step.side_ways import SideWays
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.sizes_read import SizesRead
@@ -233,9 +233,7 @@ class RecordWatch(StepWatch):
                 self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
                 self._member_memory[memory_of(tensor)] = self.parameters[id(tensor)]
         if name == "backward":
-            if self.guesses is not None:
-                return None
-            raise own_backward(user_line())
+            return pass_backward(user_line(), is_replayed=self.guesses is None)
         through: tuple[int, ...] = ()
         if is_derivative(name):
             if self._alike is not None and self._alike.reused:

@@ -132,9 +132,18 @@ def no_loss(name: str, result: Any) -> StepError:
     )
 
 
-def own_backward(line: str) -> StepError:
-    """The error for a step that calls ``backward()`` at a line."""
-    return StepError(
-        f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all; add"
-        " the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
-    )
+def pass_backward(line: str, *, is_replayed: bool) -> None:
+    """A step calls ``backward()`` itself, which a recording that is only looked at passes over.
+
+    Args:
+        line: Where.
+        is_replayed: Whether the recording will be replayed.
+
+    Raises:
+        StepError: It will.
+    """
+    if is_replayed:
+        raise StepError(
+            f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all; add"
+            " the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
+        )

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +19,6 @@ from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepRe
 from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.shared import SharedParameters
-from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
 from lightning_hybrid.schedule import Kind, Span
@@ -35,7 +33,7 @@ from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.evaluation import asked_in_common_batches
 from lightning_hybrid.strategies.gradients import Reducers
 from lightning_hybrid.strategies.options import Options, advise
-from lightning_hybrid.strategies.saved_folders import FolderStrategy
+from lightning_hybrid.strategies.precision_plugins import PrecisionStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
 from lightning_hybrid.strategies.step_logs import begin_logs, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
@@ -45,7 +43,7 @@ from lightning_hybrid.strategies.zero_stages import hold_in_evaluation
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 
-class SteppingStrategy(FolderStrategy):
+class SteppingStrategy(PrecisionStrategy):
     """Runs the user's steps: through the pipeline where there is a runner, plainly where there is none.
 
     Attributes:
@@ -56,7 +54,7 @@ class SteppingStrategy(FolderStrategy):
     options: Options
 
     def __init__(self, *, microbatch_weight: MicrobatchWeight | None, **options: Any) -> None:
-        """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``FolderStrategy``."""
+        """Args: microbatch_weight: as ``Hybrid3DStrategy``. options: as ``PrecisionStrategy``."""
         super().__init__(**options)
         self._weight = microbatch_weight
         self._runner: MicrobatchRunner | None = None
@@ -75,35 +73,6 @@ class SteppingStrategy(FolderStrategy):
         self._compiler_config = contextlib.ExitStack()
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
         self.spans: list[Span] = []
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The precision: ours for one of Lightning's; one of the user's own serves where each rank has whole steps."""
-        if self._precision_plugin is None:
-            self._precision_plugin = HybridPrecision()
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not HybridPrecision.is_other(plugin):
-            plugin = HybridPrecision.of(plugin)
-        self._precision_plugin = plugin
-
-    @property
-    def mesh_precision(self) -> HybridPrecision:
-        """The precision over several ranks.
-
-        Raises:
-            TypeError: It has behaviour of its own.
-        """
-        plugin = self.precision_plugin
-        return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
-
-    def setup_environment(self) -> None:
-        """Join the world; a precision plugin that cannot be shared out is refused first."""
-        if self._needs_runner():
-            _ = self.mesh_precision
-        super().setup_environment()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole schedule, forward and backward; the backward that Lightning calls later hands over."""

@@ -227,7 +227,9 @@ class KeyedDraws:
         generator = torch.default_generator
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
-        before, key = generator.get_state(), generator.initial_seed()
+        # The same number on each rank, whether the draw is keyed or goes on from the one before.
+        key = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
+        before = generator.get_state()
         generator.manual_seed(hash((key, self._rank + 1)) & 0x7FFFFFFFFFFFFFFF)
         try:
             yield

@@ -75,7 +75,7 @@ def why_no_stages(module: pl.LightningModule) -> str:
         return "the module optimizes by hand, and each of its steps reads what the one before has changed"
     code = getattr(type(module).configure_optimizers, "__code__", None)
     if code is not None and "LBFGS" in code.co_names:
-        return (
-            "LBFGS looks at all parameters and gradients at once, and runs the step several times for each of its own"
-        )
+        return "LBFGS looks at all parameters and gradients at once, and runs the step several times for each step"
+    if scripted := scripted_modules(module):
+        return f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen"
     return ""

@@ -329,6 +329,9 @@ def test_what_cannot_be_asked_for():
         Hybrid3DStrategy(sequence_parallel=True)
 
 
-def test_a_module_without_a_sequence_is_refused(worlds):
-    for said in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1)):
+STRICT = {"strict_layout": True}
+
+
+def test_a_module_without_a_sequence_is_refused_if_the_layout_is_strict(worlds):
+    for said in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
         assert "context_parallel_size=2 deals the positions of no layer" in said

@@ -189,8 +189,6 @@ def refused(case_and_options):
 @pytest.mark.parametrize(
     ("case", "options", "words"),
     [
-        (Gan, {"zero_stage": 3}, "zero_stage=1 or 2 with neither microbatch_weight"),
-        (Gan, {"zero_stage": 1, "offload": "cpu"}, "and nothing but optimizer states offloaded"),
         (Adafactored, {"zero_stage": 1}, "Adafactor may look at whole ones"),
     ],
 )

@@ -334,7 +334,5 @@ class BackwardByHand(Manual):
 
 @under(LAYOUTS, also=[LAYOUTS[1]])
 def test_manual_optimization(worlds, layout):
-    replicas_alone = layout.num_stages == 1 and "zero_stage" not in layout.strategy
-    report = check(worlds, BackwardByHand, layout, num_microbatches=1 if replicas_alone else 2)
-    assert report.outcome == ("same" if replicas_alone else "refused"), str(report)
-    assert replicas_alone or "set pipeline_parallel_size=1" in report.message
+    report = check(worlds, BackwardByHand, layout, num_microbatches=1)
+    assert report.outcome == "same", str(report)

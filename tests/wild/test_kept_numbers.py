@@ -11,8 +11,10 @@ from lightning_runs import ignore_warnings, trainer_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from wild.suite import FEATURES, LAYOUTS
+from wild.suite import FEATURES, LAYOUTS, regression_data
 from wild.suite import check_there_and_back as check
+
+from lightning_hybrid.verify import Layout
 
 SAMPLES, BATCH = 20, 8  # the last batch is a short one
 PP2, _, BOTH, INTERLEAVED, *_ = LAYOUTS
@@ -340,17 +342,32 @@ class PicksScatteredRows(Keeps):
 _REFUSED = {
     PicksScatteredRows: (2, "rows of the batch that it picks by their numbers, of which a microbatch picks others"),
     KeepsLargest: (2, "keeps a number read from the model, one that argmax made"),
-    KeepsAMemory: (2, "reads a tensor of shape [8, 1] that the batch before left on the module"),
-    BuildsLazily: (2, "reads self.mask of shape [4, 6] that the batch before left on the module"),
     WritesItsBatch: (1, "writes into its batch in place"),
 }
 
 
 @pytest.mark.parametrize("make", _REFUSED, ids=lambda make: make.__name__)
-def test_what_microbatches_cannot_tell_is_refused_by_name(worlds, make):
+def test_what_microbatches_cannot_tell_is_named_where_the_layout_is_strict(worlds, make):
     num_microbatches, message = _REFUSED[make]
-    report = check(worlds, make, PP2, num_microbatches=num_microbatches)
+    strict = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": True})
+    report = check(worlds, make, strict, num_microbatches=num_microbatches)
     assert report.outcome == "refused" and message in report.message, str(report)
+
+
+def fit_remembering(size, make):
+    ignore_warnings()
+    torch.manual_seed(0)
+    module = make().double()
+    trainer_of(size, size, strategy_options={}).fit(module, regression_data()["train_dataloaders"])
+    return [parameter.tolist() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("make", [KeepsAMemory, BuildsLazily])
+def test_each_share_of_the_batch_keeps_a_memory_of_its_samples(worlds, make):
+    [expected] = worlds.run(1, fit_remembering, 1, make)
+    for found in worlds.run(2, fit_remembering, 2, make):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
 
 
 def test_a_number_kept_later_than_it_was_recorded(worlds):

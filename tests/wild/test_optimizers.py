@@ -1,5 +1,6 @@
 """Optimizers and schedulers as modules configure them: every form, and statistics over all parameters."""
 
+import pytest
 import torch
 from layouts import each_under, under
 from torch import nn
@@ -112,12 +113,10 @@ class TwoDicts(Manual):
         )
 
 
-def test_two_optimizers_by_hand_need_replicas_alone(worlds):
-    report = check(worlds, TwoDicts, REPLICAS, num_microbatches=1)
-    assert report.outcome == "same", str(report)
-    for layout in (STAGES, BOTH):
-        report = check(worlds, TwoDicts, layout)
-        assert report.outcome == "refused" and "set pipeline_parallel_size=1, tensor_parallel_size=1" in report.message
+def test_two_optimizers_by_hand(worlds):
+    for layout in (REPLICAS, STAGES, BOTH):
+        report = check(worlds, TwoDicts, layout, num_microbatches=1)
+        assert report.outcome == "same", str(report)
 
 
 # --- which parameters an optimizer has -------------------------------------------------------------------------------
@@ -248,11 +247,10 @@ class WithLBFGS(Regression):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=1)
 
 
-def test_lbfgs_needs_whole_modules(worlds):
-    report = check(worlds, WithLBFGS, REPLICAS, num_microbatches=1)
+@pytest.mark.parametrize("layout", [REPLICAS, STAGES, TENSOR, LAYOUTS[4]], ids=lambda layout: layout.name)
+def test_lbfgs(worlds, layout):
+    report = check(worlds, WithLBFGS, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)
-    report = check(worlds, WithLBFGS, STAGES)
-    assert report.outcome == "refused" and "set pipeline_parallel_size=1" in report.message
 
 
 # --- schedulers that ask the Trainer ---------------------------------------------------------------------------------

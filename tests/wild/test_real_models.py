@@ -253,10 +253,7 @@ def test_same_numbers(worlds, module, data, layout):
 @pytest.mark.parametrize("layout", [DP2, PP2], ids=lambda layout: layout.name)
 def test_forces_go_through_all_layers_which_are_one_unit(worlds, layout):
     report = check(worlds, Energy, layout, make_data=flat_data)
-    if layout is DP2:
-        assert report.outcome == "same", str(report)
-    else:
-        assert report.outcome == "refused" and f"the derivative at {__file__}" in report.message, str(report)
+    assert report.outcome == "same", str(report)
 
 
 # --- graphs of any size ----------------------------------------------------------------------------------------------
@@ -359,7 +356,4 @@ class Gan(LightningModule):
 @under([DP2, PP2, BOTH], also=[DP2])
 def test_two_optimizers_by_hand(worlds, layout):
     report = check(worlds, Gan, layout, make_data=flat_data, num_microbatches=1)
-    if layout is DP2:
-        assert report.outcome == "same", str(report)
-    else:
-        assert report.outcome == "refused" and "manual optimization" in report.message, str(report)
+    assert report.outcome == "same", str(report)

@@ -189,7 +189,6 @@ def test_a_hook_sees_the_gradient_of_a_value_once(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-def test_a_write_that_would_be_lost_is_refused(worlds):
+def test_a_write_that_stages_would_lose_is_no_pipeline(worlds):
     report = check(worlds, WritesThroughData, STAGES)
-    assert report.outcome == "refused", str(report)
-    assert "test_written_buffers.py" in str(report) and "write into the tensor itself" in str(report)
+    assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
