@@ -102,7 +102,7 @@ class LogCapture:
         found: dict[tuple[str, int], Entry] = {}
         for index in range(self._count):
             seen: dict[str, int] = {}
-            for name, what, value, kwargs, dtype, _ in self._calls.get(index, []):
+            for name, what, value, kwargs, dtype, place in self._calls.get(index, []):
                 number = seen[name] = seen.get(name, -1) + 1
                 metric, other = (what, _NUMBER) if isinstance(what, Metric) else (None, what)
                 if (name, number) not in found:
@@ -110,6 +110,7 @@ class LogCapture:
                     found[name, number] = Entry(name, metric, kwargs, [math.nan] * self._count, nothing, dtype, other)
                 entry = found[name, number]
                 entry.kwargs, entry.values[index], entry.sizes[index] = kwargs, value, kwargs.get("batch_size")
+                entry.value = place
         return list(found.values())
 
     def entries(self) -> list[Entry]:

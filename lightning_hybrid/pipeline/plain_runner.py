@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.appended import AppendedEntries
 from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.left_behind import LeftBehind
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
@@ -36,7 +38,7 @@ from lightning_hybrid.step.guesses import GUESSES
 from lightning_hybrid.step.held import put
 from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
 from lightning_hybrid.step.layers import find_layers
-from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split
+from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split, why_whole
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import find_loss, no_loss
 from lightning_hybrid.step.transaction import reachable
@@ -52,6 +54,8 @@ class PlainRunner(MicrobatchRunner):
 
     Attributes:
         joins_results: Whether layers may hand on results in shards.
+        is_shared: Whether the next training step runs on a share of its batch: not before a step has shown that it
+            leaves nothing of the batch on its modules.
         share_of_loss: What a loss is multiplied with before its backward, where the step calls that itself.
     """
 
@@ -75,6 +79,7 @@ class PlainRunner(MicrobatchRunner):
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
         self._shares, self.share_of_loss = Shares(shares), 1.0
+        self.is_shared, self._leaves = False, False
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
     def record(
@@ -118,6 +123,12 @@ class PlainRunner(MicrobatchRunner):
             return 1
         if name not in self._full:
             check_count(batch, self._wanted)
+            if (self._wanted or 1) > 1 and (reason := why_whole(batch, self.splitter)):
+                self._full[name] = 1, 1
+                rank_zero_warn(
+                    f"num_microbatches={self._wanted}, but the batch cannot be split: {reason}; it runs whole. Pass"
+                    " batch_splitter=function(batch, count) -> list of batches"
+                )
         return super().count(name, batch)
 
     def run(
@@ -145,10 +156,11 @@ class PlainRunner(MicrobatchRunner):
         logs, spans = LogCapture(len(microbatches)), list[Span]()
         outputs, losses = list[Any](), list[Tensor | None]()
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
+        left = LeftBehind(self._root) if trains and self._shares.size > 1 else None
         grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
         metrics = self._metrics.in_shares(are_shares=part.total > len(microbatches))
         # Steps that optimize by hand draw as in one process, unless other ranks run other shares of the batch.
-        is_keyed = not by_hand or self._shares.size > 1
+        is_keyed = not by_hand or part.total > 1
         with (
             self._randomness.isolated() if is_keyed else contextlib.nullcontext(),
             grad,
@@ -177,13 +189,18 @@ class PlainRunner(MicrobatchRunner):
                 del output, microbatch
             if train is not None:
                 train.reduce(0)
-        is_read = share_output and not all(isinstance(output, Tensor) for output in outputs)
+        is_read = by_hand or (share_output and not all(isinstance(output, Tensor) for output in outputs))
         shown = outputs if not trains or is_read or self._shares.size == 1 else []
         given = given_by(logs.known_entries(), weights, losses or [None] * len(weights), part, shown)
         if appended is not None:
             given.appended = appended.rows
+        if left is not None:
+            given.leaves = left.something()
         if trains:
             given = self._shares.together(given)
+        if trains:
+            self._leaves |= given.leaves
+            self.is_shared = self._shares.size > 1 and not self._leaves
         if appended is not None:
             appended.put(given.appended, given.weights, given.sizes)
         loss = given.loss
@@ -199,6 +216,8 @@ class PlainRunner(MicrobatchRunner):
         return map_leaves(whole_of, output)
 
     def _part(self, batch: Any, count: int, *, is_shared: bool) -> Part:
+        if is_shared and self._shares.size > 1 and not self.is_shared:
+            return self._shares.whole(batch)
         if is_shared:
             return self._shares.of(batch, count, self.splitter)
         return Part(*split(batch, count, self.splitter), first=0, total=count)

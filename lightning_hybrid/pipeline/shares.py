@@ -59,12 +59,16 @@ class Shares:
         """
         size = batch_size_of(batch)
         if self.size > 1 and splitter is None and (size is None or size < self.size):
-            return Part([batch], [1 / self.size], 0, 1)
+            return self.whole(batch)
         if splitter is None and size is not None:
             count = min(count, size // self.size)
         parts, weights = split(batch, self.size * count, splitter)
         own = slice(self.rank * count, (self.rank + 1) * count)
         return Part(parts[own], weights[own], self.rank * count, self.size * count)
+
+    def whole(self, batch: Any) -> Part:
+        """All of a batch, on every rank."""
+        return Part([batch], [1 / self.size], 0, 1)
 
     def together(self, mine: Given) -> Given:
         """What all ranks have of a step; collective.
@@ -87,6 +91,7 @@ class Shares:
             sizes=[size for row in rows for size in row.sizes],
             outputs=[output for row in rows for output in row.outputs],
             appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
+            leaves=any(row.leaves for row in rows),
         )
 
 
@@ -101,6 +106,7 @@ class Given:
         sizes: Numbers of samples.
         outputs: What the step returned, without its graph; empty if nobody reads it.
         appended: What it has appended to lists of the user's modules.
+        leaves: Whether it has left something else of its batch on them.
     """
 
     weights: list[float]
@@ -109,6 +115,7 @@ class Given:
     sizes: list[int | None]
     outputs: list[Any]
     appended: Rows = field(default_factory=dict)
+    leaves: bool = False
 
     def joined_output(self, step: str) -> Any:
         """What the step returned for the whole batch.

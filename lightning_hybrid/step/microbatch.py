@@ -57,12 +57,6 @@ def _measure(batch: Any) -> tuple[int | None, str]:
     return next(iter(sizes)), ""
 
 
-def _is_one_sample(batch: Any) -> bool:
-    """Whether there is nothing to split, whatever objects come with the sample."""
-    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
-    return {tensor.shape[0] for tensor in tensors if tensor.dim()} == {1}
-
-
 def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: BatchSplitter | None) -> int:
     """How many microbatches to cut ``batch`` into.
 
@@ -72,18 +66,13 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
         num_stages: Number of pipeline stages.
         splitter: The user's own splitter; then ``wanted`` is taken as it is.
 
-    Raises:
-        BatchError: ``wanted`` was given and the batch cannot be split at all.
+    Returns:
+        1 where the batch cannot be split.
     """
     if splitter is not None:
         return wanted or max(1, 2 * num_stages)
-    size, reason = _measure(batch)
+    size = batch_size_of(batch)
     if size is None:
-        if wanted is not None and wanted > 1 and not _is_one_sample(batch):
-            raise BatchError(
-                f"num_microbatches={wanted} but the batch cannot be split: {reason}; pass"
-                " batch_splitter=function(batch, count) -> list of batches, or num_microbatches=1"
-            )
         return 1
     if wanted is not None:
         return max(1, min(wanted, size))

@@ -144,6 +144,6 @@ def pass_backward(line: str, *, is_replayed: bool) -> None:
     """
     if is_replayed:
         raise StepError(
-            f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all; add"
-            " the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
+            f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all;"
+            " add the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
         )

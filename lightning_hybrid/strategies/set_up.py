@@ -11,6 +11,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import LBFGS
 
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.memory.recompute import Recompute
@@ -41,7 +42,7 @@ from lightning_hybrid.strategies.tensor_parallel import (
     describe_tensor_plans,
 )
 from lightning_hybrid.strategies.user_hooks import read_globally
-from lightning_hybrid.strategies.user_optimizers import watch_step, work_on_shards
+from lightning_hybrid.strategies.user_optimizers import search_by_mean_loss, watch_step, work_on_shards
 from lightning_hybrid.strategies.zero_stages import (
     check_shard,
     describe_by_hand,
@@ -272,6 +273,10 @@ class SetUpStrategy(CutStrategy):
         for optimizer, reads in watched.items():
             self._watched.append(optimizer)
             self._stop_reads.callback(watch_step(optimizer, reads, lambda: not self._is_whole))
+        for optimizer in self.optimizers if self.mesh.size("data") > 1 else ():
+            if isinstance(optimizer, LBFGS):
+                average = partial(self.mesh.all_reduce, axis="data", op="mean")
+                self._stop_reads.callback(search_by_mean_loss(optimizer, average))
         if offload := self.options.offloaded:
             layers = layers_of_parameters(module, self._plan)
             shared = self._shard_mesh.group("dp_shard") if self._by_hand else None

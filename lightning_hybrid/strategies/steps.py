@@ -23,7 +23,6 @@ from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
 from lightning_hybrid.schedule import Kind, Span
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
-from lightning_hybrid.step.looks import modules_around
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
@@ -316,25 +315,6 @@ class SteppingStrategy(PrecisionStrategy):
         """In a batch of an evaluation that other replicas do not have, asking them is an error: they never answer."""
         evaluates = name in ("validation_step", "test_step") and self.layout.data_parallel_size > 1
         return asked_in_common_batches(self._trainer, self.mesh, name) if evaluates else nullcontext()
-
-    @property
-    def uncut_steps(self) -> frozenset[str]:
-        """Names of steps of evaluation that every rank runs whole, so far."""
-        if isinstance(self._runner, PlainRunner):
-            return frozenset({"validation_step", "test_step", "predict_step"})
-        return frozenset() if self._runner is None else frozenset(self._runner.uncut.names)
-
-    @property
-    def batch_shares(self) -> int:
-        """Ranks that each run training steps on a share of a replica's batch."""
-        return self._wider_mesh.size("shares") if self._wider_mesh is not None else 1
-
-    @property
-    def modules_around(self) -> frozenset[str]:
-        """FQNs of the modules inside the user's whose attributes each microbatch finds as the batch found them."""
-        if self._plan is None or self.lightning_module is None or isinstance(self._runner, PlainRunner):
-            return frozenset()
-        return frozenset(name for name in modules_around(self.lightning_module, self._plan.units()) if name)
 
     def _evaluate(self, name: str, args: Sequence[Any]) -> Any:
         module = self.lightning_module

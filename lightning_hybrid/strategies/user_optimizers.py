@@ -74,6 +74,28 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
     return replace_step(optimizer, step)
 
 
+def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Let an optimizer that decides by the losses of its closure see their mean over replicas, as gradients are.
+
+    Args:
+        optimizer: Of the run.
+        average: Gives the mean of a loss; collective.
+
+    Returns:
+        Undoes it.
+    """
+    original = optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
+        def averaged() -> Any:
+            loss = closure()
+            return average(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        return original(averaged)
+
+    return replace_step(optimizer, step)
+
+
 def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
     """Let an optimizer that the user's step calls see shards of parameters, which the step itself sees in full.
 

@@ -15,7 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.looks import modules_around
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.strategies.start_table import activation_bytes
 from lightning_hybrid.strategies.steps import SteppingStrategy
@@ -59,6 +61,30 @@ class VerifyingStrategy(SteppingStrategy):
     def _is_compiling(self) -> bool:
         # Compiled units draw other random numbers than the one process that they would be compared with.
         return super()._is_compiling and (self._losses is None or not self._compiled.draws)  # type: ignore[union-attr]
+
+    @property
+    def uncut_steps(self) -> frozenset[str]:
+        """Names of steps of evaluation that every rank runs whole, so far."""
+        if isinstance(self._runner, PlainRunner):
+            return frozenset({"validation_step", "test_step", "predict_step"})
+        return frozenset() if self._runner is None else frozenset(self._runner.uncut.names)
+
+    @property
+    def batch_shares(self) -> int:
+        """Ranks that hold shards where they cannot hold stages, and run steps on shares of a replica's batch."""
+        return self._wider_mesh.size("shares") if self._wider_mesh is not None else 1
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether these ranks run training steps on shares of a batch; on all of it otherwise."""
+        return isinstance(self._runner, PlainRunner) and self._runner.is_shared
+
+    @property
+    def modules_around(self) -> frozenset[str]:
+        """FQNs of the modules inside the user's whose attributes each microbatch finds as the batch found them."""
+        if self._plan is None or self.lightning_module is None or isinstance(self._runner, PlainRunner):
+            return frozenset()
+        return frozenset(name for name in modules_around(self.lightning_module, self._plan.units()) if name)
 
     def _start_over(self) -> None:
         self._losses, self._alone = [], None

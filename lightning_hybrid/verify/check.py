@@ -46,6 +46,7 @@ class Verification:
         around: frozenset[str] = frozenset(),
         shares: int = 1,
         *,
+        in_shares: bool = False,
         at_once: bool = False,
     ) -> Reference:
         """What a layout is compared with.
@@ -54,13 +55,16 @@ class Verification:
             layout: To run under.
             uncut: Steps of evaluation that run on whole batches there.
             around: Modules in the module whose attributes each microbatch finds there as the batch found them.
-            shares: Ranks that run training steps on a share of each batch there.
+            shares: Ranks that hold shards there, instead of stages.
+            in_shares: Whether they run training steps on shares of a batch.
             at_once: Whether each replica's batch is one part: what means over tokens and metrics are compared with.
         """
         cut = cut_of(self.experiment, layout)
         if not cut.plain:
             cut = replace(cut, uncut=uncut, around=around)
-        cut = replace(cut, shares=shares, plain=cut.plain or shares > 1)
+        if shares > 1:
+            cut = replace(cut, shares=shares if in_shares else 1, plain=True)
+            cut = cut if in_shares else replace(cut, num_microbatches=1)
         if at_once:
             cut = replace(cut, num_microbatches=1, shares=1)
         if cut not in self._references:
@@ -90,7 +94,7 @@ class Verification:
             return Report(layout.name, "failed", _text(error), notes=notes)
         failed = _failed(layout, ranks)
         if failed is None and (ranks[0].uncut or ranks[0].shares > 1):
-            reference = self.reference(layout, ranks[0].uncut, shares=ranks[0].shares)
+            reference = self.reference(layout, ranks[0].uncut, shares=ranks[0].shares, in_shares=ranks[0].in_shares)
         report = failed or self._compared(layout, ranks, reference)
         if report.outcome == "different" and ranks[0].around and ranks[0].shares == 1:
             # Only the layout knows which modules lie around its units, and few keep anything of the model.
@@ -117,7 +121,7 @@ class Verification:
         notes = list(reference.notes)
         if ranks[0].shares > 1:
             kind = "pipelined" if layout.num_stages > 1 else "cut"
-            notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks run a share of each batch")
+            notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks hold shards")
         elif ranks[0].uncut and layout.num_stages > 1:
             notes.append(f"{', '.join(sorted(ranks[0].uncut))}: run whole on every rank, as no cut can be made of it")
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)

@@ -73,7 +73,8 @@ class Observed:
         trained: FQNs of the parameters that want gradients.
         uncut: Names of steps of evaluation that each rank ran whole.
         around: FQNs of modules in the module whose attributes each microbatch finds as the batch found them.
-        shares: Ranks that ran training steps on a share of each batch.
+        shares: Ranks that hold shards instead of stages.
+        in_shares: Whether they ran training steps on shares of a batch, but for the first.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -95,6 +96,7 @@ class Observed:
     uncut: frozenset[str] = frozenset()
     around: frozenset[str] = frozenset()
     shares: int = 1
+    in_shares: bool = False
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
@@ -177,6 +179,7 @@ class Notes:
         self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
         self.observed.around |= getattr(trainer.strategy, "modules_around", frozenset())
         self.observed.shares = max(self.observed.shares, getattr(trainer.strategy, "batch_shares", 1))
+        self.observed.in_shares |= getattr(trainer.strategy, "shares_batches", False)
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)

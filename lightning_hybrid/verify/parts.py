@@ -247,7 +247,7 @@ class PartsReference:
                 numbers = [float(loss) for loss in losses if loss is not None]
                 kept.finish(numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
         self._replicas.after_step()
-        self._log(logs.entries(), parts)
+        self._log(logs.known_entries(), parts)
         return outputs
 
     def _log(self, entries: list[Entry], parts: list[_Part]) -> None:
@@ -257,13 +257,16 @@ class PartsReference:
         shares = [sum(part.weight for part in parts if part.replica == replica) for replica in replicas]
         for entry in entries:
             each = [
-                entry.combine(
-                    [entry.values[place] for place, part in enumerate(parts) if part.replica == replica],
-                    [part.weight / share for part in parts if part.replica == replica],
-                )
+                entry.with_values(
+                    [entry.values[place] for place, part in enumerate(parts) if part.replica == replica], []
+                ).combine_known([part.weight / share for part in parts if part.replica == replica])
                 for replica, share in zip(replicas, shares, strict=True)
             ]
-            value = _over_replicas(entry.how, each, shares)
+            known = [(value, share) for value, share in zip(each, shares, strict=True) if value == value]
+            total = sum(share for _, share in known)
+            value = each[0]
+            if known:
+                value = _over_replicas(entry.how, [v for v, _ in known], [s / total for _, s in known])
             arguments = entry.total_kwargs()
             if "batch_size" not in arguments and None not in sizes:
                 arguments = {**arguments, "batch_size": sum(size or 0 for size in sizes)}
@@ -312,7 +315,9 @@ class PartsReference:
             except BatchError:
                 count = 1  # the layout refuses this batch; or runs it whole, if the number was its own choice
             size = batch_size_of(batch)
-            if cut.shares > 1 and name == "training_step" and cut.splitter is None and (size or 0) < cut.shares:
+            is_first = self._trainer.fit_loop.epoch_loop.total_batch_idx == 0  # runs on whole batches
+            few = cut.splitter is None and (size or 0) < cut.shares
+            if cut.shares > 1 and name == "training_step" and (is_first or few):
                 parts.append(_Part(replica, replica, batch, share))
                 continue
             if size is not None and cut.splitter is None:

@@ -223,7 +223,8 @@ class ParameterGroup:
         for name, parameter in self.parameters.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and name in self._cut:
-                gradient = self._part_of(name, gradient, self._rank).clone()
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = self._part_of(name, dense, self._rank).clone()
             self._gradients[name] = gradient
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
