@@ -26,13 +26,13 @@ class AppendedEntries:
     def __init__(self, root: nn.Module) -> None:
         """Before the batch: args: root: the user's module."""
         self._root = root
-        self._before = {place: len(held) for place, held in _lists(root).items()}
+        self._before = {place: len(held) for place, held in lists_of(root).items()}
         self._ends = [self._before]
         self.rows: Rows = {}
 
     def after_microbatch(self) -> None:
         """Note what it has appended."""
-        held, last = _lists(self._root), self._ends[-1]
+        held, last = lists_of(self._root), self._ends[-1]
         self._ends.append({place: len(entries) for place, entries in held.items()})
         for place, entries in held.items():
             begin = last.get(place, 0)
@@ -49,7 +49,7 @@ class AppendedEntries:
             weights: Of the microbatches.
             sizes: Their numbers of samples.
         """
-        held = _lists(self._root)
+        held = lists_of(self._root)
         for place, of_each in rows.items():
             counts = {len(entries) for entries in of_each}
             if place not in held or len(of_each) != len(weights) or len(counts) != 1 or counts == {0}:
@@ -75,7 +75,8 @@ def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
     return found
 
 
-def _lists(root: nn.Module) -> dict[Place, list[Any]]:
+def lists_of(root: nn.Module) -> dict[Place, list[Any]]:
+    """The lists that modules hold in an attribute, or in a dict there."""
     found: dict[Place, list[Any]] = {}
     for fqn, module in root.named_modules():
         for name, value in module.__dict__.items():

@@ -1,7 +1,7 @@
 """Whether a training step leaves something of its batch on the user's modules: then no rank may run a share of it.
 
 Buffers (statistics, queues, centres), tensors and floats in attributes would be those of a share. Whole numbers are
-counters, and lists that grow are joined (``appended``).
+counters, and what lists have grown by is joined (``appended``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.transaction import reachable
+from lightning_hybrid.pipeline.appended import lists_of
+from lightning_hybrid.step.transaction import Place, reachable
 
 
 class LeftBehind:
@@ -21,10 +22,25 @@ class LeftBehind:
         """Before the step: args: root: the user's module."""
         self._root = root
         self._before = _state(root)
+        self._lengths = {place: len(held) for place, held in lists_of(root).items()}
 
     def something(self) -> bool:
         """Whether the step has written a buffer, or kept a tensor or a float that was not there."""
-        return any(key not in self._before or self._before[key] != value for key, value in _state(self._root).items())
+        lists = {place: self._lengths.get(place, 0) for place in lists_of(self._root)}
+        return any(
+            key not in self._before or self._before[key] != value
+            for key, value in _state(self._root).items()
+            if not (isinstance(key, Place) and _is_appended(key, lists))
+        )
+
+
+def _is_appended(place: Place, lengths: dict[tuple[str, str, Any], int]) -> bool:
+    path = place.path
+    if len(path) > 0 and (place.module, place.attribute, None) in lengths:
+        return bool(path[0] >= lengths[place.module, place.attribute, None])
+    if len(path) > 1 and (place.module, place.attribute, path[0]) in lengths:
+        return bool(path[1] >= lengths[place.module, place.attribute, path[0]])
+    return False
 
 
 def _state(root: nn.Module) -> dict[Any, Any]:
@@ -35,8 +51,6 @@ def _state(root: nn.Module) -> dict[Any, Any]:
             if buffer is not None:
                 found[fqn, name] = id(buffer), buffer._version
     for place, leaf in reachable(root, metrics):
-        if any(isinstance(key, int) for key in place.path):  # of a list
-            continue
         if isinstance(leaf, Tensor):
             found[place] = id(leaf), leaf._version
         elif isinstance(leaf, float):

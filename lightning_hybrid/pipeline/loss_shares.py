@@ -126,6 +126,12 @@ class LossShares:
                     place[term] = share
         return shares
 
+    def are_incomparable(self, variants: Sequence[Variant]) -> bool:
+        """Whether microbatches do different operations, and some average over what the content of the batch decides."""
+        graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
+        unlike = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
+        return unlike and any(terms_of(graph, sizes_differ=False) for graph in graphs)
+
     def _terms_of(self, variants: Sequence[Variant]) -> frozenset[int]:
         key = tuple(dict.fromkeys(variants))
         if key not in self._terms:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.appended import AppendedEntries
@@ -55,8 +55,7 @@ class PlainRunner(MicrobatchRunner):
     Attributes:
         joins_results: Whether layers may hand on results in shards.
         is_shared: Whether the next training step runs on a share of its batch: not before a step has shown that it
-            leaves nothing of the batch on its modules.
-        share_of_loss: What a loss is multiplied with before its backward, where the step calls that itself.
+            leaves nothing of the batch on its modules, and never where it optimizes by hand.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class PlainRunner(MicrobatchRunner):
         self.joins_results = False
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
-        self._shares, self.share_of_loss = Shares(shares), 1.0
+        self._shares = Shares(shares)
         self.is_shared, self._leaves = False, False
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
@@ -125,10 +124,12 @@ class PlainRunner(MicrobatchRunner):
             check_count(batch, self._wanted)
             if (self._wanted or 1) > 1 and (reason := why_whole(batch, self.splitter)):
                 self._full[name] = 1, 1
-                rank_zero_warn(
-                    f"num_microbatches={self._wanted}, but the batch cannot be split: {reason}; it runs whole. Pass"
-                    " batch_splitter=function(batch, count) -> list of batches"
-                )
+                if self._replica == 0 and self._shares.rank == 0:
+                    warnings.warn(
+                        f"num_microbatches={self._wanted}, but the batch cannot be split: {reason}; it runs whole. Pass"
+                        " batch_splitter=function(batch, count) -> list of batches",
+                        stacklevel=2,
+                    )
         return super().count(name, batch)
 
     def run(
@@ -146,8 +147,7 @@ class PlainRunner(MicrobatchRunner):
         """Run one step of the user's module on a whole batch; see ``MicrobatchRunner``."""
         batch, *rest = args
         trains = train is not None or by_hand
-        part = self._part(batch, 1 if by_hand else self.count(name, batch), is_shared=trains)
-        self.share_of_loss = self._shares.size * part.weights[0]
+        part = self._part(batch, 1 if by_hand else self.count(name, batch), trains=trains, by_hand=by_hand)
         microbatches, weights = part.microbatches, list(part.weights)
         seeds = [self._shares.size * weight for weight in weights] if train is not None else []
         if train is not None and train.weigh is not None:
@@ -156,13 +156,11 @@ class PlainRunner(MicrobatchRunner):
         logs, spans = LogCapture(len(microbatches)), list[Span]()
         outputs, losses = list[Any](), list[Tensor | None]()
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
-        left = LeftBehind(self._root) if trains and self._shares.size > 1 else None
+        left = LeftBehind(self._root) if train is not None and self._shares.size > 1 else None
         grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
         metrics = self._metrics.in_shares(are_shares=part.total > len(microbatches))
-        # Steps that optimize by hand draw as in one process, unless other ranks run other shares of the batch.
-        is_keyed = not by_hand or part.total > 1
         with (
-            self._randomness.isolated() if is_keyed else contextlib.nullcontext(),
+            self._randomness.isolated() if not by_hand else contextlib.nullcontext(),
             grad,
             self._metrics.step(),
             metrics,
@@ -170,7 +168,7 @@ class PlainRunner(MicrobatchRunner):
         ):
             for index, microbatch in enumerate(microbatches):
                 place = self._replica * part.total + part.first + index
-                keyed = self._keyed(name, step_number, place) if is_keyed else contextlib.nullcontext()
+                keyed = self._keyed(name, step_number, place) if not by_hand else contextlib.nullcontext()
                 start = time.perf_counter()
                 with self.around_step(), context(), keyed, logs.microbatch(self._root, index):
                     output = step(microbatch, *rest)
@@ -197,10 +195,9 @@ class PlainRunner(MicrobatchRunner):
         if left is not None:
             given.leaves = left.something()
         if trains:
-            given = self._shares.together(given)
-        if trains:
+            given = self._shares.together(given, is_whole=part.total == 1)
             self._leaves |= given.leaves
-            self.is_shared = self._shares.size > 1 and not self._leaves
+            self.is_shared = self._shares.size > 1 and not self._leaves and not by_hand
         if appended is not None:
             appended.put(given.appended, given.weights, given.sizes)
         loss = given.loss
@@ -215,12 +212,13 @@ class PlainRunner(MicrobatchRunner):
         put(self._root, [place for place, _ in kept], [whole_of(leaf).detach() for _, leaf in kept])
         return map_leaves(whole_of, output)
 
-    def _part(self, batch: Any, count: int, *, is_shared: bool) -> Part:
-        if is_shared and self._shares.size > 1 and not self.is_shared:
+    def _part(self, batch: Any, count: int, *, trains: bool, by_hand: bool) -> Part:
+        if not trains:
+            return Part(*split(batch, count, self.splitter), first=0, total=count)
+        # By hand, the number of optimizer steps may be that of the samples, and draws are those of one process.
+        if by_hand or (self._shares.size > 1 and not self.is_shared):
             return self._shares.whole(batch)
-        if is_shared:
-            return self._shares.of(batch, count, self.splitter)
-        return Part(*split(batch, count, self.splitter), first=0, total=count)
+        return self._shares.of(batch, count, self.splitter)
 
     @contextlib.contextmanager
     def _layers(self) -> Iterator[None]:

@@ -75,6 +75,11 @@ class StepRunner(MicrobatchRunner):
         self._batch_metrics = BatchMetrics(find_sinks(root))
         self._transport = transport
         self._programs: dict[Any, Program] = {}
+        self._in_one: set[str] = set()  # steps of evaluation whose batches are one microbatch each
+
+    def count(self, name: str, batch: Any) -> int:
+        """Number of microbatches."""
+        return 1 if name in self._in_one else super().count(name, batch)
 
     def record(
         self,
@@ -138,6 +143,10 @@ class StepRunner(MicrobatchRunner):
                 raise
             self.uncut.adopt(name, reason)
             return self._run_uncut(call, batch)
+        if train is None and self._loss_shares.are_incomparable(variants):
+            # Nobody can weigh such means; evaluation needs no backward, so it runs on whole batches from now on.
+            self._in_one.add(name)
+            return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
         shares: Shares = ()
         if not is_weighed:
             apart = bookkeeping is not None

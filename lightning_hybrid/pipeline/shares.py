@@ -70,15 +70,19 @@ class Shares:
         """All of a batch, on every rank."""
         return Part([batch], [1 / self.size], 0, 1)
 
-    def together(self, mine: Given) -> Given:
+    def together(self, mine: Given, *, is_whole: bool) -> Given:
         """What all ranks have of a step; collective.
 
         Args:
             mine: What this rank has.
+            is_whole: All ranks have run the whole batch.
         """
         if self.size == 1:
             return mine
         rows: list[Any] = [None] * self.size
+        if is_whole:
+            dist.all_gather_object(rows, mine.leaves, group=self._group)
+            return replace(mine, weights=[weight * self.size for weight in mine.weights], leaves=any(rows))
         entries: Any = [_plain(entry) for entry in mine.entries]
         outputs, appended = map_leaves(_sent, mine.outputs), map_leaves(_sent, mine.appended)
         sent = replace(mine, entries=entries, outputs=outputs, appended=appended)

@@ -138,7 +138,7 @@ class CutStrategy(VerifyingStrategy):
         return next(filter(None, rows), "")
 
     def _share_instead(self, axes: Sequence[str], reason: str, error: Exception | None) -> None:
-        """From now on the ranks along some axes hold shards, and run the step as it is, each on a share of the batch.
+        """From now on the ranks along some axes hold shards, and run the step as it is, on shares of it if that can be.
 
         Raises:
             LayoutError: The user wants the layout or nothing.
@@ -150,10 +150,16 @@ class CutStrategy(VerifyingStrategy):
             raise LayoutError(f"strict_layout=True, and {name} cannot be run under {listed}: {reason}") from error
         self._instead = f"sharded instead of {'pipelined' if list(axes) == ['pp'] else 'cut'}: {reason}"
         self._wider_mesh = self.mesh.with_shards_over(axis for axis in axes if self.mesh.size(axis) > 1)
+        module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
+            batch = "on the whole batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"
+        else:
+            batch = "on its share of the batch"
         rank_zero_warn(
             f"{self._instead}. So each of the {self._wider_mesh.size('shares')} ranks of {listed} holds a shard of"
-            " every parameter, gradient and optimizer state, and runs the step on its share of the batch. Set"
-            " strict_layout=True to have this as an error"
+            f" every parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to have"
+            " this as an error"
         )
 
     def _record_step(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:

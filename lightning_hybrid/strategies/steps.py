@@ -342,7 +342,6 @@ class SteppingStrategy(PrecisionStrategy):
         self.pre_backward(closure_loss)
         backward: AbstractContextManager[Any] = nullcontext()
         if isinstance(self._runner, PlainRunner) and self._steps_by_hand:
-            closure_loss = closure_loss * self._runner.share_of_loss
             backward = self._runner.guards.off()
         closure_loss = plugin.pre_backward(closure_loss, module)
         with self._synced_norms(), backward:  # layers that are computed again ask once more

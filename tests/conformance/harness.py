@@ -158,9 +158,9 @@ class Checked:
                 return Outcome(REFUSED if failed.refused else FAILED, _first_line(failed.message))
         elif report.outcome in ("refused", "failed"):
             return Outcome(REFUSED if report.outcome == "refused" else FAILED, reason)
+        if report.outcome == "different" and not self._differs_without_noise(layout):
+            return Outcome(DRAWS, reference="one process, without noise")
         if report.outcome == "different" and not has_ddp:
-            if not self._differs_without_dropout(layout):
-                return Outcome(DRAWS, reference="one process, without dropout")
             return Outcome(DIFFERENT, reason)
         if has_no_reference or report.outcome == "different":
             first = self._differs_from_ddp(layout)
@@ -174,15 +174,27 @@ class Checked:
         draws = self._case.draws if against == "DDP" else noted
         return Outcome(DRAWS if draws else PARITY, reference=against)
 
-    def _differs_without_dropout(self, layout: Layout) -> bool:
-        """Whether it still differs where nothing is dropped: ranks that share a layer draw each for itself in it."""
-        if not self._case.draws or not {"tensor_parallel_size", "expert_parallel_size"} & set(layout.strategy):
+    def _differs_without_noise(self, layout: Layout) -> bool:
+        """Whether it still differs where nothing is dropped, and no layer takes statistics.
+
+        Ranks that share a layer draw each for itself in it, and microbatches have other draws and statistics than the
+        whole batch that means over tokens are compared with.
+        """
+        several = {"tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"} & set(layout.strategy)
+        if not several:
             return True
-        experiment = replace(self._experiment, make_module=WithoutDropout(self._case.make_module))
-        return Verification(experiment, run=self._run, timeout=self._timeout).check(layout).outcome != "same"
+        experiment = replace(self._experiment, make_module=WithoutNoise(self._case.make_module))
+        last, path = self._last, self._path
+        self._path = path.with_name("without_noise.ckpt")
+        try:
+            return Verification(experiment, run=self._run, timeout=self._timeout).check(layout).outcome != "same"
+        finally:
+            self._last, self._path = last, path
 
     def _differs_from_ddp(self, layout: Layout) -> str | None:
-        count = int(layout.strategy.get("num_microbatches", 1))
+        first = self._last[0].observed
+        is_whole = first.shares > 1 and not first.in_shares
+        count = 1 if is_whole else int(layout.strategy.get("num_microbatches", 1))
         try:
             reference = self._of_ddp(count)
             first = self._first_apart(reference, reference)
@@ -211,16 +223,21 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class WithoutDropout:
-    """Makes a module that drops nothing."""
+class WithoutNoise:
+    """Makes a module that drops nothing, and whose layers see each sample alone."""
 
     make_module: Any
 
     def __call__(self) -> Any:
         module = self.make_module()
-        for inner in module.modules():
-            if isinstance(inner, torch.nn.Dropout):
+        if "layerdrop" in module.hparams:
+            module.hparams.layerdrop = 0.0
+        for inner in list(module.modules()):
+            if isinstance(inner, torch.nn.modules.dropout._DropoutNd):
                 inner.p = 0.0
+            for name, child in list(inner.named_children()):
+                if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
+                    setattr(inner, name, torch.nn.Identity())
         return module
 
 

@@ -1,0 +1,124 @@
+"""Steps that no pipeline can run: its ranks hold shards, and run shares of a batch only where numbers stay equal."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.test_inside_forward import Regressor, mlp
+
+from lightning_hybrid.pipeline.left_behind import LeftBehind
+
+PP2, *_ = LAYOUTS
+
+
+class Branching(Regressor):
+    """Asks for a number that stages after the first do not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(h) if h.abs().mean().item() < 10 else self.head(2 * h)
+
+
+class Counting(Branching):
+    """Logs what adds up over the samples, and keeps the last batch, so that it runs whole."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("seen", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.last = batch[0]
+        return super().training_step(batch, batch_idx)
+
+
+class Streams(Branching):
+    """Carries a state that has a row per sample from batch to batch."""
+
+    state = None
+
+    def forward(self, x):
+        h = super().forward(x)
+        if not self.training:
+            return h
+        last = torch.zeros_like(h) if self.state is None else self.state[0]
+        self.state = ((h + 0.5 * last).detach(), h.detach())
+        return h + 0.1 * last
+
+
+class Returns(Branching):
+    """A hook reads what the step has returned for each sample."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self(x)
+        return {"loss": F.mse_loss(h, y), "h": h}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert len(outputs["h"]) == len(batch[0])
+        self.log("spread", outputs["h"].std())
+
+
+class Inner(Branching):
+    """Takes a step of its own for every four samples: half a batch would take half the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for x, y in zip(*(column.split(4) for column in batch), strict=True):
+            loss = F.mse_loss(self(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss)
+
+
+CASES = [
+    *((module, PP2) for module in (Branching, Counting, Streams, Returns, Inner)),
+    (Branching, COMBINED),
+]
+
+
+@pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or value.name)
+def test_same_numbers(worlds, module, layout):
+    report = check(worlds, module, layout, steps=3)
+    assert report.outcome == "same", str(report)
+    assert "sharded instead of pipelined" in str(report)
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.state, self.outputs, self.by_loader, self.steps, self.best = None, [], {0: []}, 0, 1.0
+
+
+def appends(module):
+    module.outputs.append(torch.ones(1))
+    module.by_loader[0].append({"loss": torch.ones(1)})
+    module.steps += 1
+
+
+LEAVES = {
+    "nothing": (lambda module: None, False),
+    "what lists have grown by": (appends, False),
+    "a buffer": (lambda module: module.count.add_(1), True),
+    "a tensor": (lambda module: setattr(module, "state", torch.ones(1)), True),
+    "a tuple": (lambda module: setattr(module, "state", (torch.ones(1), torch.ones(1))), True),
+    "a float": (lambda module: setattr(module, "best", 0.5), True),
+    "an entry of a list": (lambda module: module.outputs.__setitem__(0, torch.ones(1)), True),
+}
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_what_a_step_leaves_behind(case):
+    step, leaves = LEAVES[case]
+    module = Keeps()
+    module.outputs.append(torch.zeros(1))
+    left = LeftBehind(module)
+    step(module)
+    assert left.something() is leaves
