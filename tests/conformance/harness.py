@@ -72,7 +72,7 @@ class Outcome:
     @property
     def summary(self) -> str:
         """The kind and the type of the error: what stays the same when a message is reworded."""
-        error = re.search(r"\b([A-Z]\w*(?:Error|Changed|Exception|Disagree))\b", self.reason)
+        error = re.search(r"\b(NotHere|[A-Z]\w*(?:Error|Changed|Exception|Disagree))\b", self.reason)
         return self.kind if self.is_parity or self.kind == DIFFERENT else f"{self.kind}: {error[1] if error else '?'}"
 
 
@@ -177,13 +177,12 @@ class Checked:
     def _differs_without_noise(self, layout: Layout) -> bool:
         """Whether it still differs where nothing is dropped, and no layer takes statistics.
 
-        Ranks that share a layer draw each for itself in it, and microbatches have other draws and statistics than the
-        whole batch that means over tokens are compared with.
+        Ranks that share a layer draw each for itself, and microbatches otherwise than the whole batch.
         """
-        several = {"tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"} & set(layout.strategy)
-        if not several:
+        if not {"tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"} & set(layout.strategy):
             return True
-        experiment = replace(self._experiment, make_module=WithoutNoise(self._case.make_module))
+        without = WithoutNoise(self._case.make_module, statistics="pipeline_parallel_size" not in layout.strategy)
+        experiment = replace(self._experiment, make_module=without)
         last, path = self._last, self._path
         self._path = path.with_name("without_noise.ckpt")
         try:
@@ -224,9 +223,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class WithoutNoise:
-    """Makes a module that drops nothing, and whose layers see each sample alone."""
+    """Makes a module that drops nothing, and whose layers see each sample alone unless they may take statistics."""
 
     make_module: Any
+    statistics: bool
 
     def __call__(self) -> Any:
         module = self.make_module()
@@ -236,7 +236,7 @@ class WithoutNoise:
             if isinstance(inner, torch.nn.modules.dropout._DropoutNd):
                 inner.p = 0.0
             for name, child in list(inner.named_children()):
-                if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
+                if not self.statistics and isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
                     setattr(inner, name, torch.nn.Identity())
         return module
 
