@@ -159,7 +159,7 @@ class Checked:
         elif report.outcome in ("refused", "failed"):
             return Outcome(REFUSED if report.outcome == "refused" else FAILED, reason)
         if report.outcome == "different" and not self._differs_without_noise(layout):
-            return Outcome(DRAWS, reference="one process, without noise")
+            return Outcome(DRAWS if self._case.draws else PARITY, reference="one process, without noise")
         if report.outcome == "different" and not has_ddp:
             return Outcome(DIFFERENT, reason)
         if has_no_reference or report.outcome == "different":
