@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,11 +14,13 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.adapters import ExpertsAdapter
 from lightning_hybrid.experts.exchange import RanksOfExperts
 from lightning_hybrid.mesh import where_sent
+from lightning_hybrid.parts.gather_on_read import Gather, Guards, guard, unguard
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.parts.spans import part_of
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
+from lightning_hybrid.step.recording import StepError
 
 
 def placements_of(
@@ -97,6 +98,7 @@ class SharedExperts:
             context: The context ranks, if there are several.
         """
         self._context = context
+        self.guards: Guards | None = None  # of the run
         self.adapters, self.cut = dict(adapters), cut
         self.ranks = RanksOfExperts(cut.group, chunks=chunks)
         self._root = root
@@ -121,15 +123,52 @@ class SharedExperts:
             if not any(map(is_absent, mine.values())):
                 self._modules[fqn], self._parameters[fqn] = module, mine
 
-    def running(self) -> AbstractContextManager[None]:
-        """The modules run with shared experts inside."""
-        return replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward))
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The modules run with shared experts inside; in evaluation, code around them finds all experts."""
+        run = replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward))
+        if self._wholes is not None or self.guards is None:
+            with self.all_held(), run:
+                yield
+            return
+        refused = Gather(self.guards, self._refuse)
+        cut = [parameter for mine in self._parameters.values() for parameter in mine.values()]
+        guard(cut, "experts", refused)
+        try:
+            with run:
+                yield
+        finally:
+            unguard(cut, "experts")
+
+    def _refuse(self, parameter: nn.Parameter) -> Tensor:
+        """Other ranks may be at another line, so that nobody can be asked for their experts.
+
+        Raises:
+            StepError: Always.
+        """
+        named = [(name, p) for mine in self._parameters.values() for name, p in mine.items()]
+        name = next(name for name, p in named if p is parameter)
+        raise StepError(
+            f"the training step reads '{name}' outside of its layer, but {self.cut.group.size()} ranks share these"
+            f" experts, and this one holds {tuple(parameter.shape)} of it; read it in a hook such as on_train_batch_end"
+            " or in validation, or set expert_parallel_size=1"
+        )
 
     def _run(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        module, adapter = self._modules[fqn], self.adapters[fqn]
         if self._wholes is not None:
             with _holding(self._wholes[fqn]):
                 return forward(*args, **kwargs)
+        if self.guards is None:
+            return self._exchanged(fqn, forward, args, kwargs)
+        mine = self._parameters[fqn].values()
+        unguard(mine, "experts")
+        try:
+            return self._exchanged(fqn, forward, args, kwargs)
+        finally:
+            guard(mine, "experts", Gather(self.guards, self._refuse))
+
+    def _exchanged(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        module, adapter = self._modules[fqn], self.adapters[fqn]
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
         def exchange(rows: Tensor, counts: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole
 from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
 
-Level: TypeAlias = Literal["replicas", "tensor"]  # a shard of a replica is cut over tensor ranks before
+# Asked in this order: a shard of a replica is cut over tensor ranks before; experts give an error.
+Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `Gather` by level
 _OWN = frozenset(

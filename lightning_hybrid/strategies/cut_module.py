@@ -243,6 +243,8 @@ class CutStrategy(VerifyingStrategy):
         if experts is not None:
             cuts += experts.plan(cuts, self._shards)
             self._experts, self._expert_summary = experts.shared, experts.summary
+            if experts.shared is not None and self._runner is not None:
+                experts.shared.guards = self._runner.guards
         if self._zero_stage and trainer.state.fn == TrainerFn.FITTING:
             self._zero_cuts = zero_cuts(module, self._shard_mesh, cuts)
             cuts += self._zero_cuts

@@ -1,4 +1,4 @@
-"""Weights that tensor ranks have cut are whole where a step reads them, also if the first training step did not."""
+"""Weights that ranks have cut are whole where a step reads them, also if the first training step did not."""
 
 import pytest
 import torch
@@ -94,3 +94,63 @@ class LooksUpThenScores(Wide):
 def test_what_a_later_step_reads(worlds, module, layout):
     report = check(worlds, module, layout, make_data=regression_data, steps=3)
     assert report.outcome == "same", str(report)
+
+
+class Routed(nn.Module):
+    """The best of four experts for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(FEATURES, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, 2 * FEATURES), nn.Tanh(), nn.Linear(2 * FEATURES, FEATURES))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index
+            if mask.any():
+                out[mask] = expert(x[mask]) * gate[mask].unsqueeze(-1)
+        return x + out
+
+
+class ExpertsPenalized(Regression):
+    """Every step adds the weights' squares to its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch) + 1e-2 * sum(parameter.pow(2).sum() for parameter in self.parameters())
+        self.log("loss", loss)
+        return loss
+
+
+class ExpertsMeasured(Regression):
+    """Only validation looks at the weights of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(2))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+        self.log("norm", torch.stack([parameter.norm() for parameter in self.parameters()]).norm())
+
+
+EP2 = Layout("ep2", devices=2, strategy={"expert_parallel_size": 2})
+
+
+def test_validation_reads_experts(worlds):
+    report = check(worlds, ExpertsMeasured, EP2, make_data=regression_data, steps=3)
+    assert report.outcome == "same", str(report)
+
+
+def test_a_training_step_reads_experts(worlds):
+    """It would see those of its own rank alone."""
+    report = check(worlds, ExpertsPenalized, EP2, make_data=regression_data, steps=3)
+    assert report.outcome == "refused" and "'layers.0.experts.0.0.weight'" in report.message, str(report)
