@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.adapters import ExpertsAdapter
 from lightning_hybrid.experts.exchange import RanksOfExperts
 from lightning_hybrid.mesh import where_sent
-from lightning_hybrid.parts.gather_on_read import Gather, Guards, guard, unguard
+from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.parts.spans import part_of
@@ -85,6 +85,7 @@ class SharedExperts:
         *,
         chunks: int,
         randomness: KeyedRandomness,
+        guards: Guards,
         context: ContextRows | None = None,
     ) -> None:
         """Before the parameters are cut.
@@ -95,10 +96,11 @@ class SharedExperts:
             cut: What this rank holds of each parameter.
             chunks: Of the experts of each rank, whose messages overlap with computation.
             randomness: Keys what modules draw.
+            guards: Of the run.
             context: The context ranks, if there are several.
         """
         self._context = context
-        self.guards: Guards | None = None  # of the run
+        self._outside = OutsideLayers("experts", Gather(guards, self._refuse))
         self.adapters, self.cut = dict(adapters), cut
         self.ranks = RanksOfExperts(cut.group, chunks=chunks)
         self._root = root
@@ -126,22 +128,13 @@ class SharedExperts:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The modules run with shared experts inside; in evaluation, code around them finds all experts."""
-        run = replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward))
-        if self._wholes is not None or self.guards is None:
-            with self.all_held(), run:
-                yield
-            return
-        refused = Gather(self.guards, self._refuse)
         cut = [parameter for mine in self._parameters.values() for parameter in mine.values()]
-        guard(cut, "experts", refused)
-        try:
-            with run:
-                yield
-        finally:
-            unguard(cut, "experts")
+        around = self._outside.on(cut) if self._wholes is None else self.all_held()
+        with around, replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward)):
+            yield
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:
-        """Other ranks may be at another line, so that nobody can be asked for their experts.
+        """Other ranks may be at another line, and would not answer a gather of their experts.
 
         Raises:
             StepError: Always.
@@ -158,14 +151,8 @@ class SharedExperts:
         if self._wholes is not None:
             with _holding(self._wholes[fqn]):
                 return forward(*args, **kwargs)
-        if self.guards is None:
+        with self._outside.inside(self._parameters[fqn].values()):
             return self._exchanged(fqn, forward, args, kwargs)
-        mine = self._parameters[fqn].values()
-        unguard(mine, "experts")
-        try:
-            return self._exchanged(fqn, forward, args, kwargs)
-        finally:
-            guard(mine, "experts", Gather(self.guards, self._refuse))
 
     def _exchanged(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module, adapter = self._modules[fqn], self.adapters[fqn]

@@ -7,7 +7,8 @@ code that never reads one pays nothing. The object stays the user's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -166,7 +167,7 @@ def guard(parameters: Iterable[nn.Parameter], level: Level, gather: Gather) -> N
 
 
 def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
-    """From now on, whoever reads parameters finds what they hold over these ranks.
+    """From now on, code that reads parameters finds what they hold over these ranks.
 
     Args:
         parameters: Guarded or not.
@@ -179,3 +180,40 @@ def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
             if not gathers:
                 parameter.__dict__.pop(_GATHER, None)
                 cast(Any, parameter).__class__ = nn.Parameter
+
+
+class OutsideLayers:
+    """Guards parameters while a step runs, but not during calls of their layers, which work on shards.
+
+    Attributes:
+        is_on: Whether a step runs.
+    """
+
+    def __init__(self, level: Level, gather: Gather) -> None:
+        """Args: level, gather: as ``guard``."""
+        self.is_on = False
+        self._level, self._gather = level, gather
+        self._inside: Counter[int] = Counter()  # calls of layers under way, by the id of a parameter
+
+    @contextlib.contextmanager
+    def on(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+        """A step runs inside; its code outside of layers that reads one of these parameters has it gathered."""
+        self.is_on = True
+        guard(parameters, self._level, self._gather)
+        try:
+            yield
+        finally:
+            self.is_on = False
+            unguard(parameters, self._level)
+
+    @contextlib.contextmanager
+    def inside(self, own: Collection[nn.Parameter]) -> Iterator[None]:
+        """A layer that has these parameters runs inside."""
+        unguard(own, self._level)
+        self._inside.update(map(id, own))
+        try:
+            yield
+        finally:
+            self._inside.subtract(map(id, own))
+            if self.is_on:
+                guard([p for p in own if not self._inside[id(p)]], self._level, self._gather)

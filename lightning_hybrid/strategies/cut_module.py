@@ -77,7 +77,7 @@ class CutStrategy(VerifyingStrategy):
 
     @property
     def _guards(self) -> Guards | None:
-        """Of steps that nobody has seen before."""
+        """Of steps that were not recorded."""
         return None if self._plain_runner is None else self._plain_runner.guards
 
     @property
@@ -210,11 +210,9 @@ class CutStrategy(VerifyingStrategy):
         if self.options.zero_stage and self._is_pipelined:
             self._runner.watching_units.append(self._layer_reads.watching)
         experts = None
-        needs_experts = ExpertPlanner.is_needed(module, self.layout)
-        if self.layout.expert_parallel_size == 1 and mesh.size("tp") == 1:
-            needs_experts = False
-        if needs_experts and trainer.state.fn == TrainerFn.FITTING:
-            experts = ExpertPlanner(module, self.mesh, self.options, randomness)
+        has_ranks = self.layout.expert_parallel_size > 1 or mesh.size("tp") > 1  # tensor ranks may hold shards instead
+        if has_ranks and ExpertPlanner.is_needed(module, self.layout) and trainer.state.fn == TrainerFn.FITTING:
+            experts = ExpertPlanner(module, self.mesh, self.options, randomness, self._runner.guards)
             self._runner.watching_units.append(experts.watching)
         return planner, experts
 
@@ -243,8 +241,6 @@ class CutStrategy(VerifyingStrategy):
         if experts is not None:
             cuts += experts.plan(cuts, self._shards)
             self._experts, self._expert_summary = experts.shared, experts.summary
-            if experts.shared is not None and self._runner is not None:
-                experts.shared.guards = self._runner.guards
         if self._zero_stage and trainer.state.fn == TrainerFn.FITTING:
             self._zero_cuts = zero_cuts(module, self._shard_mesh, cuts)
             cuts += self._zero_cuts

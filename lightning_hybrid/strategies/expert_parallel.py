@@ -17,6 +17,7 @@ from lightning_hybrid.experts.sharded import SharedExperts, placements_of
 from lightning_hybrid.experts.widths import CutWidths, width_placements
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
@@ -35,7 +36,9 @@ class ExpertPlanner:
         shared: The experts that ranks share, if they do.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness, guards: Guards
+    ) -> None:
         """Before the recording.
 
         Args:
@@ -43,8 +46,9 @@ class ExpertPlanner:
             mesh: The ranks.
             options: What was asked for.
             randomness: Keys what modules draw.
+            guards: Of the run.
         """
-        self._module, self._mesh, self._randomness = module, mesh, randomness
+        self._module, self._mesh, self._randomness, self._guards = module, mesh, randomness, guards
         self._chunks, self._compile = options.expert_chunks, compile_options(options.compile)
         self._uncompiled: dict[str, _Uncompiled] = {}
         self._size = mesh.layout.expert_parallel_size
@@ -128,7 +132,13 @@ class ExpertPlanner:
             shards.share_experts(placements)
             context = OverContext(self._mesh.group("cp"), shards)
         self.shared = SharedExperts(
-            self._module, found.adapters, cut, chunks=self._chunks, randomness=self._randomness, context=context
+            self._module,
+            found.adapters,
+            cut,
+            chunks=self._chunks,
+            randomness=self._randomness,
+            guards=self._guards,
+            context=context,
         )
         return cut
 

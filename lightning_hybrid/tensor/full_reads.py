@@ -7,7 +7,6 @@ full parameter, and keeps that of its own shard.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.gather_on_read import Gather, Guards, guard, unguard
+from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.absent import is_absent
@@ -41,23 +40,19 @@ class FullReads:
             if name in cut.placements and name not in without and not is_absent(p)
         }
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
-        self._inside: Counter[int] = Counter()  # calls of layers under way, by the id of a parameter
         self._handed: list[_Handed] = []
-        self._gather = Gather(guards, self._full, self._note, self._gradient, self._set_gradient)
+        gather = Gather(guards, self._full, self._note, self._gradient, self._set_gradient)
+        self._outside = OutsideLayers("tensor", gather)
         guards.before_shards.append(self._write_back)
-        self._is_on = False
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """A step runs inside."""
-        self._is_on = True
-        guard(self._parameters, "tensor", self._gather)
         try:
-            yield
+            with self._outside.on(self._parameters):
+                yield
         finally:
-            self._is_on = False
             self._write_back()
-            unguard(self._parameters, "tensor")
 
     def of_layer(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a layer, which itself works on shards."""
@@ -67,14 +62,8 @@ class FullReads:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._write_back()
-            unguard(own, "tensor")
-            self._inside.update(map(id, own))
-            try:
+            with self._outside.inside(own):
                 return run(*args, **kwargs)
-            finally:
-                self._inside.subtract(map(id, own))
-                if self._is_on:
-                    guard([p for p in own if not self._inside[id(p)]], "tensor", self._gather)
 
         return forward
 
@@ -130,7 +119,7 @@ class FullReads:
                     handed.before = now.clone()
                 handed.local.copy_(now)
                 handed.local_version = handed.local._version
-        if not self._is_on:
+        if not self._outside.is_on:
             self._handed = []
 
 

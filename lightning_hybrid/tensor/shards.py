@@ -204,7 +204,7 @@ class ModelShards:
         return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Let code outside of units find full parameters, where nobody has seen before what it reads.
+        """Let code outside of units find full parameters, where no recording shows what it reads.
 
         Args:
             guards: Of the run.
