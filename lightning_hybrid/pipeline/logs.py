@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,17 @@ from lightning_hybrid.patching import replace
 from lightning_hybrid.step.absent import MARK, is_absent
 
 _NUMBER = object()
+
+
+Key: TypeAlias = tuple[str, int]  # what was logged, and how often the step has logged that name before
+
+
+def keys_of(names: Iterable[str]) -> Iterator[Key]:
+    """The keys of the names that one run of a step logs, in the order of its calls."""
+    times: Counter[str] = Counter()
+    for name in names:
+        yield name, times[name]
+        times[name] += 1
 
 
 @dataclass
@@ -55,21 +67,21 @@ class Entry:
         name = how if isinstance(how, str) else getattr(how, "__name__", "")
         return "mean" if name == "avg" else name
 
-    def combine(self, values: Sequence[float], weights: Sequence[float]) -> float:
-        """The value of the whole step out of those of its microbatches, as ``reduce_fx`` says."""
+    def combine(self, weights: Sequence[float]) -> float:
+        """The value of the whole step, as ``reduce_fx`` says, of the microbatches that have logged it.
+
+        Args:
+            weights: Of all microbatches; the values of those that have not logged it are NaN.
+        """
+        known = [place for place, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        values = [self.values[place] for place in known]
         if self.how == "mean":
-            return sum(value * weight for value, weight in zip(values, weights, strict=True))
+            total = 1.0 if len(known) == len(weights) else sum(weights[place] for place in known) or 1.0
+            return sum(value * (weights[place] / total) for value, place in zip(values, known, strict=True))
         plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
         if self.how in plain:
             return float(plain[self.how](values))
-        return float(self.kwargs["reduce_fx"](torch.tensor(list(values), dtype=torch.float64)))
-
-    def combine_known(self, weights: Sequence[float]) -> float:
-        """As ``combine``, of the microbatches that have logged it; the values of others are NaN."""
-        known = [place for place, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
-        total = sum(weights[place] for place in known) or 1.0
-        shares = weights if len(known) == len(weights) else [weights[place] / total for place in known]
-        return self.combine([self.values[place] for place in known], shares)
+        return float(self.kwargs["reduce_fx"](torch.tensor(values, dtype=torch.float64)))
 
     def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
         """The same call over other microbatches."""
@@ -97,45 +109,20 @@ class LogCapture:
         """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
         return _Catching(self._calls, root, index)
 
-    def known_entries(self) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         """One entry per key and call, where some microbatches need not have logged it: their values are NaN."""
-        found: dict[tuple[str, int], Entry] = {}
+        found: dict[Key, Entry] = {}
         for index in range(self._count):
-            seen: dict[str, int] = {}
-            for name, what, value, kwargs, dtype, place in self._calls.get(index, []):
-                number = seen[name] = seen.get(name, -1) + 1
+            calls = self._calls.get(index, [])
+            for key, (name, what, value, kwargs, dtype, place) in zip(keys_of(c[0] for c in calls), calls, strict=True):
                 metric, other = (what, _NUMBER) if isinstance(what, Metric) else (None, what)
-                if (name, number) not in found:
+                if key not in found:
                     nothing: list[int | None] = [None] * self._count
-                    found[name, number] = Entry(name, metric, kwargs, [math.nan] * self._count, nothing, dtype, other)
-                entry = found[name, number]
+                    found[key] = Entry(name, metric, kwargs, [math.nan] * self._count, nothing, dtype, other)
+                entry = found[key]
                 entry.kwargs, entry.values[index], entry.sizes[index] = kwargs, value, kwargs.get("batch_size")
                 entry.value = place
         return list(found.values())
-
-    def entries(self) -> list[Entry]:
-        """One entry per call, in the order of the calls.
-
-        Raises:
-            ValueError: The microbatches did not log the same keys.
-        """
-        rows = [self._calls.get(index, []) for index in range(self._count)]
-        names = [[name for name, *_ in row] for row in rows]
-        if any(other != names[0] for other in names):
-            raise ValueError(f"the microbatches of one step log different keys: {names}; log the same in each")
-        return [
-            Entry(
-                name=columns[-1][0],
-                metric=columns[-1][1] if isinstance(columns[-1][1], Metric) else None,
-                kwargs=columns[-1][3],
-                values=[column[2] for column in columns],
-                sizes=[column[3].get("batch_size") for column in columns],
-                dtype=columns[-1][4],
-                other=_NUMBER if isinstance(columns[-1][1], Metric) else columns[-1][1],
-                value=columns[0][5] if all(column[5] == columns[0][5] for column in columns) else None,
-            )
-            for columns in zip(*rows, strict=True)
-        ]
 
 
 class _Catching(AbstractContextManager[None]):

@@ -54,8 +54,6 @@ class PlainRunner(MicrobatchRunner):
 
     Attributes:
         joins_results: Whether layers may hand on results in shards.
-        is_shared: Whether the next training step runs on a share of its batch: not before a step has shown that it
-            leaves nothing of the batch on its modules, and never where it optimizes by hand.
     """
 
     def __init__(
@@ -78,8 +76,13 @@ class PlainRunner(MicrobatchRunner):
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
         self._shares = Shares(shares)
-        self.is_shared, self._leaves = False, False
+        self._leaves: bool | None = None  # whether training steps leave something of a batch; not known at first
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether training steps run on shares of a batch: only once they have left nothing of it on their modules."""
+        return self._shares.size > 1 and self._leaves is False
 
     def record(
         self,
@@ -90,12 +93,12 @@ class PlainRunner(MicrobatchRunner):
     ) -> None:
         """Let those who plan layers look at the step on stand-ins, with several answers to what it may decide by.
 
-        What none of these runs shows is not planned: such layers stay full. So their errors are nobody's.
+        What none of these runs shows is not planned: such layers stay full. So their errors do not matter.
         """
         batch, *rest = args
-        call = partial(step, *rest) if not rest else lambda batch: step(batch, *rest)
         microbatch = split(batch, self.count(name, batch), self.splitter)[0][0]
-        variant = self._seen(name, partial(call, microbatch), context)
+        once = partial(step, microbatch, *rest)
+        variant = self._seen(name, once, context)
         if variant is None:
             return
         with contextlib.ExitStack() as watching:
@@ -104,7 +107,6 @@ class PlainRunner(MicrobatchRunner):
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
                     units = variant.recording.units
-                    once = partial(call, microbatch)
                     self.plan.record_once(name, once, units, context, train=False, guesses=guesses)
 
     def _seen(
@@ -149,16 +151,17 @@ class PlainRunner(MicrobatchRunner):
         trains = train is not None or by_hand
         part = self._part(batch, 1 if by_hand else self.count(name, batch), trains=trains, by_hand=by_hand)
         microbatches, weights = part.microbatches, list(part.weights)
-        seeds = [self._shares.size * weight for weight in weights] if train is not None else []
+        seeds = [part.ranks * weight for weight in weights]
         if train is not None and train.weigh is not None:
             seeds = train.weigh(microbatches)
-            weights = [seed / self._shares.size for seed in seeds]
+            weights = [seed / part.ranks for seed in seeds]
         logs, spans = LogCapture(len(microbatches)), list[Span]()
         outputs, losses = list[Any](), list[Tensor | None]()
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
-        left = LeftBehind(self._root) if train is not None and self._shares.size > 1 else None
+        is_watched = train is not None and self._shares.size > 1 and not self._leaves
+        left = LeftBehind(self._root) if is_watched else None
         grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
-        metrics = self._metrics.in_shares(are_shares=part.total > len(microbatches))
+        metrics = self._metrics.in_shares(are_shares=part.ranks > 1)
         with (
             self._randomness.isolated() if not by_hand else contextlib.nullcontext(),
             grad,
@@ -189,15 +192,17 @@ class PlainRunner(MicrobatchRunner):
                 train.reduce(0)
         is_read = by_hand or (share_output and not all(isinstance(output, Tensor) for output in outputs))
         shown = outputs if not trains or is_read or self._shares.size == 1 else []
-        given = given_by(logs.known_entries(), weights, losses or [None] * len(weights), part, shown)
+        given = given_by(logs.entries(), weights, losses or [None] * len(weights), part, shown)
         if appended is not None:
             given.appended = appended.rows
         if left is not None:
             given.leaves = left.something()
-        if trains:
-            given = self._shares.together(given, is_whole=part.total == 1)
-            self._leaves |= given.leaves
-            self.is_shared = self._shares.size > 1 and not self._leaves and not by_hand
+        if part.ranks > 1:
+            given = self._shares.together(given)
+        elif left is not None:
+            given.leaves = self._shares.on_any(given.leaves)
+        if left is not None:
+            self._leaves = given.leaves
         if appended is not None:
             appended.put(given.appended, given.weights, given.sizes)
         loss = given.loss
@@ -214,7 +219,7 @@ class PlainRunner(MicrobatchRunner):
 
     def _part(self, batch: Any, count: int, *, trains: bool, by_hand: bool) -> Part:
         if not trains:
-            return Part(*split(batch, count, self.splitter), first=0, total=count)
+            return Part(*split(batch, count, self.splitter), first=0, total=count, ranks=1)
         # By hand, the number of optimizer steps may be that of the samples, and draws are those of one process.
         if by_hand or (self._shares.size > 1 and not self.is_shared):
             return self._shares.whole(batch)

@@ -144,7 +144,7 @@ class StepRunner(MicrobatchRunner):
             self.uncut.adopt(name, reason)
             return self._run_uncut(call, batch)
         if train is None and self._loss_shares.are_incomparable(variants):
-            # Nobody can weigh such means; evaluation needs no backward, so it runs on whole batches from now on.
+            # Such means have no common weights; evaluation needs no backward, so it runs on whole batches from now on.
             self._in_one.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
         shares: Shares = ()

@@ -7,7 +7,6 @@ a mean over samples. What a step logs and returns is put together on every one o
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.appended import Rows, merged
-from lightning_hybrid.pipeline.logs import Entry
+from lightning_hybrid.pipeline.logs import Entry, keys_of
 from lightning_hybrid.pipeline.returned import Results
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, sizes_of, split
 from lightning_hybrid.step.tree import map_leaves
@@ -33,12 +32,14 @@ class Part:
         weights: Of their means in that of the whole batch; over all ranks they sum to 1.
         first: Number of the first microbatch among those of the whole batch.
         total: How many these are.
+        ranks: How many share the batch; 1 if each of them runs all of it.
     """
 
     microbatches: Sequence[Any]
     weights: Sequence[float]
     first: int
     total: int
+    ranks: int
 
 
 class Shares:
@@ -64,25 +65,26 @@ class Shares:
             count = min(count, size // self.size)
         parts, weights = split(batch, self.size * count, splitter)
         own = slice(self.rank * count, (self.rank + 1) * count)
-        return Part(parts[own], weights[own], self.rank * count, self.size * count)
+        return Part(parts[own], weights[own], self.rank * count, self.size * count, self.size)
 
-    def whole(self, batch: Any) -> Part:
+    @staticmethod
+    def whole(batch: Any) -> Part:
         """All of a batch, on every rank."""
-        return Part([batch], [1 / self.size], 0, 1)
+        return Part([batch], [1.0], first=0, total=1, ranks=1)
 
-    def together(self, mine: Given, *, is_whole: bool) -> Given:
-        """What all ranks have of a step; collective.
+    def on_any(self, seen: bool) -> bool:
+        """Whether some rank has seen it; collective."""
+        rows: list[Any] = [None] * self.size
+        dist.all_gather_object(rows, seen, group=self._group)
+        return any(rows)
+
+    def together(self, mine: Given) -> Given:
+        """What all ranks have of a step that each has run on a share; collective.
 
         Args:
             mine: What this rank has.
-            is_whole: All ranks have run the whole batch.
         """
-        if self.size == 1:
-            return mine
         rows: list[Any] = [None] * self.size
-        if is_whole:
-            dist.all_gather_object(rows, mine.leaves, group=self._group)
-            return replace(mine, weights=[weight * self.size for weight in mine.weights], leaves=any(rows))
         entries: Any = [_plain(entry) for entry in mine.entries]
         outputs, appended = map_leaves(_sent, mine.outputs), map_leaves(_sent, mine.appended)
         sent = replace(mine, entries=entries, outputs=outputs, appended=appended)
@@ -108,7 +110,7 @@ class Given:
         entries: What was logged, with a value for each of them; NaN where one has not logged it.
         losses: None where a microbatch has returned none.
         sizes: Numbers of samples.
-        outputs: What the step returned, without its graph; empty if nobody reads it.
+        outputs: What the step returned, without its graph; empty if no code reads it.
         appended: What it has appended to lists of the user's modules.
         leaves: Whether it has left something else of its batch on them.
     """
@@ -137,7 +139,7 @@ class Given:
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the whole batch, of the microbatches that have logged it."""
-        return [(entry, entry.combine_known(self.weights)) for entry in self.entries]
+        return [(entry, entry.combine(self.weights)) for entry in self.entries]
 
 
 def given_by(
@@ -166,18 +168,9 @@ def _joined(rows: Sequence[Given], rank: int) -> list[Entry]:
     """The entries of all ranks, in the order of the first that has each: those of this rank, with others' values."""
     counts = [len(row.weights) for row in rows]
     named = [[known if isinstance(known, tuple) else _plain(known) for known in row.entries] for row in rows]
-    keys: dict[tuple[str, int], None] = {}
-    by_rank: list[dict[tuple[str, int], int]] = []
-    for entries in named:
-        seen: Counter[str] = Counter()
-        places: dict[tuple[str, int], int] = {}
-        for place, (name, *_) in enumerate(entries):
-            places[name, seen[name]] = place
-            keys[name, seen[name]] = None
-            seen[name] += 1
-        by_rank.append(places)
+    by_rank = [{key: place for place, key in enumerate(keys_of(name for name, *_ in entries))} for entries in named]
     found = []
-    for key in keys:
+    for key in dict.fromkeys(key for places in by_rank for key in places):
         values: list[float] = []
         sizes: list[int | None] = []
         for entries, places, count in zip(named, by_rank, counts, strict=True):

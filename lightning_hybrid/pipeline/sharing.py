@@ -68,7 +68,7 @@ class StepSharing:
         Args:
             runs: Of this rank, by microbatch, each with all its forwards done.
         """
-        self._entries = self._logs.known_entries()
+        self._entries = self._logs.entries()
         batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
         # Microbatches that take different ways know theirs on different ranks: combined once all are known.
         numbers = [number for entry in self._entries for number in (self._of_batch(entry, batch), *entry.values)]
@@ -121,9 +121,7 @@ class StepSharing:
         for entry in self._entries:
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
             logged.append(
-                entry.with_values(values, entry.sizes).combine_known(self._weights)
-                if math.isnan(of_batch)
-                else of_batch
+                entry.with_values(values, entry.sizes).combine(self._weights) if math.isnan(of_batch) else of_batch
             )
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=True):

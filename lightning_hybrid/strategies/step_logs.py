@@ -11,7 +11,6 @@ import math
 import statistics
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.exchange import RanksDisagree
-from lightning_hybrid.pipeline.logs import Entry
+from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
 from lightning_hybrid.same_host.rows import begin_to_gather
 
 
@@ -33,12 +32,14 @@ def ask_for_no_sync() -> None:
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 
 
-def log_for_all(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> None:
+def log_for_all(
+    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
+) -> None:
     """Reduce logged values over the replicas, as each entry's ``reduce_fx`` says, and log them on this rank.
 
     Lightning leaves that to ``sync_dist=True``; without it every replica would show, and monitor, its own number.
     """
-    begin_logs(module, logged, mesh)()()
+    begin_logs(module, logged, mesh, skipped=skipped)()()
 
 
 def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> None:
@@ -154,10 +155,6 @@ def _batch_size(module: pl.LightningModule, entry: Entry) -> int | None:
     return extract_batch_size(results.batch) if results.batch_size is None else results.batch_size
 
 
-# Name, and how often the step has logged it before: a step may log one name several times.
-_Key = tuple[str, int]
-
-
 class _Logged(NamedTuple):
     """What is logged under a key; ``size`` weighs it in the mean over the epoch, None where Lightning takes no mean."""
 
@@ -166,19 +163,16 @@ class _Logged(NamedTuple):
     size: float | None
 
 
-def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> dict[_Key, _Logged]:
-    found: dict[_Key, _Logged] = {}
-    times: Counter[str] = Counter()
-    for entry, value in logged:
-        found[entry.name, times[entry.name]] = _Logged(entry, value, _batch_size(module, entry))
-        times[entry.name] += 1
-    return found
+def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> dict[Key, _Logged]:
+    keys = keys_of(entry.name for entry, _ in logged)
+    values = (_Logged(entry, value, _batch_size(module, entry)) for entry, value in logged)
+    return dict(zip(keys, values, strict=True))
 
 
 class _Exchange:
     """Reduces what replicas logged if all of them logged the same, in whatever order."""
 
-    def __init__(self, own: dict[_Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
+    def __init__(self, own: dict[Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
         """Begin. Args: own: what this replica logged. mesh, skipped: as ``begin_logs``."""
         self._own = {key: own[key] for key in sorted(own)}
         self._skipped = skipped
@@ -213,7 +207,7 @@ class _Exchange:
         high, low, high_squares, low_squares = map(int, sums[: _HEADER - 1])
         return high**2 == self._count * high_squares and low**2 == self._count * low_squares
 
-    def reduced(self) -> dict[_Key, _Logged]:
+    def reduced(self) -> dict[Key, _Logged]:
         """The reduced values; one more collective for numbers that had no room, one for maxima and minima."""
         num_keys = len(self._own)
         totals = self._sums[: len(self._numbers)]
@@ -241,7 +235,7 @@ _HEADER, _SENT = 5, 123  # numbers
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
-def _of_those_that_logged(module: pl.LightningModule, own: dict[_Key, _Logged], mesh: Mesh) -> dict[_Key, _Logged]:
+def _of_those_that_logged(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
     """Reduce each value over the replicas that logged it; collective, and slower than where all log the same."""
     fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
     mine = {key: _sent(logged, fqns) for key, logged in own.items()}
@@ -270,7 +264,7 @@ def _sent(logged: _Logged, fqns: Mapping[int, str]) -> dict[str, Any]:
     return sent if entry.is_number else {**sent, "other": None}
 
 
-def _received(module: pl.LightningModule, key: _Key, sent: Mapping[str, Any]) -> Entry:
+def _received(module: pl.LightningModule, key: Key, sent: Mapping[str, Any]) -> Entry:
     """What another replica logged, for this one to log.
 
     Raises:

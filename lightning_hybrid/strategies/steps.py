@@ -34,7 +34,7 @@ from lightning_hybrid.strategies.gradients import Reducers
 from lightning_hybrid.strategies.options import Options, advise
 from lightning_hybrid.strategies.precision_plugins import PrecisionStrategy
 from lightning_hybrid.strategies.step_loggers import noted_loggers, tell_loggers
-from lightning_hybrid.strategies.step_logs import begin_logs, log_for_replica
+from lightning_hybrid.strategies.step_logs import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.user_code import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.weights import MicrobatchWeight, weigh_by_count
 from lightning_hybrid.strategies.whole_graph import log_graph_of_whole
@@ -234,7 +234,7 @@ class SteppingStrategy(PrecisionStrategy):
         self.spans = result.spans
         if trains:
             skipped = not by_hand and result.loss is None
-            begin_logs(module, result.logs, self.mesh, skipped=skipped)()()
+            log_for_all(module, result.logs, self.mesh, skipped=skipped)
         else:
             log_for_replica(module, result.logs, self.mesh)
         return result

@@ -130,7 +130,7 @@ def share_out(
         reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
         offload: Where what is that is not on the device while no step needs it.
         agree: Whether any rank says so; collective.
-        guards: Of a run whose steps nobody has seen before; None where a recording shows what they read.
+        guards: Of a run whose steps were not recorded; None where a recording shows what they read.
     """
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
     expert_ranks = ranks

@@ -247,7 +247,7 @@ class PartsReference:
                 numbers = [float(loss) for loss in losses if loss is not None]
                 kept.finish(numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
         self._replicas.after_step()
-        self._log(logs.known_entries(), parts)
+        self._log(logs.entries(), parts)
         return outputs
 
     def _log(self, entries: list[Entry], parts: list[_Part]) -> None:
@@ -259,7 +259,7 @@ class PartsReference:
             each = [
                 entry.with_values(
                     [entry.values[place] for place, part in enumerate(parts) if part.replica == replica], []
-                ).combine_known([part.weight / share for part in parts if part.replica == replica])
+                ).combine([part.weight / share for part in parts if part.replica == replica])
                 for replica, share in zip(replicas, shares, strict=True)
             ]
             known = [(value, share) for value, share in zip(each, shares, strict=True) if value == value]

@@ -97,7 +97,7 @@ class ZeroSharding:
         self._backward_at: str | None = None  # FQN of the layer that it has come to
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Have code outside of layers find full parameters, where nobody has seen before what it reads.
+        """Have code outside of layers find full parameters, where no recording shows what it reads.
 
         Args:
             guards: Of the run.

@@ -1,4 +1,4 @@
-"""What is refused, or fails, today: whoever makes it better takes it out here. Nothing is ever different."""
+"""What is refused, or fails, today: an entry goes when its case trains. Nothing is ever different."""
 
 NOT_YET: dict[tuple[str, str], str] = {
     ("DQN", "pp2"): "failed: ControlFlowError",

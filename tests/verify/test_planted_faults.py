@@ -233,12 +233,12 @@ def scheduler_stepped_twice(patch):
 def logged_twice(patch):
     from lightning_hybrid.strategies import steps
 
-    original = steps.begin_logs
+    original = steps.log_for_all
 
-    def begin_logs(module, logged, mesh, **options):
-        return original(module, [(entry, 2 * value) for entry, value in logged], mesh, **options)
+    def log_for_all(module, logged, mesh, **options):
+        original(module, [(entry, 2 * value) for entry, value in logged], mesh, **options)
 
-    patch.setattr(steps, "begin_logs", begin_logs)
+    patch.setattr(steps, "log_for_all", log_for_all)
 
 
 # --- what finds them -------------------------------------------------------------------------------------------------
