@@ -68,6 +68,7 @@ class Mesh:
     device_mesh: DeviceMesh
     _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
     shared_axes: tuple[str, ...] = ()
+    _further: dict[str, ProcessGroup] = field(default_factory=dict, repr=False)  # of the meshes made of this one too
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> Mesh:
@@ -174,6 +175,30 @@ class Mesh:
         found = {"inner": inner, "outer": outer} if size == max(sizes) else {"inner": inner}
         return found | ({"cp_inner": cp_inner} if axis == "ep" else {})
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """All process groups of this rank, those of meshes made of this one among them."""
+        own = [submesh.get_group() for submesh in self._submeshes.values()]
+        return list({id(group): group for group in (*own, *self._further.values())}.values())
+
+    def further_group(self, axis: str, purpose: str, backend: str | None = None) -> ProcessGroup:
+        """A further group of the ranks along an axis, whose collectives have an order of their own; collective.
+
+        Args:
+            axis: of the layout or a flattened one.
+            purpose: what goes through it; there is one group for each.
+            backend: that of the world if None.
+        """
+        name = f"{purpose} of {axis}{' with shards' if self.shared_axes else ''}"
+        if name not in self._further:
+            rows: list[list[int]] = [[] for _ in range(self.layout.world_size)]
+            dist.all_gather_object(rows, dist.get_process_group_ranks(self.group(axis)))
+            for ranks in sorted(map(list, set(map(tuple, rows)))):
+                group = dist.new_group(ranks, backend=backend)
+                if self.rank in ranks:
+                    self._further[name] = group
+        return self._further[name]
+
     def further_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """A further group of all ranks, over gloo, for a thread beside the training; collective.
 
@@ -216,6 +241,7 @@ class Mesh:
         submeshes |= {"holders": submeshes["parts"], **dict.fromkeys(shared, alone)}
         if dist.get_backend() != "gloo":
             _connect(submeshes.values(), base.device_type)
+        self._further.update((f"{name} with shards", submesh.get_group()) for name, submesh in submeshes.items())
         return replace(self, _submeshes={**self._submeshes, **submeshes}, shared_axes=tuple(sorted(shared)))
 
     def published(self) -> DeviceMesh:

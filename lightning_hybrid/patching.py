@@ -32,11 +32,13 @@ class Replacement(functools.partial[Any]):
         owner: The object.
         name: Of the attribute.
         own: What the ``__dict__`` of the object had there.
+        is_undone: Whether it was put back while another function of the same name called it.
     """
 
     owner: Any
     name: str
     own: Any
+    is_undone: bool
     __wrapped__: Any
 
     def __new__(cls, owner: Any, name: str, function: Callable[..., Any], original: Any) -> Replacement:
@@ -47,6 +49,7 @@ class Replacement(functools.partial[Any]):
             owner=owner,
             name=name,
             own=owner.__dict__.get(name, _NOTHING),
+            is_undone=False,
             __wrapped__=original,
             __module__=getattr(original, "__module__", None),
         )
@@ -55,11 +58,18 @@ class Replacement(functools.partial[Any]):
         return self
 
     def put_back(self) -> None:
-        """Let the object have again what it had."""
-        if self.own is _NOTHING:
+        """Let the object have again what it had; others may have replaced this by a function that calls it."""
+        if self.owner.__dict__.get(self.name) is not self:
+            self.is_undone = True
+            self.__setstate__((self.__wrapped__, (), {}, self.__dict__))  # from now on it calls the original
+            return
+        own = self.own
+        while isinstance(own, Replacement) and own.is_undone:
+            own = own.own
+        if own is _NOTHING:
             self.owner.__dict__.pop(self.name, None)
         else:
-            self.owner.__dict__[self.name] = self.own
+            self.owner.__dict__[self.name] = own
 
     def __getattr__(self, name: str) -> Any:
         """Names, code and marks are those of the function."""

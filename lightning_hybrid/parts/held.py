@@ -52,8 +52,9 @@ class AxisCut:
         return cut(whole, placement, self.group.rank(), self.group.size())
 
     def joined(self, local: Tensor, placement: Shard) -> Tensor:
-        """The tensor of which each rank holds a part; collective."""
-        message = where_sent(padded(local.detach(), placement).contiguous(), self.group)
+        """The tensor of which each rank holds a part, as a dense one; collective."""
+        local = local.detach().to_dense() if local.is_sparse else local.detach()
+        message = where_sent(padded(local, placement).contiguous(), self.group)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
         dist.all_gather(received, message, group=self.group)
         return join(received, placement).to(local.device)

@@ -69,6 +69,11 @@ class Arrivals(Mapping[int, Tensor]):
                 self._receive(self._message_of[index])
         return self._leaves
 
+    def are_of_broken(self) -> bool:
+        """Whether something that has come was sent in place of what a broken step did not make."""
+        with torch._C.DisableTorchFunction():
+            return any(_holds_nothing(leaf.detach()) for leaf in self._leaves.values())
+
     def _receive(self, message: Message) -> None:
         begin = time.perf_counter()
         # The step's own modes are active here: nothing of this is an operation of the user, nor in their grad mode.
@@ -79,3 +84,19 @@ class Arrivals(Mapping[int, Tensor]):
                 leaf = tensor.requires_grad_(value.requires_grad and self._has_backward)
                 self._leaves[value.index] = leaf
                 self._given[value.index] = leaf.clone() if value.index in self._cloned else leaf
+
+
+def broken_value(value: Value, device: torch.device) -> Tensor:
+    """What is sent in place of a value that a broken step did not make: nothing but NaN, or zeros.
+
+    Args:
+        value: Of the recording.
+        device: Of this rank.
+    """
+    dtype = getattr(torch, value.dtype)
+    content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(value.shape, content, dtype=dtype, device=device)
+
+
+def _holds_nothing(tensor: Tensor) -> bool:
+    return bool(tensor.numel()) and tensor.is_floating_point() and bool(tensor.isnan().all())

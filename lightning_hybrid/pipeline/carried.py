@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.transaction import Place, reachable

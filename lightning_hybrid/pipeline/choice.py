@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.looks import Looks, modules_around, plain_state
@@ -124,6 +124,15 @@ class VariantChoice:
             return [each.latest for each in of_each]
         return self._rehearse(call, microbatches, of_each, apart=apart)
 
+    def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
+        """Whether the forms that these take are known without a look at the step."""
+        keys = dict.fromkeys((signature_of(call.name, microbatch), call.modes) for microbatch in microbatches)
+        return all(key in self._known and self._does_the_same(self._known[key]) for key in keys)
+
+    def writes_batch(self, name: str) -> bool:
+        """Whether a step has been seen to write into its batch."""
+        return name in self._writes_batch
+
     def state_around(self, variant: Variant) -> list[Any]:
         """The plain attributes of the modules around the units, by which a step may decide."""
         return plain_state(list(modules_around(self._root, variant.recording.units).values()))
@@ -180,13 +189,13 @@ class VariantChoice:
                     start.restore()
                 before = start if apart or not place else ModuleState(self._root, without=inside, unhooked=inside)
                 try:
-                    variant = self._way(call, microbatch, place, known, units, names)
+                    variant = self._way(call, microbatch, place, known, units, names, before)
                 except NotKnown:
                     before.restore()
                     known.forms.append(self._record(call, microbatch, place))
                     units, names = self._plan.units(), self._plan.names()
                     try:
-                        variant = self._way(call, microbatch, place, known, units, names)
+                        variant = self._way(call, microbatch, place, known, units, names, before)
                     except NotKnown as left:
                         raise StepError(
                             f"{call.name} does something else each time it runs on the same batch, so that no recording"
@@ -210,6 +219,7 @@ class VariantChoice:
         known: _Known,
         units: Mapping[str, nn.Module],
         names: Mapping[int, str],
+        before: ModuleState,
     ) -> Variant:
         """The known way that a microbatch takes.
 
@@ -237,7 +247,7 @@ class VariantChoice:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:
-                return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness)
+                return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness, before)
             except Exception:  # what is wrong with the step is told where it runs
                 return known.latest
 

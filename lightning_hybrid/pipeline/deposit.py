@@ -17,7 +17,13 @@ class Deposit:
     """Gradients that wait for Lightning's backward."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, zeroed_later: bool, seeded: float, shown: bool = True
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        zeroed_later: bool,
+        seeded: float,
+        shown: bool = True,
+        restorable: bool = False,
     ) -> None:
         """Begin a step.
 
@@ -27,6 +33,7 @@ class Deposit:
             seeded: What the step's backward started from; Lightning's is expected to be the same.
             shown: Whether anyone looks at the old gradients before they are cleared; otherwise their memory is freed
                 before the step needs it.
+            restorable: Whether the step may be left, and gradients of earlier batches must be there again then.
         """
         self._parameters = parameters
         self._zeroed_later = zeroed_later
@@ -39,6 +46,14 @@ class Deposit:
             self._before = [grad.clone() if shown and grad is not None else None for grad in grads]
             for parameter in parameters:
                 parameter.grad = None
+        elif restorable:
+            self._before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+
+    def undo(self) -> None:
+        """Leave the step: the gradients are those of earlier batches."""
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+        self._before = []
 
     def wrap(self, loss: Tensor) -> Tensor:
         """End the step: show the old gradients again, and return a loss whose backward deposits the new ones."""

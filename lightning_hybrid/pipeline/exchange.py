@@ -15,6 +15,7 @@ from lightning_hybrid.same_host.rows import begin_to_gather
 from lightning_hybrid.step.graph import Value
 
 _HEADER = 4
+_BROKEN = -1.0  # in place of the form of the step
 _SLOTS = 124
 # Places in the header, the more telling ones first.
 _COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set of logged keys"))
@@ -22,6 +23,21 @@ _COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set
 
 class RanksDisagree(RuntimeError):
     """The ranks of one replica do not see the same batch, or do not do the same."""
+
+
+class StepBroken(Exception):
+    """A pipeline has left a training step, of which nothing stays: the step does not do what it was recorded to do.
+
+    Attributes:
+        reason: What this rank has found; None if another rank has.
+        arguments: Of the step.
+    """
+
+    def __init__(self, reason: Exception | None) -> None:
+        """Args: reason: see the class."""
+        super().__init__(reason)
+        self.reason = reason
+        self.arguments: Sequence[object] = ()
 
 
 class NumberExchange:
@@ -35,6 +51,7 @@ class NumberExchange:
         names: int,
         batch: int,
         form: int = 0,
+        is_broken: bool = False,
         device: torch.device,
     ) -> None:
         """Begin to exchange.
@@ -45,6 +62,7 @@ class NumberExchange:
             names: A digest of what the numbers mean.
             batch: A digest of the batch; all ranks of a replica must see the same.
             form: A digest of what the step does.
+            is_broken: Whether this rank has none of the numbers, as the step broke.
             device: Where the group communicates.
         """
         self._numbers = list(numbers)
@@ -52,7 +70,8 @@ class NumberExchange:
         self._device = device
         self._gathered: Callable[[], list[Tensor]] | None = None
         if group.size() > 1:
-            first = [float(len(numbers)), float(names), float(batch), float(form), *numbers[:_SLOTS]]
+            what = _BROKEN if is_broken else float(form)
+            first = [float(len(numbers)), float(names), float(batch), what, *numbers[:_SLOTS]]
             self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
@@ -62,11 +81,14 @@ class NumberExchange:
         """For each number the first rank's that knows it, NaN if none does.
 
         Raises:
+            StepBroken: The step broke on a rank.
             RanksDisagree: The batch or the meaning of the numbers differs between ranks.
         """
         if self._gathered is None:
             return self._numbers
         rows = [row.tolist() for row in self._gathered()]
+        if any(row[3] == _BROKEN for row in rows):
+            raise StepBroken(None)
         for place, what in _COMPARED:
             seen = [row[place] for row in rows]
             if len(set(seen)) > 1:

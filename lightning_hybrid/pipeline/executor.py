@@ -8,20 +8,20 @@ The data path of one microbatch on one stage::
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.arrivals import Arrivals
+from lightning_hybrid.pipeline.arrivals import Arrivals, broken_value
 from lightning_hybrid.pipeline.places import note, place_of
 from lightning_hybrid.pipeline.stage_states import StageStates
 from lightning_hybrid.pipeline.transport import Incoming, Transport
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.pipeline.weights_later import Left, WeightsLater, are_heard, finish
 from lightning_hybrid.schedule import (
     Action,
@@ -35,75 +35,15 @@ from lightning_hybrid.schedule import (
     Span,
     peer_of,
 )
-from lightning_hybrid.step.absent import fill
+from lightning_hybrid.step.absent import ControlFlowError, fill
 from lightning_hybrid.step.averages import Share
 from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.installed import installed
-from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import Recording
-from lightning_hybrid.step.replay import StageReplay, StageRun
+from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.watch import Current
-
-
-@dataclass(frozen=True, eq=False)
-class Variant:
-    """One recorded form of the step; microbatches of different shapes have different ones.
-
-    Attributes:
-        assignment: Which stage makes and needs which values.
-        replays: By stage, of the stages that this rank holds.
-    """
-
-    assignment: Assignment
-    replays: Mapping[int, StageReplay]
-
-    @cached_property
-    def digest(self) -> int:
-        """A number on which ranks agree that run the same form: what leads to their messages and to the loss."""
-        graph = self.assignment.graph
-        needed = {value for sent in self.assignment.portals.values() for value in sent} | {graph.loss}
-        names = []
-        for node in reversed(graph.nodes):
-            if not needed.isdisjoint(node.outputs):
-                needed.update(node.inputs, node.reads)
-                names.append(node.name)
-        sent = [(pair, [graph.values[v].shape for v in values]) for pair, values in self.assignment.portals.items()]
-        return zlib.crc32(repr((names, sent)).encode())
-
-    @property
-    def recording(self) -> Recording:
-        """Of the step."""
-        return next(iter(self.replays.values())).recording
-
-    @cached_property
-    def unit_stages(self) -> Mapping[str, int]:
-        """The stage that first runs a unit, by FQN, in the order in which they run."""
-        stages: dict[str, int] = {}
-        for node, stage in zip(self.assignment.graph.nodes, self.assignment.node_stage, strict=True):
-            if node.unit is not None:
-                stages.setdefault(node.unit, stage)
-        return stages
-
-    @cached_property
-    def gradient_portals(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """The portals whose values carry gradients back."""
-        return self.assignment.gradient_portals()
-
-    def carried(self, direction: str, source: int, target: int) -> list[Value]:
-        """The values of one message."""
-        key = direction, source, target
-        if key not in self._carried:
-            forward = direction == "forward"
-            portals = self.assignment.portals if forward else self.gradient_portals
-            indices = portals.get((source, target) if forward else (target, source), ())
-            self._carried[key] = [self.assignment.graph.values[index] for index in indices]
-        return self._carried[key]
-
-    @cached_property
-    def _carried(self) -> dict[tuple[str, int, int], list[Value]]:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -123,7 +63,10 @@ class Job:
         reduce: Called with a stage after its last backward.
         shares: How operations that average weigh, by microbatch and node.
         metrics: Those of the whole batch, where it is in several microbatches.
-        after_forwards: Called with this rank's runs by microbatch once its forwards are done and it has time.
+        after_forwards: Called with this rank's runs by microbatch, and whether the step broke, once its forwards are
+            done and it has time.
+        may_break: Whether a step that is not as it was recorded is brought to its end without it, so that all ranks
+            can leave it; otherwise it ends the run.
     """
 
     program: Program
@@ -138,7 +81,8 @@ class Job:
     reduce: Callable[[int], None] = lambda stage: None
     shares: Sequence[Mapping[int, Share]] = ()
     metrics: BatchMetrics | None = None
-    after_forwards: Callable[[Mapping[int, StageRun]], None] = lambda runs: None
+    after_forwards: Callable[[Mapping[int, StageRun], bool], None] = lambda runs, is_broken: None
+    may_break: bool = False
 
 
 @dataclass
@@ -148,10 +92,12 @@ class Outcome:
     Attributes:
         runs: By microbatch, the last run of the user's step on this rank, with what all its stages made.
         spans: When which action ran, in seconds of ``time.perf_counter``.
+        broken: What this rank has found that the step does otherwise; the rest means nothing then.
     """
 
     runs: dict[int, StageRun]
     spans: list[Span]
+    broken: Exception | None = None
 
 
 class Executor:
@@ -161,6 +107,7 @@ class Executor:
         around_units: Entered around each job; replaces the forwards of units by sharded ones.
         around_step: Entered around each run of the user's step.
         around_backward: Entered around each backward.
+        after_forward: Called after each forward, before what it made is sent.
     """
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
@@ -168,10 +115,11 @@ class Executor:
         self._root = root
         self._rank = rank
         self._transport = transport
-        self._randomness = randomness
+        self._randomness, self.device = randomness, randomness.device
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.after_forward: Callable[[], None] = lambda: None
 
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
@@ -199,7 +147,7 @@ class Executor:
                 step = job.variants[0].assignment.graph.step
                 note(error, place_of(instruction, self._rank, job.program, step))
                 raise
-        return Outcome(run.results, run.spans)
+        return Outcome(run.results, run.spans, run.broken)
 
 
 class _Run:
@@ -230,6 +178,8 @@ class _Run:
         # The last rank goes straight on to its last backward, and waits for the others only after that.
         is_last = rank == job.program.schedule.num_ranks - 1
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
+        self.broken: Exception | None = None
+        self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
         self.is_idle = False  # its forwards are done, and their results not yet shared
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
@@ -285,7 +235,7 @@ class _Run:
     def use_idle_time(self) -> None:
         """Begin to share the results."""
         self.is_idle = False
-        self._job.after_forwards(self.results)
+        self._job.after_forwards(self.results, self.broken is not None)
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
@@ -313,8 +263,15 @@ class _Run:
             replay.run, job.steps[microbatch], given, job.parameters, self._current, shares=shares, metrics=job.metrics
         )
         is_split = (stage, microbatch) in job.program.split
-        with self._contexts.around_step(), self._later.forward() if is_split else nullcontext():
-            run = job.around(microbatch, step)
+        try:
+            with self._contexts.around_step(), self._later.forward() if is_split else nullcontext():
+                run = job.around(microbatch, step)
+        except Exception as error:
+            is_other = isinstance(error, StepError | ControlFlowError) or given.are_of_broken()
+            if not (job.may_break and is_other):
+                raise
+            self._break(stage, microbatch, given, error)
+            return given.waited
         self._states.leave(stage)
         self._made[stage, microbatch] = run.made
         self._forwards_left -= 1
@@ -324,7 +281,23 @@ class _Run:
         run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
         self.results[microbatch] = run
         given.leaves()  # also what the step has not read
+        self._contexts.after_forward()
         return given.waited
+
+    def _break(self, stage: int, microbatch: int, given: Arrivals, error: Exception) -> None:
+        """Go on without this forward: what other stages wait for holds nothing, and none of it is kept."""
+        self.broken = self.broken or error
+        self._broken.add((stage, microbatch))
+        variant = self._job.variants[microbatch]
+        made: dict[int, Tensor] = {}
+        for source, target in self._job.program.portals.forward:
+            if source == stage:
+                values = variant.carried("forward", source, target)
+                made |= {value.index: broken_value(value, self._contexts.device) for value in values}
+        self._made[stage, microbatch] = made
+        self._states.leave(stage)
+        self._forwards_left -= 1
+        given.leaves()
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
@@ -332,6 +305,19 @@ class _Run:
         self._job.before_backward(stage, is_last)
         if is_last:
             self._settle(stage)
+        if (stage, microbatch) not in self._broken:
+            self._run_backward(stage, microbatch, arrived)
+        self._job.after_backward(stage, is_last)
+        variant = self._job.variants[microbatch]
+        received = self._received.pop((stage, microbatch)).leaves()
+        for source, target in self._job.program.portals.backward:
+            if target == stage:
+                indices = variant.gradient_portals.get((source, target), ())
+                leaves = [received[index] for index in indices]
+                grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+                self._gradients[Message("backward", stage, source, microbatch)] = grads
+
+    def _run_backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         made = self._made.pop((stage, microbatch))
         gradients: dict[int, Tensor] = {}
         for message, tensors in arrived.items():
@@ -353,14 +339,6 @@ class _Run:
                 self._left[stage, microbatch] = left
         elif pairs:
             torch.autograd.backward(roots, seeds)
-        self._job.after_backward(stage, is_last)
-        received = self._received.pop((stage, microbatch)).leaves()
-        for source, target in self._job.program.portals.backward:
-            if target == stage:
-                indices = variant.gradient_portals.get((source, target), ())
-                leaves = [received[index] for index in indices]
-                grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-                self._gradients[Message("backward", stage, source, microbatch)] = grads
 
 
 def _takes_gradient(value: Tensor) -> bool:

@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.pipeline.hook_buffers import HookBuffers
 from lightning_hybrid.pipeline.known import Contents, Ranks, covers
 from lightning_hybrid.pipeline.operands import LIKE_FIRST, LIKE_SECOND, common_ranks, needs_content, real, written_of
-from lightning_hybrid.step.absent import FAKE_MODE, is_absent, make_absent, user_attributes
+from lightning_hybrid.step.absent import FAKE_MODE, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.pickles import reduced
 from lightning_hybrid.step.randomness import draws
 from lightning_hybrid.step.tree import flatten, flatten_call, map_leaves, rebuild_call
@@ -47,7 +48,11 @@ class GlobalReadError(RuntimeError):
 
 
 class GlobalReads(TorchFunctionMode):
-    """Makes what user hooks read of a model in parts global; active inside ``hook`` only."""
+    """Makes what user hooks read of a model in parts global; active inside ``hook`` only.
+
+    Attributes:
+        parameters: Ids of the module's own.
+    """
 
     gives_contents = True
 
@@ -80,6 +85,7 @@ class GlobalReads(TorchFunctionMode):
         self._buffers = HookBuffers(buffer_homes, self._contents, group, device)
         self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
         self._parameters = dict(parameters)
+        self.parameters = frozenset(map(id, parameters.values()))
         self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
         for fqn, parameter in parameters.items():
             self._contents.place(parameter, self._holders[fqn], fqn)
@@ -132,6 +138,31 @@ class GlobalReads(TorchFunctionMode):
         for fqn, parameter in other.named_parameters():
             if fqn in self._holders:
                 self._contents.place(parameter, self._holders[fqn], fqn)
+
+    @torch.no_grad()
+    def complete(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the contents of tensors that hooks have made and kept; collective over the pipeline.
+
+        Nothing is done where ranks keep different ones.
+
+        Args:
+            tensors: Those of which some may be on other ranks.
+        """
+        with torch._C.DisableTorchFunction():
+            placed = [(tensor, self._contents.ranks_of(tensor)) for tensor in tensors]
+            limited = [(tensor, ranks) for tensor, ranks in placed if ranks is not None]
+            kinds = self.told([(tuple(tensor.shape), tensor.dtype, ranks) for tensor, ranks in limited])
+            for tensor, ranks in limited if all(kind == kinds[0] for kind in kinds) else ():
+                here = not is_absent(tensor)
+                content = tensor.detach() if here else torch.empty(tensor.shape, dtype=tensor.dtype)
+                content = content.to(self._device).contiguous()
+                dist.broadcast(as_sent(content), group=self._group, group_src=ranks[0])
+                if not here:
+                    made, wants = content.to(tensor.device), tensor.requires_grad
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fill(
+                        tensor, nn.Parameter(made, requires_grad=wants) if is_parameter else made.requires_grad_(wants)
+                    )
 
     def is_here(self, tensor: Tensor) -> bool | None:
         """Whether a tensor is on all ranks; None if it is not here, and nobody knows where it is."""

@@ -1,7 +1,7 @@
 """Whether a training step leaves something of its batch on the user's modules: then no rank may run a share of it.
 
-Buffers (statistics, queues, centres), tensors and floats in attributes would be those of a share. Whole numbers are
-counters, and what lists have grown by is joined (``appended``).
+Buffers (statistics, queues, centres), tensors and numbers in attributes would be those of a share. But whole numbers
+that have grown by one count batches, and what lists have grown by is joined (``appended``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.appended import lists_of
 from lightning_hybrid.step.transaction import Place, reachable
+
+_NOTHING = object()
 
 
 class LeftBehind:
@@ -27,11 +29,32 @@ class LeftBehind:
     def something(self) -> bool:
         """Whether the step has written a buffer, or kept a tensor or a float that was not there."""
         lists = {place: self._lengths.get(place, 0) for place in lists_of(self._root)}
-        return any(
-            key not in self._before or self._before[key] != value
-            for key, value in _state(self._root).items()
-            if not (isinstance(key, Place) and _is_appended(key, lists))
-        )
+        return any(not (isinstance(key, Place) and _is_appended(key, lists)) for key in self._changed())
+
+    def rows(self, samples: int | None) -> bool:
+        """Whether a tensor among it may have a row for each sample of the batch, so that a microbatch needs some.
+
+        Args:
+            samples: Of the batch; None if they are not known.
+        """
+        changed = self._changed()
+        tensors = [leaf for place, leaf in reachable(self._root, plain=False) if place in changed]
+        tensors += [
+            buffer
+            for fqn, module in self._root.named_modules()
+            for name, buffer in module._buffers.items()
+            if (fqn, name) in changed and buffer is not None
+        ]
+        return any(isinstance(leaf, Tensor) and (samples is None or samples in leaf.shape) for leaf in tensors)
+
+    def _changed(self) -> set[Any]:
+        now = _state(self._root).items()
+        return {key for key, value in now if not _is_same(self._before.get(key, _NOTHING), value)}
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    is_counter = type(now) is int and (now - before == 1 if type(before) is int else now in (0, 1))
+    return is_counter or bool(before == now)
 
 
 def _is_appended(place: Place, lengths: dict[tuple[str, str, Any], int]) -> bool:
@@ -53,6 +76,6 @@ def _state(root: nn.Module) -> dict[Any, Any]:
     for place, leaf in reachable(root, metrics):
         if isinstance(leaf, Tensor):
             found[place] = id(leaf), leaf._version
-        elif isinstance(leaf, float):
+        elif isinstance(leaf, float | int) and not isinstance(leaf, bool):
             found[place] = leaf
     return found

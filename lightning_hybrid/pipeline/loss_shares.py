@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.choice import Call, VariantChoice
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.averages import Share
 from lightning_hybrid.step.bookkeeping import alike
 from lightning_hybrid.step.counting import CountingReplay
@@ -36,6 +36,7 @@ from lightning_hybrid.step.tree import memory_of, tensors_inside
 
 _MOST_FORMS = 512
 _EQUAL = 1e-12
+_IGNORED = frozenset({-100})  # torch's own number of what does not count
 
 Shares = Sequence[Mapping[int, Share]]
 
@@ -125,6 +126,15 @@ class LossShares:
                 elif any(abs(each.factor - 1) > _EQUAL for each in made):
                     place[term] = share
         return shares
+
+    def weighs(
+        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
+    ) -> bool:
+        """Whether microbatches weigh by other numbers than their samples, or may; arguments as for ``of``."""
+        if any(self.of(call, variants, batch, microbatches, weights, apart=False)):
+            return True
+        even = self._even.get(tuple(variants))
+        return _holds(batch, _IGNORED if even is None else even.ignored)
 
     def are_incomparable(self, variants: Sequence[Variant]) -> bool:
         """Whether microbatches do different operations, and some average over what the content of the batch decides."""

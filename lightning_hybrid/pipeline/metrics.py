@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.patching import replace
+from lightning_hybrid.pipeline.counted_metrics import CountedMetrics
 from lightning_hybrid.step.graph import SINK
+from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import map_leaves
 
 
@@ -31,7 +34,9 @@ class MetricSync:
         pipeline: dist.ProcessGroup,
         data: dist.ProcessGroup,
         shares: dist.ProcessGroup,
+        share_rank: int = 0,
         meet: Callable[[str], None] = lambda what: None,
+        launcher_world: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Install it.
 
@@ -40,24 +45,28 @@ class MetricSync:
             pipeline: Ranks of one pipeline.
             data: Ranks that see other batches.
             shares: The same with those that see other shares of a batch.
+            share_rank: This rank among those that share one batch.
             meet: Called before a state is sent so that metrics can be copied; finds ranks that do something else.
+            launcher_world: Entered around gathers, which hooks of the user may ask for.
         """
         self._meet = meet
         self._pipeline = pipeline
         self._data, self._shares = data, shares
-        self._in_shares: set[int] = set()  # ids of metrics that have seen a share of each batch
         self._home: dict[str, int] = {}
         self._inside_step = False
         self._undo: list[Callable[[], None]] = []
         self.metrics = {name: module for name, module in root.named_modules() if isinstance(module, Metric)}
         for name, metric in self.metrics.items():
-            self._install(name, metric)
+            self._install(name, metric, launcher_world)
+        self.counted = CountedMetrics(find_sinks(root), share_rank)
 
-    def _install(self, name: str, metric: Metric) -> None:
+    def _install(self, name: str, metric: Metric, launcher_world: Callable[[], AbstractContextManager[None]]) -> None:
         own_compute = metric.compute
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-            return gather_all_tensors(tensor, group or (self._shares if id(metric) in self._in_shares else self._data))
+            own = self._shares if self.counted.is_in_shares(metric) else self._data
+            with launcher_world():  # torchmetrics asks for its rank in a group, which counts from the world's
+                return gather_all_tensors(tensor, group or own)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if not self._inside_step and metric._computed is None:
@@ -97,14 +106,6 @@ class MetricSync:
             yield
         finally:
             self._inside_step = before
-
-    @contextlib.contextmanager
-    def in_shares(self, *, are_shares: bool) -> Iterator[None]:
-        """What is updated inside has seen a share of the batch, or all of it."""
-        before = {id(metric): metric._update_count for metric in self.metrics.values()}
-        yield
-        updated = {id(metric) for metric in self.metrics.values() if metric._update_count != before[id(metric)]}
-        self._in_shares = self._in_shares | updated if are_shares else self._in_shares - updated
 
     def note_homes(self, sinks: Mapping[str, int], num_ranks: int) -> None:
         """Note which rank feeds which metric.
@@ -153,7 +154,8 @@ class MetricSync:
 
     def close(self) -> None:
         """Leave the metrics as they were."""
-        for undo in self._undo:
+        self.counted.close()
+        for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 

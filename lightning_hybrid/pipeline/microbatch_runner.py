@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.parts.gather_on_read import Guards
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import Entry
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.uncut import UncutSteps
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count
 
@@ -68,6 +68,7 @@ class MicrobatchRunner(ABC):
         guards: Know whether the user's code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
+        settle: Called where a forward is over, before this rank waits for others: it may have called other layers.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class MicrobatchRunner(ABC):
         self.guards = Guards()
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.settle: Callable[[], None] = lambda: None
         self._wanted = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 

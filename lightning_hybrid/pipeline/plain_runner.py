@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,15 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.appended import AppendedEntries
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.left_behind import LeftBehind
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.mixed_samples import describe_mixing, losses_that_differ
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import detached
 from lightning_hybrid.pipeline.shares import Part, Shares, given_by
 from lightning_hybrid.pipeline.uncut import UncutSteps
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.bound_functions import users_functions
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
@@ -38,7 +38,7 @@ from lightning_hybrid.step.guesses import GUESSES
 from lightning_hybrid.step.held import put
 from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
 from lightning_hybrid.step.layers import find_layers
-from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split, why_whole
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, check_count, split, why_whole
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import find_loss, no_loss
 from lightning_hybrid.step.transaction import reachable
@@ -54,6 +54,8 @@ class PlainRunner(MicrobatchRunner):
 
     Attributes:
         joins_results: Whether layers may hand on results in shards.
+        is_undecided: Whether no training batch has been compared with its parts yet.
+        has_left_rows: Whether training steps have left tensors on their modules that may have a row per sample.
     """
 
     def __init__(
@@ -68,15 +70,33 @@ class PlainRunner(MicrobatchRunner):
         metrics: MetricSync,
         uncut: UncutSteps,
         shares: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        tell: Callable[[str], None],
     ) -> None:
-        """Args: root: the user's module. plan: of one stage. replica: data rank. shares: ranks that share a batch."""
+        """Prepare to run steps.
+
+        Args:
+            root: The user's module.
+            plan: Of one stage.
+            randomness: Keys what steps draw.
+            num_microbatches: The user's; None chooses.
+            splitter: Of the user, for batches.
+            replica: This rank's data rank.
+            metrics: Of the module.
+            uncut: As for ``MicrobatchRunner``.
+            shares: The ranks that share the batches of a replica.
+            everyone: These with those of other replicas.
+            tell: Warns the user, on the first rank.
+        """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
         self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
-        self.joins_results = False
+        self.joins_results = self.has_left_rows = False
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
-        self._shares = Shares(shares)
+        self._shares, self._tell = Shares(shares, everyone), tell
         self._leaves: bool | None = None  # whether training steps leave something of a batch; not known at first
+        self._left: LeftBehind | None = None  # by the first training batch
+        self.is_undecided = True
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
     @property
@@ -95,11 +115,9 @@ class PlainRunner(MicrobatchRunner):
 
         What none of these runs shows is not planned: such layers stay full. So their errors do not matter.
         """
-        batch, *rest = args
-        microbatch = split(batch, self.count(name, batch), self.splitter)[0][0]
-        once = partial(step, microbatch, *rest)
+        once = self._on_microbatch(name, step, args)
         variant = self._seen(name, once, context)
-        if variant is None:
+        if isinstance(variant, Exception):
             return
         with contextlib.ExitStack() as watching:
             for watch in self.watching_units:
@@ -109,14 +127,32 @@ class PlainRunner(MicrobatchRunner):
                     units = variant.recording.units
                     self.plan.record_once(name, once, units, context, train=False, guesses=guesses)
 
+    def why_not_seen(
+        self,
+        name: str,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Exception | None:
+        """Why a look at the step shows nothing, whatever it decides; arguments as for ``record``."""
+        seen = self._seen(name, self._on_microbatch(name, step, args), context)
+        return seen if isinstance(seen, Exception) else None
+
+    def _on_microbatch(self, name: str, step: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
+        batch, *rest = args
+        return partial(step, split(batch, self.count(name, batch), self.splitter)[0][0], *rest)
+
     def _seen(
         self, name: str, step: Callable[[], Any], context: Callable[[], AbstractContextManager[Any]]
-    ) -> Variant | None:
-        """The step recorded with the first answers with which that can be done; None if it cannot."""
+    ) -> Variant | Exception:
+        """The step recorded with the first answers with which that can be done; the last error if it cannot."""
+        found: Variant | Exception
         for guesses in GUESSES:
-            with contextlib.suppress(Exception):
+            try:
                 return self.plan.variant(name, step, context, train=False, guesses=guesses)
-        return None
+            except Exception as error:
+                found = error
+        return found
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches: what needs no backward runs on the whole batch."""
@@ -126,12 +162,10 @@ class PlainRunner(MicrobatchRunner):
             check_count(batch, self._wanted)
             if (self._wanted or 1) > 1 and (reason := why_whole(batch, self.splitter)):
                 self._full[name] = 1, 1
-                if self._replica == 0 and self._shares.rank == 0:
-                    warnings.warn(
-                        f"num_microbatches={self._wanted}, but the batch cannot be split: {reason}; it runs whole. Pass"
-                        " batch_splitter=function(batch, count) -> list of batches",
-                        stacklevel=2,
-                    )
+                self._tell(
+                    f"num_microbatches={self._wanted}, but the batch cannot be split: {reason}; it runs whole. Pass"
+                    " batch_splitter=function(batch, count) -> list of batches"
+                )
         return super().count(name, batch)
 
     def run(
@@ -161,19 +195,20 @@ class PlainRunner(MicrobatchRunner):
         is_watched = train is not None and self._shares.size > 1 and not self._leaves
         left = LeftBehind(self._root) if is_watched else None
         grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
-        metrics = self._metrics.in_shares(are_shares=part.ranks > 1)
+        counted = self._metrics.counted
         with (
             self._randomness.isolated() if not by_hand else contextlib.nullcontext(),
             grad,
             self._metrics.step(),
-            metrics,
+            counted.batch(are_shares=part.ranks > 1),
             self._layers(),
         ):
             for index, microbatch in enumerate(microbatches):
                 place = self._replica * part.total + part.first + index
                 keyed = self._keyed(name, step_number, place) if not by_hand else contextlib.nullcontext()
                 start = time.perf_counter()
-                with self.around_step(), context(), keyed, logs.microbatch(self._root, index):
+                weighed = counted.microbatch(part.weights[index])
+                with self.around_step(), context(), keyed, logs.microbatch(self._root, index), weighed:
                     output = step(microbatch, *rest)
                     if self.joins_results:
                         output = self._joined(output)
@@ -199,9 +234,9 @@ class PlainRunner(MicrobatchRunner):
             given.leaves = left.something()
         if part.ranks > 1:
             given = self._shares.together(given)
+        if self.is_undecided:
+            self._left = left
         elif left is not None:
-            given.leaves = self._shares.on_any(given.leaves)
-        if left is not None:
             self._leaves = given.leaves
         if appended is not None:
             appended.put(given.appended, given.weights, given.sizes)
@@ -210,6 +245,57 @@ class PlainRunner(MicrobatchRunner):
         total = None if loss is None else torch.tensor(loss) if known is None else known.new_tensor(loss)
         output = given.joined_output(name) if shown else total
         return StepResult(output, total, given.logs(), spans)
+
+    def decide(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        compares: bool,
+        is_written: bool,
+    ) -> None:
+        """After the first training batch, which ran whole: whether its loss is the mean over parts of it.
+
+        Where ranks would share batches and it is not, or the step has left something behind, each runs all of them.
+
+        Args:
+            step: As for ``run``.
+            args: As for ``run``.
+            context: As for ``run``.
+            compares: Whether to try; otherwise it is taken for one.
+            is_written: Whether the step has written parameters.
+        """
+        self.is_undecided, left = False, self._left
+        batch, *rest = args
+        count = self.count("training_step", batch)
+        if left is not None:
+            self.has_left_rows = left.rows(batch_size_of(batch))
+            self._leaves = self._shares.on_any(is_written or left.something())
+            count *= self._shares.size
+        elif self.splitter is None:
+            batch, count = split(batch, max(1, count // 2))[0][0], min(count, 2)  # which memory has room for
+        else:
+            return
+        size = batch_size_of(batch)
+        can_split = self.splitter is not None or (size is not None and size >= count)
+        if self._leaves or is_written or count < 2 or not can_split or not compares:
+            return
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with self.around_step(), context():
+                yield
+
+        with self._metrics.step(), self._layers():
+            found = losses_that_differ(
+                self._root, lambda part: step(part, *rest), batch, count, self.splitter, self._randomness, around
+            )
+            self.settle()
+        if left is not None:
+            self._leaves = self._shares.on_any(found is not None)
+        if found is not None:
+            self._tell(describe_mixing(found, "" if left is None else "So each rank runs whole batches"))
 
     def _joined(self, output: Any) -> Any:
         """What a step returned; tensors that it hands on in shards are joined there, and where it keeps them."""

@@ -18,8 +18,8 @@ from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.by_size import homes_by_size
 from lightning_hybrid.pipeline.exchange import broadcast_buffer
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.misplaced import refuse_misplaced
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.absent import drop, fill, is_absent
 from lightning_hybrid.step.held import compute_weights
 from lightning_hybrid.step.looks import Looks

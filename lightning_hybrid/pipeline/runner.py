@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.choice import Call, VariantChoice
-from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, Variant, fill_placeholders
+from lightning_hybrid.pipeline.exchange import StepBroken
+from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, fill_placeholders
 from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.loss_shares import LossShares, Shares
@@ -27,8 +27,10 @@ from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepRe
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached
 from lightning_hybrid.pipeline.sharing import StepSharing
+from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.uncut import UncutSteps
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
 from lightning_hybrid.step.batch_metrics import BatchMetrics
@@ -39,8 +41,35 @@ from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import map_leaves
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """What is known of the step on a batch before it runs: its microbatches, their weights and recorded forms.
+
+    Attributes:
+        batch: The whole batch.
+        number: Of the batch in the run.
+        microbatches: Its parts.
+        weights: Of the parts.
+        variants: The recorded form of each part.
+        bookkeeping: How what they keep becomes that of the batch.
+    """
+
+    batch: Any
+    number: int
+    microbatches: Sequence[Any]
+    weights: list[float]
+    variants: list[Variant]
+    bookkeeping: Bookkeeping | EachMicrobatch | None
+
+
 class StepRunner(MicrobatchRunner):
-    """Runs any step of one module on this rank's stages of a pipeline."""
+    """Runs any step of one module on this rank's stages of a pipeline.
+
+    Attributes:
+        agree_broken: Whether a training step broke on any replica, given whether it did on this one; None where a step
+            that does not do what was recorded ends the run.
+        weighs_means: Whether the recorded step takes a mean over another number than the samples, which is seen to.
+    """
 
     def __init__(
         self,
@@ -69,13 +98,17 @@ class StepRunner(MicrobatchRunner):
         self._executor.around_units = lambda: self.around_units()
         self._executor.around_step = lambda: self.around_step()
         self._executor.around_backward = self.guards.off
+        self._executor.after_forward = lambda: self.settle()
         self._choice = VariantChoice(root, plan, randomness)
         self._whole = WholeBatch(root, plan, self._choice, randomness)
         self._loss_shares = LossShares(root, plan, self._choice, randomness)
-        self._batch_metrics = BatchMetrics(find_sinks(root))
+        self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
         self._transport = transport
         self._programs: dict[Any, Program] = {}
         self._in_one: set[str] = set()  # steps of evaluation whose batches are one microbatch each
+        self._chosen: _Chosen | None = None  # for the training batch that comes next
+        self.agree_broken: Callable[[bool], bool] | None = None
+        self.weighs_means = False
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches."""
@@ -91,10 +124,11 @@ class StepRunner(MicrobatchRunner):
         """Record a step on an example batch before the run; the first one decides the cut."""
         batch, *rest = args
         count = self.count(name, batch)
-        microbatches = split(batch, count, self.splitter)[0]
+        microbatches, weights = split(batch, count, self.splitter)
         train = name == "training_step"
         call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
         variants, _ = self._choose(call, batch, microbatches, share_output=False)
+        self.weighs_means = train and self._loss_shares.weighs(call, variants, batch, microbatches, weights)
         if self.watching_units:
             with contextlib.ExitStack() as watching:
                 for watch in self.watching_units:
@@ -114,7 +148,11 @@ class StepRunner(MicrobatchRunner):
         share_output: bool = True,
         by_hand: bool = False,
     ) -> StepResult:
-        """Run one step of the user's module on a whole batch; see ``MicrobatchRunner``."""
+        """Run one step of the user's module on a whole batch; see ``MicrobatchRunner``.
+
+        Raises:
+            StepBroken: A training step does something else than what was recorded; nothing of it stays.
+        """
         assert not by_hand, "such a step is never cut into stages"
         batch, *rest = args
         count = self.count(name, batch)
@@ -122,31 +160,32 @@ class StepRunner(MicrobatchRunner):
         call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
         if name in self.uncut.names:
             return self._run_uncut(call, batch)
-        microbatches, weights = split(batch, count, self.splitter)
         is_weighed = train is not None and train.weigh is not None
-        if train is not None and train.weigh is not None:
-            weights = train.weigh(microbatches)
-        logs = LogCapture(count)
-
-        def around(index: int, run: Callable[[], StageRun]) -> StageRun:
-            if bookkeeping is not None:
-                bookkeeping.before_microbatch()
-            keyed = self._randomness.microbatch(step_number, first + index)
-            with context(), keyed, logs.microbatch(self._root, index):
-                return run()
-
         try:
-            with self._metrics.copied_alone():
-                variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
+            chosen = self._choice_for(call, batch, share_output=share_output)
         except Exception as reason:  # what is wrong with the step itself shows when it runs whole
             if train is not None:
                 raise
             self.uncut.adopt(name, reason)
             return self._run_uncut(call, batch)
+        microbatches, weights = chosen.microbatches, chosen.weights
+        variants, bookkeeping = chosen.variants, chosen.bookkeeping
+        if train is not None and train.weigh is not None:
+            weights = train.weigh(microbatches)
         if train is None and self._loss_shares.are_incomparable(variants):
             # Such means have no common weights; evaluation needs no backward, so it runs on whole batches from now on.
             self._in_one.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
+        logs, total = LogCapture(count), sum(weights) or 1.0
+
+        def around(index: int, run: Callable[[], StageRun]) -> StageRun:
+            if bookkeeping is not None:
+                bookkeeping.before_microbatch()
+            keyed = self._randomness.microbatch(step_number, first + index)
+            weighed = self._metrics.counted.microbatch(weights[index] / total)
+            with context(), keyed, logs.microbatch(self._root, index), weighed:
+                return run()
+
         shares: Shares = ()
         if not is_weighed:
             apart = bookkeeping is not None
@@ -167,10 +206,11 @@ class StepRunner(MicrobatchRunner):
         self._batch_metrics.begin(len(variants))
         more: dict[str, Any] = {}
         if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
-            more["after_forwards"] = sharing.begin
+            more["after_forwards"] = lambda runs, is_broken: sharing.begin(runs, is_broken=is_broken)
         if train is not None:
             more |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
             more |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
+        start = None if train is None or self.agree_broken is None else StepStart(self._root)
         job = Job(
             program=self._program(variants, train=train is not None),
             variants=variants,
@@ -180,12 +220,14 @@ class StepRunner(MicrobatchRunner):
             repeated_buffers=self.plan.repeated_buffers(),
             shares=shares,
             metrics=self._batch_metrics if len(variants) > 1 else None,
+            may_break=start is not None and not self._choice.writes_batch(name),
             **more,
         )
         kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
+        self._meet(sharing, outcome, start)
         for variant in dict.fromkeys(variants):
             self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
         result = self._result(variants, outcome, sharing, weights, microbatches, train is not None, bookkeeping)
@@ -197,6 +239,19 @@ class StepRunner(MicrobatchRunner):
         self.uncut.others_are_old = True
         return result
 
+    def _meet(self, sharing: StepSharing, outcome: Outcome, start: StepStart | None) -> None:
+        """Wait for what the other ranks have; if the step broke on one, leave it on all."""
+        is_broken = outcome.broken is not None
+        try:
+            sharing.meet(outcome.runs, is_broken=is_broken)
+        except StepBroken:
+            is_broken = True
+        if start is None or self.agree_broken is None or not self.agree_broken(is_broken):
+            return
+        start.restore()
+        self._batch_metrics.begin(0)
+        raise StepBroken(outcome.broken)
+
     def _run_uncut(self, call: Call, batch: Any) -> StepResult:
         call = dataclasses.replace(call, first=self._replica)  # one batch, one draw
         if self.uncut.others_are_old:
@@ -204,6 +259,53 @@ class StepRunner(MicrobatchRunner):
         with self._metrics.step():
             output, logged = self.uncut.run(call, batch)
         return StepResult(output, None, logged, [])
+
+    def foresee(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        step_number: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        share_output: bool,
+        around_new: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Choose the recorded forms of the training batch that comes next, so that its step can run.
+
+        Args:
+            step: The user's bound ``training_step``.
+            args: Its arguments, the batch first.
+            step_number: As for ``run``.
+            context: As for ``run``.
+            share_output: As for ``run``.
+            around_new: Entered where the step has to be looked at: code of the user's runs.
+
+        Raises:
+            StepError: The step cannot be recorded.
+            PartitionError: It cannot be cut, or not the way the first step was.
+        """
+        batch, *rest = args
+        first = self._replica * self.count("training_step", batch)
+        call = Call("training_step", step, rest, context, True, step_number, first, self.plan.modes())
+        self._chosen = None
+        self._chosen = self._choice_for(call, batch, share_output=share_output, around_new=around_new)
+
+    def _choice_for(
+        self,
+        call: Call,
+        batch: Any,
+        *,
+        share_output: bool,
+        around_new: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> _Chosen:
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and call.train and chosen.batch is batch and chosen.number == call.number:
+            return chosen
+        microbatches, weights = split(batch, self.count(call.name, batch), self.splitter)
+        is_known = self._choice.is_known(call, microbatches)
+        with self._metrics.copied_alone(), contextlib.nullcontext() if is_known else around_new():
+            variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
+        return _Chosen(batch, call.number, microbatches, weights, variants, bookkeeping)
 
     def _choose(
         self, call: Call, batch: Any, microbatches: Sequence[Any], share_output: bool
@@ -237,7 +339,7 @@ class StepRunner(MicrobatchRunner):
                 schedule = forward_only(ranks, len(variants), each)
             # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
             ahead = 0 if dynamic else _POST_AHEAD[self._transport.channel]
-            within = 0 if dynamic else _EARLY_BYTES // max(1, *map(_largest_message, kinds))
+            within = 0 if dynamic else _EARLY_BYTES // max(1, *(variant.largest_message for variant in kinds))
             portals = Portals(forward, backward)
             program = lower(schedule, portals, post_ahead=ahead, channel=self._transport.channel, idle_within=within)
             check_program(program)
@@ -289,16 +391,6 @@ class StepRunner(MicrobatchRunner):
 _POST_AHEAD = {"queue": 1, "tags": 2}
 # Receives of small messages are posted while a rank is idle, as long as those of one peer take no more than this.
 _EARLY_BYTES = 1 << 20
-
-
-def _largest_message(variant: Variant) -> int:
-    """Bytes of the largest message of a microbatch."""
-    values = variant.assignment.graph.values
-    sizes = [
-        sum(math.prod(values[i].shape) * getattr(torch, values[i].dtype).itemsize for i in sent)
-        for sent in variant.assignment.portals.values()
-    ]
-    return max(sizes, default=0)
 
 
 def _loss_of(variant: Variant) -> int:

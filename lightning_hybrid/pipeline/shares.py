@@ -45,9 +45,9 @@ class Part:
 class Shares:
     """The ranks that share the batches of one replica."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Args: group: the ranks."""
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
+        """Args: group: the ranks. everyone: with those of other replicas, which hold shards of the same parameters."""
+        self._group, self._everyone = group, everyone
         self.rank, self.size = group.rank(), group.size()
 
     def of(self, batch: Any, count: int, splitter: BatchSplitter | None) -> Part:
@@ -73,9 +73,9 @@ class Shares:
         return Part([batch], [1.0], first=0, total=1, ranks=1)
 
     def on_any(self, seen: bool) -> bool:
-        """Whether some rank has seen it; collective."""
-        rows: list[Any] = [None] * self.size
-        dist.all_gather_object(rows, seen, group=self._group)
+        """Whether some rank of any replica has seen it; collective over all of them."""
+        rows: list[Any] = [None] * self._everyone.size()
+        dist.all_gather_object(rows, seen, group=self._everyone)
         return any(rows)
 
     def together(self, mine: Given) -> Given:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.exchange import NumberExchange, digest, share_tensor
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.scalars import BatchScalars
@@ -52,6 +52,7 @@ class StepSharing:
         self._batch = batch
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
+        self._numbers: list[float] = []
         self._scalars: list[tuple[int, int]] = []
         self._tensors: list[tuple[int, int]] = []
         for index, variant in enumerate(variants):
@@ -62,12 +63,16 @@ class StepSharing:
             if train and graph.loss is not None and (index, graph.loss) not in self._scalars:
                 self._scalars.append((index, graph.loss))
 
-    def begin(self, runs: Mapping[int, StageRun]) -> None:
+    def begin(self, runs: Mapping[int, StageRun], *, is_broken: bool = False) -> None:
         """Send this rank's numbers on their way.
 
         Args:
             runs: Of this rank, by microbatch, each with all its forwards done.
+            is_broken: Whether the step broke on this rank, which has no numbers then.
         """
+        if is_broken:
+            self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
+            return
         self._entries = self._logs.entries()
         batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
         # Microbatches that take different ways know theirs on different ranks: combined once all are known.
@@ -98,10 +103,22 @@ class StepSharing:
             known = batch.value(entry.value)
         return math.nan if known is None else float(known)
 
+    def meet(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
+        """Wait for the numbers of all ranks; arguments as for ``begin``.
+
+        Raises:
+            StepBroken: The step broke on a rank.
+            RanksDisagree: The batch or what was logged differs between the ranks.
+        """
+        if self._exchange is None:
+            self.begin(runs, is_broken=is_broken)
+        assert self._exchange is not None
+        self._numbers = self._exchange.finish()
+
     def finish(
         self, runs: Mapping[int, StageRun], num_ranks: int
     ) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
-        """Wait for the numbers, and share the tensors.
+        """Share the tensors, once the ranks have met.
 
         Args:
             runs: As for ``begin``.
@@ -109,14 +126,8 @@ class StepSharing:
 
         Returns:
             Each logged entry with its number, and by microbatch the shared values by index.
-
-        Raises:
-            RanksDisagree: The batch or what was logged differs between the ranks.
         """
-        if self._exchange is None:
-            self.begin(runs)
-        assert self._exchange is not None
-        numbers = iter(self._exchange.finish())
+        numbers = iter(self._numbers)
         logged = []
         for entry in self._entries:
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]

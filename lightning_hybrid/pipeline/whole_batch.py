@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.carried import Carried
 from lightning_hybrid.pipeline.choice import Call, VariantChoice
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.once_more import OnceMore
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, completed, is_doubtful
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.absent import AbsentFloat, values_behind
 from lightning_hybrid.step.absent_content import AbsentArray
 from lightning_hybrid.step.bookkeeping import (

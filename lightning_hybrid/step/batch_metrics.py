@@ -5,7 +5,7 @@ A copy of the metric with empty states sees each microbatch too; its value in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ class _Copy:
 class BatchMetrics:
     """Those of one module; the copies serve all its steps."""
 
-    def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
-        """Args: sinks: the outermost metrics, by FQN."""
-        self._sinks = sinks
+    def __init__(self, sinks: Mapping[str, nn.Module], prepare: Callable[[nn.Module], None]) -> None:
+        """Args: sinks: the outermost metrics, by FQN. prepare: called with each copy of one."""
+        self._sinks, self._prepare = sinks, prepare
         self._copies: dict[tuple[str, int], _Copy] = {}
         self._num_microbatches = 0
 
@@ -61,6 +61,7 @@ class BatchMetrics:
                 return
             copy: Any = copy_alone(sink)
             copy.reset()
+            self._prepare(copy)
             self._copies[key] = _Copy(sink, copy)  # type: ignore[arg-type]
         known = self._copies[key]
         args, kwargs = map_leaves(_detached, (args, kwargs))

@@ -7,6 +7,7 @@ scales) goes to each microbatch as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,6 +101,18 @@ def check_count(batch: Any, wanted: int | None) -> None:
             f"num_microbatches={wanted} but the batch has only {size} samples;"
             f" set num_microbatches={size} or less, or a larger batch_size"
         )
+
+
+def split_unevenly(batch: Any) -> tuple[list[Any], list[float]]:
+    """About a third of a batch and the rest, as ``split`` gives them; nothing if it cannot be cut.
+
+    The sizes have no divisor in common, so that no number of samples but all lies in both parts by their shares.
+    """
+    size = batch_size_of(batch)
+    if size is None or size < 2:
+        return [], []
+    few = next(few for few in range(max(1, size // 3), size) if math.gcd(few, size) == 1)
+    return _cut(batch, size, [few, size - few]), [few / size, 1 - few / size]
 
 
 def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tuple[list[Any], list[float]]:

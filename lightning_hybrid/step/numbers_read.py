@@ -16,7 +16,7 @@ from lightning_hybrid.step.absent import AbsentFloat, ControlFlowError, branch_m
 from lightning_hybrid.step.absent_content import AbsentArray
 from lightning_hybrid.step.held import computed_weights
 from lightning_hybrid.step.recording import Recording, ReturnedTensor, StepError
-from lightning_hybrid.step.transaction import Place, reachable
+from lightning_hybrid.step.transaction import ModuleState, Place, reachable
 from lightning_hybrid.step.tree import flatten, map_leaves
 from lightning_hybrid.step.watch import StepWatch, user_line
 
@@ -169,6 +169,41 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
     read = watch.values_told()
     values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
     return Kept(tuple(places), tuple(values), (numbers, read), map_leaves(described, result))
+
+
+def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[nn.Module] = ()) -> str:
+    """The FQN of a buffer that was given a number read from the model: ``self.spread.fill_(h.std().item())``.
+
+    Args:
+        root: The user's module, as the step left it.
+        before: What it held before the step.
+        without: Modules to pass over.
+    """
+    for name, module in root.named_modules():
+        for member, buffer in module._buffers.items() if module not in without else ():
+            if buffer is None or isinstance(buffer, FakeTensor) or before.holds(buffer):
+                continue
+            if _is_absent_number(buffer):
+                return f"{name}.{member}" if name else member
+    return ""
+
+
+def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) -> None:
+    """See that a step that is to be replayed has written no number read from the model into a buffer.
+
+    Args:
+        root: The user's module, as the step left it.
+        before: What it held before the step.
+        read_at: Where a number was read last; empty if none was.
+
+    Raises:
+        StepError: It has; other pipeline stages do not have the number.
+    """
+    if read_at and (name := number_in_buffer(root, before)):
+        raise StepError(
+            f"{read_at}: the step writes a number read from the model into buffer {name!r}, which other pipeline stages"
+            " would not have; write the tensor itself: self.mean.copy_(h.mean())"
+        )
 
 
 def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.Module]) -> Iterator[tuple[Place, int]]:

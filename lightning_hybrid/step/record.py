@@ -28,7 +28,7 @@ from lightning_hybrid.step.graph import Node, SizedBy, StepGraph, Value
 from lightning_hybrid.step.held import found_on
 from lightning_hybrid.step.installed import asking
 from lightning_hybrid.step.looks import Looks, modules_around
-from lightning_hybrid.step.numbers_read import find_kept, numbers_among
+from lightning_hybrid.step.numbers_read import find_kept, numbers_among, refuse_number_in_buffer
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, Template, no_loss, pass_backward, returned_by
@@ -115,6 +115,7 @@ def record(
                 stack.enter_context(costs)
                 stack.enter_context(watch)
                 result = step()
+            refuse_number_in_buffer(root, state, "" if guesses else watch.numbers_read)
             return replace(watch.finish(root, name, result, units, owned, loss_required=loss_required), bound=bound)
     except GraphWanted:
         assert not whole_graph

@@ -114,6 +114,10 @@ class Content:
         self._tensor, self._memory, self._version = tensor, tensor.detach(), tensor._version
         self._content = tensor.detach().clone()
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the content of a tensor."""
+        return self._tensor is tensor
+
     def is_here(self) -> bool:
         """Whether nobody has written to the tensor since."""
         return self._tensor._version == self._version and memory_of(self._tensor) == memory_of(self._memory)
@@ -163,6 +167,10 @@ class ModuleState(ArgumentState):
                     seen.add(id(buffer))
                     self._buffers.append(Content(buffer))
             self._note(module.__dict__, seen, 0, top=True)
+
+    def holds(self, buffer: Tensor) -> bool:
+        """Whether a buffer is one of these, and nobody has written to it since."""
+        return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
 
     def restore(self) -> None:
         """Put everything back as it was, keeping the identity of containers and tensors."""

@@ -24,11 +24,11 @@ from lightning_hybrid.step.asked import asked_of
 from lightning_hybrid.step.finite import Answer
 from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.held import look_up
-from lightning_hybrid.step.numbers_read import find_kept
+from lightning_hybrid.step.numbers_read import find_kept, number_in_buffer
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Recording, Template, returned_by
 from lightning_hybrid.step.replay import put_together
-from lightning_hybrid.step.transaction import Place
+from lightning_hybrid.step.transaction import ModuleState, Place
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import Current, StepWatch, user_line
 
@@ -109,6 +109,7 @@ class Ways(Generic[Way]):
         parameters: Mapping[int, str],
         current: Current,
         randomness: KeyedRandomness,
+        before: ModuleState,
     ) -> Way:
         """Run ``step`` without the model's arithmetic, and see which way it takes.
 
@@ -118,6 +119,7 @@ class Ways(Generic[Way]):
             parameters: FQN by id of all parameters and tracked buffers of the module.
             current: Of ``installed``.
             randomness: Keys what glue draws.
+            before: What the modules hold now, but for those inside of units.
 
         Raises:
             NotKnown: It takes one that is not known.
@@ -127,6 +129,8 @@ class Ways(Generic[Way]):
         try:
             with randomness.watching(True), watch:
                 result = step()
+            if watch.numbers_read and (name := number_in_buffer(root, before, self._inside)):
+                raise NotKnown(f"it writes a number read from the model into buffer {name!r}")
             return self._way_to(root, result, watch)
         finally:
             current.watch = None

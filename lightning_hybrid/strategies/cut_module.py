@@ -20,7 +20,6 @@ from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.step.microbatch import BatchError
 from lightning_hybrid.step.partition import UnfitError
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step
 from lightning_hybrid.strategies.options import Options
@@ -67,6 +66,8 @@ class CutStrategy(VerifyingStrategy):
         self._whole_again: pl.Callback | None = None
         self._by_hand = False  # optimizers that the module steps share out their states alone
         self._instead = ""  # why the ranks of a pipeline hold shards
+        self._shared_axes: list[str] = []  # of these ranks
+        self._tries = 0  # training batches that may still show that the step can be cut after all
         self._zero_cuts: list[AxisCut] = []
         self._layer_reads = LayerReads()
 
@@ -93,20 +94,41 @@ class CutStrategy(VerifyingStrategy):
         return self.layout.pipeline_parallel_size > 1 and not self._instead
 
     @property
+    def _compares_parts(self) -> bool:
+        """Whether the first batch is compared with its parts, which nobody else does or has seen to."""
+        is_compiled = self.options.compile is not None  # layers would be compiled for that alone
+        return self._weight is None and not is_compiled and not self._verify_first_step
+
+    @property
     def _zero_stage(self) -> int:
         return 3 if self._instead else self.options.zero_stage
 
-    def _record(self, trainer: pl.Trainer, module: pl.LightningModule, randomness: KeyedRandomness) -> None:
-        """Cut the module into what this rank runs: stages if its step can be recorded, else shards."""
+    def _record(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        randomness: KeyedRandomness,
+        arguments: Sequence[Any] | None = None,
+        refusal: str = "",
+    ) -> None:
+        """Cut the module into what this rank runs: stages if its step can be recorded, else shards.
+
+        Args:
+            trainer: Of the run.
+            module: The user's, whole.
+            randomness: Keys what steps draw.
+            arguments: Of the training step that comes next, if the run has begun.
+            refusal: Why the step cannot be cut, where that is known on all ranks.
+        """
         planners = self._plan_on(trainer, module, randomness)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         error: Exception | None = None
         recorded = True
         if is_fitting and self._is_pipelined and (reason := why_no_stages(module)):
-            error = StepError(reason)
-        elif self._is_pipelined or any(planners):
+            self._tries, refusal = 0, f"StepError: {reason}"
+        if not refusal and (self._is_pipelined or any(planners)):
             try:
-                recorded = self._record_step(trainer, module)
+                recorded = self._record_step(trainer, module, arguments)
             except Exception as raised:
                 is_wrong = isinstance(raised, BatchError) or (
                     isinstance(raised, UnfitError) and self.options.pipeline_cuts
@@ -114,15 +136,16 @@ class CutStrategy(VerifyingStrategy):
                 if is_wrong or not (is_fitting and self._is_pipelined):
                     raise
                 error = raised
-        if is_fitting and self._is_pipelined and (reason := self._reason_of_all(error)):
+        if is_fitting and self._is_pipelined and (reason := refusal or self._reason_of_all(error)):
             self._share_instead(["pp"], reason, error)
             planners = self._plan_on(trainer, module, randomness)
-            recorded = not any(planners) or self._record_step(trainer, module)
+            recorded = not any(planners) or self._record_step(trainer, module, arguments)
         try:
             self._plan_layers(trainer, module, *planners, recorded=recorded)
         except LayoutError as error:  # on every rank
             if not is_fitting or self.options.tensor_parallel_plan is not None or self.layout.expert_parallel_size > 1:
                 raise
+            self._tries *= arguments is None  # what the start hooks set may let layers be seen
             self._share_instead(["pp", "cp", "tp"], str(error), error)
             planners = self._plan_on(trainer, module, randomness)
             self._plan_layers(trainer, module, *planners, recorded=True)
@@ -143,26 +166,39 @@ class CutStrategy(VerifyingStrategy):
         Raises:
             LayoutError: The user wants the layout or nothing.
         """
-        sizes = {name: self.mesh.size(axis) for axis, name in _SIZES.items() if axis in axes}
-        listed = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if self.options.strict_layout:
-            name = f"{type(self.lightning_module).__name__}.training_step"
-            raise LayoutError(f"strict_layout=True, and {name} cannot be run under {listed}: {reason}") from error
+        self._shared_axes = [axis for axis in axes if self.mesh.size(axis) > 1]
         self._instead = f"sharded instead of {'pipelined' if list(axes) == ['pp'] else 'cut'}: {reason}"
-        self._wider_mesh = self.mesh.with_shards_over(axis for axis in axes if self.mesh.size(axis) > 1)
+        self._wider_mesh = self.mesh.with_shards_over(self._shared_axes)
+        if not self._tries:
+            self._tell_of_shares(error)
+
+    def _tell_of_shares(self, error: Exception | None = None) -> None:
+        """Say that ranks hold shards, and why, now that no batch can change that.
+
+        Raises:
+            LayoutError: The user wants the layout or nothing.
+        """
         module = self.lightning_module
-        if module is not None and not module.automatic_optimization:
+        assert module is not None
+        listed = ", ".join(f"{_SIZES[axis]}={self.mesh.size(axis)}" for axis in self._shared_axes)
+        if self.options.strict_layout:
+            reason = self._instead.partition(": ")[2]
+            name = f"{type(module).__name__}.training_step"
+            raise LayoutError(f"strict_layout=True, and {name} cannot be run under {listed}: {reason}") from error
+        if not module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
             batch = "on the whole batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"
         else:
             batch = "on its share of the batch"
         rank_zero_warn(
-            f"{self._instead}. So each of the {self._wider_mesh.size('shares')} ranks of {listed} holds a shard of"
+            f"{self._instead}. So each of the {self._shard_mesh.size('shares')} ranks of {listed} holds a shard of"
             f" every parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to have"
             " this as an error"
         )
 
-    def _record_step(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    def _record_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, arguments: Sequence[Any] | None = None
+    ) -> bool:
         assert self._runner is not None
         with self._advised():
             return record_first_step(
@@ -170,6 +206,8 @@ class CutStrategy(VerifyingStrategy):
                 module,
                 self._runner,
                 example=self.options.example_batch,
+                arguments=arguments,
+                compares=self._compares_parts,
                 num_microbatches=self.options.microbatches,
                 splitter=self.options.batch_splitter,
                 context=self._context,
@@ -182,11 +220,20 @@ class CutStrategy(VerifyingStrategy):
         mesh = self._shard_mesh
         if self._metrics is not None:
             self._metrics.close()
-        self._metrics = MetricSync(module, mesh.group("pp"), self.mesh.group("data"), mesh.group("data"), self._meet)
+        shared_by = mesh.group("shares" if mesh.shared_axes else "pp")
+        self._metrics = MetricSync(
+            module,
+            mesh.group("pp"),
+            self.mesh.group("data"),
+            mesh.group("data"),
+            share_rank=shared_by.rank() if mesh.shared_axes else 0,
+            meet=self._meet,
+            launcher_world=self.launcher_world,
+        )
         self._plan, self._runner = runner_of_stages(
             module,
             mesh,
-            mesh.group("shares" if mesh.shared_axes else "pp"),
+            shared_by,
             self.options,
             randomness,
             replica=self.data_rank,
@@ -255,6 +302,7 @@ class CutStrategy(VerifyingStrategy):
             self._runner.shard_units(self._units, reads)
             if self._zero_cuts:
                 self._runner.wrap_layers(lambda: self._zero.running() if self._zero else contextlib.nullcontext())
+                self._runner.settle = lambda: None if self._zero is None else self._zero.settle()
         if recorded and self._recompute is not None:
             is_compiled = self.options.compile is not None
             if self._is_pipelined:

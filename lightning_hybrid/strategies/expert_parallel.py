@@ -19,7 +19,7 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut
-from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
 from lightning_hybrid.strategies.options import Options, compile_options
 from lightning_hybrid.strategies.tensor_parallel import check_cut

@@ -128,7 +128,7 @@ class Failures(RunCallback):
         self.cut_off = True
         world: Any = dist.group.WORLD
         _closed[world] = reason
-        for group in {id(group): group for group in (world, *map(self._mesh.group, self._mesh.axes))}.values():
+        for group in {id(group): group for group in (world, *self._mesh.groups)}.values():
             if group.size() > 1:
                 _close_group(group)
 

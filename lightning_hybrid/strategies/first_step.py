@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
@@ -14,9 +14,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
-from lightning_hybrid.step.compiled_code import compiled_around
-from lightning_hybrid.step.microbatch import BatchSplitter, check_count, why_whole
+from lightning_hybrid.pipeline.mixed_samples import describe_mixing, losses_that_differ
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
+from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split, why_whole
 from lightning_hybrid.step.partition import UnfitError
+from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.early_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.example_batch import take_example
 from lightning_hybrid.strategies.user_code import current_hook, step_arguments
@@ -35,6 +39,8 @@ def record_first_step(
     runner: MicrobatchRunner,
     *,
     example: Any,
+    arguments: Sequence[Any] | None = None,
+    compares: bool = True,
     num_microbatches: int | None,
     splitter: BatchSplitter | None,
     context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
@@ -46,6 +52,8 @@ def record_first_step(
         module: The user's module, whole.
         runner: Of this run.
         example: The user's example batch; drawn from the run's own loader if None.
+        arguments: Of a training step that comes next, in a run that has begun; the example is not used then.
+        compares: Whether to see if the loss is the mean over microbatches.
         num_microbatches: As the user gave it.
         splitter: As the user gave it.
         context: The contexts in which each step runs.
@@ -62,7 +70,12 @@ def record_first_step(
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
     if not is_overridden(name, module):
         return False
-    batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
+    if arguments is None:
+        batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
+        arguments = step_arguments(module, name, batch)
+        optimizers_exist = False
+    else:
+        batch, optimizers_exist = arguments[0], True
     is_fitting = name == "training_step"
     if is_fitting:  # evaluation takes as many microbatches as there are samples
         check_count(batch, num_microbatches)
@@ -77,9 +90,10 @@ def record_first_step(
         module.eval()
     try:
         with torch.set_grad_enabled(is_fitting), current_hook(module, name):
-            arguments = step_arguments(module, name, batch)
             record = partial(runner.record, name, getattr(module, name), arguments, context(name))
-            if is_fitting:
+            if optimizers_exist:
+                record()
+            elif is_fitting:
                 record_with_optimizers(trainer, module, record)
             else:
                 try:
@@ -94,7 +108,45 @@ def record_first_step(
         for part, mode_before in was_training.items():
             part.training = mode_before
     _warn_of_compiled(module, runner)
+    if is_fitting and isinstance(runner, StepRunner) and compares and splitter is None:
+        _warn_of_mixing(trainer, module, runner, arguments, context(name))
     return True
+
+
+def _warn_of_mixing(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    runner: StepRunner,
+    arguments: Sequence[Any],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Try on as many samples as two microbatches have, and while the module is full here, whether their loss is a mean.
+
+    Means whose counts are known weigh microbatches by these.
+    """
+    assert runner.plan.first is not None
+    batch, *rest = arguments
+    count = runner.count("training_step", batch)
+    is_written = any(node.written for node in runner.plan.first.assignment.graph.nodes)
+    is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    if count < 2 or runner.weighs_means or is_empty or is_written:
+        return
+    some = split(batch, max(1, count // 2))[0][0]
+    randomness = KeyedRandomness(0, trainer.strategy.root_device)
+    step = partial(_on_batch, module.training_step, rest)
+    uncompiled = Uncompiled()
+    uncompiled.on()
+    try:
+        with current_hook(module, "training_step"):
+            found = losses_that_differ(module, step, some, 2, None, randomness, context)
+    finally:
+        uncompiled.off()
+    if found is not None:
+        rank_zero_warn(describe_mixing(found))
+
+
+def _on_batch(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:
+    return step(batch, *rest)
 
 
 def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> None:

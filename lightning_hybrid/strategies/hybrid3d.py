@@ -13,12 +13,13 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.memory.recompute import Recompute
 from lightning_hybrid.step.microbatch import BatchSplitter
+from lightning_hybrid.strategies.layout_changes import ChangingStrategy
 from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.strategies.set_up import SetUpStrategy
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 
 
-class Hybrid3DStrategy(SetUpStrategy):
+class Hybrid3DStrategy(ChangingStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
     The user's ``training_step`` is recorded once without parameters, cut into stages of equal cost, and run on each

@@ -15,7 +15,7 @@ from lightning_hybrid.memory.recompute import (
     is_selective,
     layer_policies,
 )
-from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.compiled_code import compiled_modules
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.zero.sharding import ZeroSharding

@@ -13,7 +13,7 @@ import functools
 import io
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +27,7 @@ from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, Held)
+_DEEPEST = 4  # containers in containers
 _ADVICE = (
     "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
     " and on every rank alike"
@@ -228,3 +229,31 @@ def _inside(value: Any, kind: type = Tensor) -> list[Any]:
     with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
         finder.dump(value)
     return finder.found
+
+
+def tensors_kept_by(owners: Sequence[Any]) -> list[Tensor]:
+    """The tensors in attributes of modules and callbacks, in containers there, and in modules that they keep; once.
+
+    Args:
+        owners: Of the user.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting = [(owner, 0) for owner in reversed(owners)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+            continue
+        if isinstance(value, nn.Module):
+            found.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
+        inner = value if isinstance(value, dict | list | tuple) else None
+        if depth == 0 or isinstance(value, nn.Module):
+            inner = vars(value)
+        if inner is not None:
+            items = list(inner.values() if isinstance(inner, dict) else inner)
+            waiting += [(item, depth + 1) for item in reversed(items)]
+    return list(found.values())

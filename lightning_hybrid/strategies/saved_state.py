@@ -40,7 +40,7 @@ from lightning_hybrid.strategies.epoch_metrics import EpochMetrics
 from lightning_hybrid.strategies.failures import Failures, check_connections, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.hook_reads import HookReads
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
-from lightning_hybrid.strategies.saved_by_hooks import has_modules
+from lightning_hybrid.strategies.saved_by_hooks import has_modules, tensors_kept_by
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.zero.at_rest import StatesAtRest
@@ -71,6 +71,7 @@ class StagedStrategy(MeshStrategy):
         self._hook_reads: HookReads | None = None
         self._offloaded: list[StatesAtRest] = []
         self._stepped: list[SharedSteps] = []  # of a module that calls its optimizers itself
+        self._pickle_as_they_are = contextlib.ExitStack()  # when closed
         self._watched: list[Optimizer] = []  # whose steps follow the parameters of other ranks too
 
     @property
@@ -195,6 +196,9 @@ class StagedStrategy(MeshStrategy):
             return
         self._passes()
         self._check_files()
+        if self._reads is not None:
+            kept = tensors_kept_by([self.lightning_module, *self._connected_trainer.callbacks])
+            self._reads.complete([tensor for tensor in kept if id(tensor) not in self._reads.parameters])
         if self._parts is not None:
             self._parts.make_whole()
         if self._shards is not None:
@@ -274,9 +278,11 @@ class StagedStrategy(MeshStrategy):
 
     def _pickle_in_full(self) -> None:
         """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""
+        self._pickle_as_they_are = contextlib.ExitStack()
         for optimizer in self.optimizers:
             if hasattr(optimizer, "__getstate__"):
-                replace(optimizer, "__getstate__", partial(self._state_to_pickle, optimizer))
+                undo = replace(optimizer, "__getstate__", partial(self._state_to_pickle, optimizer))
+                self._pickle_as_they_are.callback(undo)
 
     def _state_to_pickle(self, optimizer: Optimizer) -> Any:
         own = type(optimizer).__getstate__(optimizer)

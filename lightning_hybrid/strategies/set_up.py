@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.cut_module import CutStrategy
+from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.fused_steps import fuse_steps
 from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
@@ -91,6 +93,29 @@ class SetUpStrategy(CutStrategy):
         self._averages = Averages(trainer)
         seed = agree_on_start(module, self.mesh, self.data_rank, self.root_device, self._averages.copies)
         self._seed = seed if self._seed is None else self._seed
+        # What the start hooks set comes later, and what the first batch sets: they may let a step be cut.
+        self._tries = 2 if is_fitting and self._needs_runner() else 0
+        self._lay_out(trainer, module, empty=empty)
+        if is_fitting:
+            # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
+            self.setup_optimizers(trainer)
+            self._connect_gradients(module)
+            self._stop_reads.callback(self._share_buffers(trainer, module))
+        self.setup_precision_plugin()
+        if is_fitting and not self._offloaded:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self._pickle_in_full()
+
+    def _lay_out(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        arguments: Sequence[Any] | None = None,
+        refusal: str = "",
+        *,
+        empty: EmptyStart | None = None,
+    ) -> None:
+        """Give this rank what it holds of the module, which is whole; arguments as for ``_record``."""
         self._plan = self._runner = self._shards = self._parts = self._compiled = self._zero = None
         self._expert_summary = self._instead = ""
         self._wider_mesh = None
@@ -99,9 +124,10 @@ class SetUpStrategy(CutStrategy):
             is_compiled = self.options.compile is not None
             self._recomputation = recompute_plain_layers(module, self._recompute, compiled=is_compiled)
             self._recomputing = self._recomputation.running
+        assert self._seed is not None and self._averages is not None
         randomness = KeyedRandomness(self._seed, self.root_device)
         if self._needs_runner():
-            self._record(trainer, module, randomness)
+            self._record(trainer, module, randomness, arguments, refusal)
             self._hold_parts(trainer, module)
         if empty is not None and empty.fill(None if self._is_whole else self._plan):
             self._empty = None
@@ -117,15 +143,6 @@ class SetUpStrategy(CutStrategy):
         self._averages.follow(module, None if self._is_whole else self._plan, parts, self.averaged_state)
         self._compile_units(module, compile_options(self.options.compile), randomness)
         self._announce()
-        if is_fitting:
-            # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
-            self.setup_optimizers(trainer)
-            self._connect_gradients(module)
-            self._stop_reads.callback(self._share_buffers(trainer, module))
-        self.setup_precision_plugin()
-        if is_fitting and not self._offloaded:
-            _optimizers_to_device(self.optimizers, self.root_device)
-        self._pickle_in_full()
 
     @property
     def experts(self) -> SharedExperts | None:
@@ -218,6 +235,7 @@ class SetUpStrategy(CutStrategy):
                 trainer,
                 module,
                 reads,
+                latest=lambda: self._hook_reads or reads,
                 in_parts=lambda: not self._is_whole,
                 complete=lambda: self._grads_complete,
                 passes=self._passes,
@@ -302,6 +320,11 @@ class SetUpStrategy(CutStrategy):
             forget_calls(self.lightning_module)
         if self._averages is not None:
             self._averages.leave()
+        self._dissolve()
+        super().teardown()
+
+    def _dissolve(self) -> None:
+        """Take back what the layout has put on the user's objects."""
         self._stop_compiling()
         self._stop_reads.close()
         self._offloaded, self._watched, self._reads, self._hook_reads = [], [], None, None
@@ -317,4 +340,3 @@ class SetUpStrategy(CutStrategy):
         if self._zero is not None:
             self._zero.close()
             self._zero = None
-        super().teardown()

@@ -80,7 +80,9 @@ def runner_of_stages(
         "uncut": uncut,
     }
     if pipeline.size() == 1:
-        return plan, PlainRunner(module, plan, randomness, shares=shares, **common)
+        everyone = mesh.group("data")
+        runner = PlainRunner(module, plan, randomness, shares=shares, everyone=everyone, tell=rank_zero_warn, **common)
+        return plan, runner
     transport = transport_of(pipeline, device)
     return plan, StepRunner(module, plan, transport, pipeline, randomness, schedule=options.schedule, **common)
 

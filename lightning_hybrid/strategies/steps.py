@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.pipeline.deposit import Deposit
+from lightning_hybrid.pipeline.exchange import StepBroken
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
@@ -121,10 +123,21 @@ class SteppingStrategy(PrecisionStrategy):
         unused = self._trainer.fit_loop._skip_backward
         shown = unused or old_gradients_are_read(self._trainer)
         is_first = batch_idx % accumulated == 0
-        deposit = Deposit(trained, zeroed_later=is_first or unused, seeded=seed_factor, shown=shown)
+        deposit = Deposit(
+            trained,
+            zeroed_later=is_first or unused,
+            seeded=seed_factor,
+            shown=shown,
+            restorable=isinstance(self._runner, StepRunner) and self._runner.agree_broken is not None,
+        )
         weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self._shard_mesh)
         train = TrainContext(seed_factor, self._before_backward, self._after_backward, self._reduce_stage, weigh)
-        result = self._run("training_step", args, train)
+        try:
+            result = self._run("training_step", args, train)
+        except StepBroken as broken:
+            deposit.undo()
+            broken.arguments = args
+            raise
         self._grads_complete = self._backward_syncs
         if self._backward_syncs:
             if self._shared is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.executor import Variant
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.tensor.authority import wishes_by_unit
 from lightning_hybrid.tensor.cache import PlanCache

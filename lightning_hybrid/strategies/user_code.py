@@ -15,8 +15,14 @@ from torch import nn
 NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
-def step_arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, ...]:
+def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx: int = 0) -> tuple[Any, ...]:
     """The arguments with which Lightning calls a step, as far as the step takes them.
+
+    Args:
+        module: The user's.
+        name: Of the step.
+        batch: The first of them.
+        batch_idx: The second.
 
     Raises:
         ValueError: The step fetches its own batches.
@@ -28,7 +34,7 @@ def step_arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[A
             " take the batch as an argument, or set pipeline_parallel_size=1"
         )
     anything = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values())
-    return (batch, 0) if anything or len(takes) > 1 else (batch,)
+    return (batch, batch_idx) if anything or len(takes) > 1 else (batch,)
 
 
 def output_is_read(trainer: pl.Trainer, name: str) -> bool:

@@ -45,6 +45,7 @@ def read_globally(
     module: pl.LightningModule,
     reads: Reads,
     *,
+    latest: Callable[[], Reads],
     in_parts: Callable[[], bool],
     complete: Callable[[], bool],
     passes: Callable[[], None],
@@ -55,6 +56,7 @@ def read_globally(
         trainer: Its callbacks are watched too.
         module: The user's.
         reads: Of this run.
+        latest: Those of the layout as it is now, which a hook may change by the step that it runs.
         in_parts: Whether the module is not whole now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
         passes: Called when this rank has done with a hook, before it waits for the others.
@@ -63,7 +65,7 @@ def read_globally(
         Undoes it.
     """
     undo = contextlib.ExitStack()
-    watch = _HookWatch(trainer, reads, in_parts, complete, passes)
+    watch = _HookWatch(trainer, latest, in_parts, complete, passes)
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in _HOOKS:
             original = getattr(user, name, None)
@@ -82,7 +84,7 @@ class _HookWatch:
     """Puts reads around hooks of the user; attributes as ``read_globally`` is given them."""
 
     trainer: pl.Trainer
-    reads: Reads
+    latest: Callable[[], Reads]
     in_parts: Callable[[], bool]
     complete: Callable[[], bool]
     passes: Callable[[], None]
@@ -103,8 +105,9 @@ class _HookWatch:
 
                 def watch(where: str) -> None:
                     nonlocal is_watched
-                    watching.enter_context(self.reads.hook(where, is_complete=is_complete or self.complete()))
-                    watching.enter_context(_lightning_of_its_own(self.trainer, self.reads))
+                    reads = self.latest()
+                    watching.enter_context(reads.hook(where, is_complete=is_complete or self.complete()))
+                    watching.enter_context(_lightning_of_its_own(self.trainer, reads))
                     is_watched = True
 
                 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,6 +127,21 @@ def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
     return undo_both
 
 
+def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, or one inside of it, keeps tensors of each parameter outside of its state."""
+    if not looks_at_all(optimizer):
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value is not optimizer:
+            return True
+        lists = value if isinstance(value, list) and all(isinstance(inner, list) for inner in value) else [value]
+        copies = [copy for inner in lists if isinstance(inner, list) for copy in inner]
+        if copies and len(copies) == len(parameters) and all(map(_is_like, copies, parameters)):
+            return True
+    return False
+
+
 def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:
     """What an optimizer, or one inside of it, has made of each parameter at its birth is where the parameter is.
 

@@ -21,8 +21,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Guards, can_guard
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.spans import part_of
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.absent import is_absent, whole_shape
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.step.units import choose_units
@@ -150,6 +150,10 @@ def share_out(
     for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
         members.setdefault(key, {})[name] = parameter
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    sparse = {
+        names[id(m.weight)] for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+    }
     groups: dict[Stage, list[ParameterGroup]] = {}
     homes = Homes.of(offload, device)
     regions = _regions_for(offload.get("parameters"), [bytes_of_parts(each, placements) for each in members.values()])
@@ -162,12 +166,16 @@ def share_out(
             keeps_whole=stage < 3,
             homes=homes,
             region=next(regions, None),
+            sparse=sparse,
         )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
         wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
         reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
+    if zero.per_layer and experts is None and ranks.shard.size() > 1:
+        headers = mesh.further_group("dp_shard", "headers of gathers", "gloo")
+        zero.meet_in_rounds(headers, mesh.further_group("dp_shard", "gathers"))
     if guards is not None:
         zero.gather_on_read(guards)
     return zero

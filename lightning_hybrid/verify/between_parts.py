@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.appended import AppendedEntries, Rows, merged
 from lightning_hybrid.step.transaction import ModuleState
@@ -17,7 +18,9 @@ class PlainParts:
 
     def __init__(self, module: nn.Module, shares: int) -> None:
         """Args: module: of the replica. shares: ranks that each run some of the parts."""
-        self._start = ModuleState(module) if shares > 1 else None
+        # Metrics have the sum over the shares.
+        self._metrics = [inner for m in module.modules() if isinstance(m, Metric) for inner in m.modules()]
+        self._start = ModuleState(module, without=self._metrics) if shares > 1 else None
         self._end: ModuleState | None = None
         self._module, self._share = module, 0
         self._appended = AppendedEntries(module)
@@ -41,7 +44,7 @@ class PlainParts:
     def _leave(self) -> None:
         self._rows.append(self._appended.rows)
         if self._share == 0:
-            self._end = ModuleState(self._module)
+            self._end = ModuleState(self._module, without=self._metrics)
 
     def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
         """After the last part: args: weights, sizes: of the parts."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from lightning_hybrid.verify.compare import compare, noise_of, unmoved
+from lightning_hybrid.verify.cut import Cut
 from lightning_hybrid.verify.launch import RanksFailed, run_ranks
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.observed import Observed
-from lightning_hybrid.verify.parts import Cut
 from lightning_hybrid.verify.reference import Reference, cut_of, observe_reference
 from lightning_hybrid.verify.report import Report
 from lightning_hybrid.verify.run import Experiment, observe_layout
@@ -48,6 +49,7 @@ class Verification:
         *,
         in_shares: bool = False,
         at_once: bool = False,
+        pipelined: tuple[int, int | None] = (0, None),
     ) -> Reference:
         """What a layout is compared with.
 
@@ -58,15 +60,18 @@ class Verification:
             shares: Ranks that hold shards there, instead of stages.
             in_shares: Whether they run training steps on shares of a batch.
             at_once: Whether each replica's batch is one part: what means over tokens and metrics are compared with.
+            pipelined: The first training batch that ran in stages there, and the first after them that did not.
         """
         cut = cut_of(self.experiment, layout)
         if not cut.plain:
             cut = replace(cut, uncut=uncut, around=around)
         if shares > 1:
-            cut = replace(cut, shares=shares if in_shares else 1, plain=True)
-            cut = cut if in_shares else replace(cut, num_microbatches=1)
+            cut = replace(cut, shares=shares if in_shares else 1, plain=True, start=pipelined[0], end=pipelined[1])
+            cut = cut if in_shares or pipelined[1] else replace(cut, num_microbatches=1)
+        elif not cut.plain:
+            cut = replace(cut, start=pipelined[0])
         if at_once:
-            cut = replace(cut, num_microbatches=1, shares=1)
+            cut = replace(cut, num_microbatches=1, shares=1, start=0, end=None)
         if cut not in self._references:
             [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
         return self._references[cut]
@@ -93,15 +98,18 @@ class Verification:
         except Exception as error:
             return Report(layout.name, "failed", _text(error), notes=notes)
         failed = _failed(layout, ranks)
-        if failed is None and (ranks[0].uncut or ranks[0].shares > 1):
-            reference = self.reference(layout, ranks[0].uncut, shares=ranks[0].shares, in_shares=ranks[0].in_shares)
+        first = ranks[0]
+        as_run = partial(self.reference, layout, first.uncut, pipelined=first.pipelined)
+        if failed is None and (first.uncut or first.shares > 1 or first.pipelined != (0, None)):
+            reference = as_run(shares=first.shares, in_shares=first.in_shares)
         report = failed or self._compared(layout, ranks, reference)
-        if report.outcome == "different" and ranks[0].around and ranks[0].shares == 1:
+        if report.outcome == "different" and first.around and first.shares == 1:
             # Only the layout knows which modules lie around its units, and few keep anything of the model.
-            reference = self.reference(layout, ranks[0].uncut, ranks[0].around)
+            reference = as_run(first.around)
             report = report if reference.failure is not None else self._compared(layout, ranks, reference)
-        if report.outcome == "different" and cut_of(self.experiment, layout).num_microbatches != 1:
-            at_once = self.reference(layout, ranks[0].uncut, at_once=True)
+        is_split = cut_of(self.experiment, layout).num_microbatches != 1 or first.in_shares
+        if report.outcome == "different" and is_split:
+            at_once = self.reference(layout, first.uncut, at_once=True)
             runs_differ = reference.irreproducible is not None or at_once.irreproducible is not None
             if at_once.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, at_once):
                 notes = *report.notes, "means over tokens and metrics are those of each replica's whole batch"

@@ -75,6 +75,8 @@ class Observed:
         around: FQNs of modules in the module whose attributes each microbatch finds as the batch found them.
         shares: Ranks that hold shards instead of stages.
         in_shares: Whether they ran training steps on shares of a batch, but for the first.
+        pipelined: The first training batch that ran in stages, and the first after them that did not, if the layout
+            has changed.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -97,6 +99,7 @@ class Observed:
     around: frozenset[str] = frozenset()
     shares: int = 1
     in_shares: bool = False
+    pipelined: tuple[int, int | None] = (0, None)
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
@@ -179,6 +182,7 @@ class Notes:
         self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
         self.observed.around |= getattr(trainer.strategy, "modules_around", frozenset())
         self.observed.shares = max(self.observed.shares, getattr(trainer.strategy, "batch_shares", 1))
+        self.observed.pipelined = getattr(trainer.strategy, "pipelined_batches", (0, None))
         self.observed.in_shares |= getattr(trainer.strategy, "shares_batches", False)
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -19,45 +19,21 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_hybrid.pipeline.counted_metrics import CountedMetrics
 from lightning_hybrid.pipeline.logs import Entry, LogCapture
 from lightning_hybrid.step.installed import drawing_as_stages
 from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join_batches, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
+from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.verify.between_parts import GradientDeposit, PlainParts
 from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
+from lightning_hybrid.verify.cut import Cut
 from lightning_hybrid.verify.dealt import DealtLoader, deal
 from lightning_hybrid.verify.observed import Observed, held, leaves_of
 from lightning_hybrid.verify.replicas import Replicas
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a layout cuts the data.
-
-    Attributes:
-        replicas: How many batches a step takes.
-        num_microbatches: Parts of each; None where the strategy chooses.
-        num_stages: Which that choice depends on.
-        splitter: The user's ``batch_splitter``.
-        weight: The user's ``microbatch_weight``.
-        uncut: Steps of evaluation that run on the whole batch of a replica, whatever the number of parts.
-        around: FQNs of modules in the module whose attributes each part finds as the batch found them.
-        shares: Ranks that each run training steps on a share of a replica's batch, and its parts.
-        plain: Whether what parts leave on modules is as gradient accumulation leaves it, but for lists.
-    """
-
-    replicas: int
-    num_microbatches: int | None
-    num_stages: int
-    splitter: Callable[[Any, int], Sequence[Any]] | None = None
-    weight: Callable[[Any], float] | None = None
-    uncut: frozenset[str] = frozenset()
-    around: frozenset[str] = frozenset()
-    shares: int = 1
-    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +96,11 @@ class PartsReference:
         if len(self._replicas.modules) > 1:
             self._replicas.before_step()
             observed.replica_buffers = [held(module.named_buffers()) for module in self._replicas.modules]
+
+    @property
+    def _latest(self) -> int:
+        """Number of the latest training batch."""
+        return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)
 
     @property
     def _module(self) -> Any:
@@ -224,16 +205,18 @@ class PartsReference:
                 with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):
                     return _detached(_loss_of(self._plain[name](batch, *rest)))
 
-            several, plain = len(mine) > 1, self._cut.plain
+            several, plain = len(mine) > 1, self._cut.has_ended(self._latest)
             kept = BatchBookkeeping(module, once_more, batch, self._cut.around) if several and not plain else None
             trains = name == "training_step"
             apart = PlainParts(module, self._cut.shares) if several and plain and trains else None
+            counted, share = CountedMetrics(find_sinks(module)), sum(part.weight for _, part in mine)
             for place, part in mine:
                 if apart is not None:
                     apart.before_part(part.share)
                 if kept is not None:
                     kept.before_part()
-                with self._draws(number, part), logs.microbatch(module, place), self._as_model(module):
+                weighed = counted.microbatch(part.weight / share)
+                with self._draws(number, part), logs.microbatch(module, place), self._as_model(module), weighed:
                     outputs.append(after(part, self._plain[name](part.batch, *rest)))
                 if kept is not None:
                     kept.after_part(part.batch)
@@ -241,8 +224,8 @@ class PartsReference:
                     apart.after_part()
             if apart is not None:
                 apart.finish([part.weight for _, part in mine], sizes_of([part.batch for _, part in mine]))
+            counted.close()
             if kept is not None:
-                share = sum(part.weight for _, part in mine)
                 losses = [_loss_of(outputs[place]) for place, _ in mine] if name == "training_step" else []
                 numbers = [float(loss) for loss in losses if loss is not None]
                 kept.finish(numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
@@ -315,11 +298,10 @@ class PartsReference:
             except BatchError:
                 count = 1  # the layout refuses this batch; or runs it whole, if the number was its own choice
             size = batch_size_of(batch)
-            is_first = self._trainer.fit_loop.epoch_loop.total_batch_idx == 0  # runs on whole batches
-            few = cut.splitter is None and (size or 0) < cut.shares
-            if cut.shares > 1 and name == "training_step" and (is_first or few):
+            if name == "training_step" and cut.is_whole(self._latest, size):
                 parts.append(_Part(replica, replica, batch, share))
                 continue
+            ranks = cut.shares if cut.has_ended(self._latest) else 1
             if size is not None and cut.splitter is None:
                 usual = self._usual.setdefault(name, (size, count))
                 if size >= usual[0]:
@@ -327,10 +309,10 @@ class PartsReference:
                 else:
                     count = -(-size // -(-usual[0] // usual[1]))  # a short batch: parts of the usual size
             if name == "training_step":
-                count = (count if size is None else min(count, size // cut.shares)) * cut.shares
+                count = (count if size is None else min(count, size // ranks)) * ranks
             pieces, weights = split(batch, count, cut.splitter)
             for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-                of_share = index // (count // cut.shares) if name == "training_step" else 0
+                of_share = index // (count // ranks) if name == "training_step" else 0
                 parts.append(_Part(replica, replica * count + index, piece, weight * share, of_share))
         if cut.weight is not None and name == "training_step":
             counts = [float(cut.weight(part.batch)) for part in parts]

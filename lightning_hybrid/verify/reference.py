@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from lightning_hybrid.verify.compare import Difference, compare, perturbation
+from lightning_hybrid.verify.cut import Cut
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.observed import Failure, Observed
-from lightning_hybrid.verify.parts import EVALUATIONS, Cut, PartsReference
+from lightning_hybrid.verify.parts import EVALUATIONS, PartsReference
 from lightning_hybrid.verify.run import Experiment, run_once
 
 # Losses of the whole batch and of its parts that differ by more mix samples; rounding stays far below.

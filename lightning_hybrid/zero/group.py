@@ -12,7 +12,7 @@ of one dtype, rank by rank, each rank's part padded to the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import Gather, guard, unguard
 from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.zero.homes import Homes, PartsAtHome
-from lightning_hybrid.zero.shard_layout import ShardRanks, nothing_of, numel_of, offsets_of, on_shards
+from lightning_hybrid.zero.shard_layout import ShardRanks, nothing_of, numel_of, offsets_of, on_shards, scattered
+from lightning_hybrid.zero.sparse_rows import SparseRows
 from lightning_hybrid.zero.state_file import Region
 
 # torch 2.13 gave the collectives on single tensors new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ParameterGroup:
@@ -51,6 +51,7 @@ class ParameterGroup:
         keeps_whole: bool,
         homes: Homes | None = None,
         region: Region | None = None,
+        sparse: Collection[str] = (),
     ) -> None:
         """At rest.
 
@@ -62,10 +63,12 @@ class ParameterGroup:
             keeps_whole: Whether the memory of wholes is kept at rest.
             homes: Where parts are; all on the device of the parameters if None.
             region: Of a file, for the parts; see ``bytes_of_parts``.
+            sparse: FQNs of those whose gradients are sparse in their first dim.
         """
         self.fqn, self.parameters, self._ranks, self.keeps_whole = fqn, dict(parameters), ranks, keeps_whole
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._cut = {name: placements[name] for name in parameters if name in placements}
+        self._rows = SparseRows({name: parameters[name] for name in sparse if name in parameters}, self._cut, ranks)
         self.region = region
         first = next(iter(parameters.values()))
         self._like = first.data.new_empty(0)  # on the device that computes
@@ -85,6 +88,8 @@ class ParameterGroup:
         self.on_read: Gather | None = None
         self._is_read = False
         self.num_missing = 0  # gradients that the backward has not accumulated yet
+        self.gathers_over = ranks.shard
+        self._for_others: list[tuple[dist.Work, Tensor]] = []  # gathers that this rank does not need
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -92,17 +97,35 @@ class ParameterGroup:
     @on_shards
     def launch_gather(self) -> None:
         """Send this rank's parts, unless the wholes are here or on their way; does not wait."""
-        if self.is_whole or self._gathering is not None or self._is_held or not self._cut:
+        if self.is_on_its_way or self._is_held:
             return
         self.bring_home()
+        self._gathering = self._send()
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether wholes are here, or have been asked for."""
+        return self.is_whole or self._gathering is not None or not self._cut
+
+    def _send(self) -> tuple[dist.Work, Tensor]:
         message = self._like.new_zeros(self._part_numel)
         for name, offset in self._offsets.items():
             part = self._parts[name]
             message[offset : offset + part.numel()].view(part.shape).copy_(part)
         self._parts.let_go()
         received = self._like.new_empty(self._size * message.numel())
-        work = _all_gather(received, message, group=self._ranks.shard, async_op=True)
-        self._gathering = work, received
+        return _all_gather(received, message, group=self.gathers_over, async_op=True), received
+
+    @torch.no_grad()
+    @on_shards
+    def take_part(self, *, is_needed: bool) -> None:
+        """Send this rank's parts in a gather of all ranks; what comes back is kept if it is needed here."""
+        self._for_others = [pair for pair in self._for_others if not pair[0].is_completed()]
+        if is_needed and not self.is_on_its_way:
+            self.bring_home()
+            self._gathering = self._send()
+        else:
+            self._for_others.append(self._send())
 
     @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
     @torch.no_grad()
@@ -228,6 +251,7 @@ class ParameterGroup:
             self._gradients[name] = gradient
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
+        part = part.to_dense() if part.is_sparse else part
         message = padded(part, self._cut[name]).contiguous()
         received = [torch.empty_like(message) for _ in range(self._size)]
         dist.all_gather(received, message, group=self._ranks.shard)
@@ -293,22 +317,15 @@ class ParameterGroup:
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         """Which whole lies in a storage."""
-        pointer = storage.data_ptr()
-        for name, whole in self._wholes.items():
-            if whole.untyped_storage().data_ptr() == pointer and whole.numel():
-                return name
-        return None
+        pointer, wholes = storage.data_ptr(), self._wholes.items()
+        return next((n for n, whole in wholes if whole.untyped_storage().data_ptr() == pointer and whole.numel()), None)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @on_shards
     def launch_reduce(self) -> None:
-        """Send what this rank has of the gradients, and forget it; does not wait.
-
-        Raises:
-            TypeError: A gradient is sparse.
-        """
+        """Send what this rank has of the gradients, and forget it; does not wait."""
         names = self.trained
         if not names or self._reducing is not None:
             return
@@ -322,26 +339,13 @@ class ParameterGroup:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
-            if gradient.is_sparse:
-                raise TypeError(
-                    f"{name} has a sparse gradient, which ranks cannot share out; set sparse=False, or zero_stage=0"
-                )
             message[:, length + index] = 1.0
+            gradient = self._rows.put(name, gradient, message, offsets)
             for rank in range(self._size):
                 part = self._part_of(name, gradient, rank)
                 place = message[rank, offsets[name] : offsets[name] + part.numel()]
                 torch.mul(part, factor, out=place.view(part.shape))
-        self._reducing = (*self._scattered(message), list(names))
-
-    def _scattered(self, message: Tensor) -> tuple[dist.Work | None, Tensor]:
-        group = self._ranks.shard
-        if self._size == 1:
-            return None, message
-        if dist.get_backend(group) == "gloo":  # whose reduce-scatter is an all-reduce of everything
-            received = torch.empty_like(message)
-            return dist.all_to_all_single(received, message, group=group, async_op=True), received
-        received = message.new_empty(1, message.shape[1])
-        return _reduce_scatter(received, message, group=group, async_op=True), received
+        self._reducing = (*scattered(message, self._ranks.shard), list(names))
 
     @torch.no_grad()
     @on_shards
@@ -353,8 +357,7 @@ class ParameterGroup:
         """
         if self._reducing is None:
             return
-        work, received, names = self._reducing
-        self._reducing = None
+        (work, received, names), self._reducing = self._reducing, None
         if work is not None:
             work.wait()
         total = received.sum(0) if received.shape[0] > 1 else received[0]
@@ -372,6 +375,7 @@ class ParameterGroup:
                 continue
             shape = self._parts.shape(name) if name in self._cut else self.parameters[name].shape
             new = total[offsets[name] : offsets[name] + numel_of(shape)].view(shape)
+            new = self._rows.taken(name, new, total, offsets)
             if name in self._cut:
                 new = self._parts.gradient_at_home(new)
             before = self._gradients.get(name)
@@ -387,7 +391,8 @@ class ParameterGroup:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _gradient_offsets(self, names: Sequence[str]) -> tuple[dict[str, int], int]:
-        return offsets_of({n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names})
+        sizes = {n: self._largest_part(n) if n in self._cut else self.parameters[n].numel() for n in names}
+        return offsets_of(sizes | self._rows.sizes(names))
 
     def _largest_part(self, name: str) -> int:
         placement, shape = self._cut[name], list(self._parts.shape(name))

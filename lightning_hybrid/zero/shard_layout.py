@@ -15,6 +15,8 @@ from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.zero.state_file import aligned
 
 _P = ParamSpec("_P")
+# torch 2.13 gave the collectives on single tensors new names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,22 @@ def on_shards(method: Callable[_P, None]) -> Callable[_P, None]:
             method(*args, **kwargs)
 
     return run
+
+
+def scattered(message: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work | None, Tensor]:
+    """Begin to sum messages over ranks, of which each keeps its row; what it receives may be rows yet to be summed.
+
+    Args:
+        message: A row for each rank.
+        group: The ranks.
+    """
+    if group.size() == 1:
+        return None, message
+    if dist.get_backend(group) == "gloo":  # whose reduce-scatter is an all-reduce of everything
+        received = torch.empty_like(message)
+        return dist.all_to_all_single(received, message, group=group, async_op=True), received
+    received = message.new_empty(1, message.shape[1])
+    return _reduce_scatter(received, message, group=group, async_op=True), received
 
 
 def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:

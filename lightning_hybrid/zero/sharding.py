@@ -10,7 +10,7 @@ Two policies, with the same numbers:
 
 [Note: one order] Collectives match by their order, so all ranks of a shard must launch the same ones in the same order.
 Gathers of the first policy, and reductions under both, go in the order of the layers, whatever order a rank's code
-takes. Gathers of the second policy follow the calls: there all ranks must call the same layers.
+takes. Gathers of the second policy follow the calls, so before each the ranks agree on what comes (`rounds`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from lightning_hybrid.parts.gather_on_read import Gather, Guards
 from lightning_hybrid.step.gradient_hooks import GradientHook
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.kept_places import Place, pack
+from lightning_hybrid.zero.rounds import Rounds
 from lightning_hybrid.zero.shard_layout import ShardRanks
 from lightning_hybrid.zero.state_file import Region
 
@@ -91,6 +93,7 @@ class ZeroSharding:
         self._seen: set[int] = set()
         self._trained: tuple[bool, ...] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._rounds: Rounds | None = None
         self._is_evaluating = False
         self._inside: set[str] = set()  # FQNs of layers whose forward runs
         self._in_backward = False
@@ -106,8 +109,28 @@ class ZeroSharding:
         for group in self._all:
             group.on_read = gather
 
+    def meet_in_rounds(self, headers: dist.ProcessGroup, gathers: dist.ProcessGroup) -> None:
+        """Let ranks call layers as each of them likes; see ``Rounds``."""
+        self._rounds = Rounds(self._all, headers, gathers)
+
+    def settle(self) -> None:
+        """This rank calls no more layers for now, and serves those that do; collective."""
+        if self._rounds is not None and self.per_layer and not self._is_evaluating:
+            self._rounds.end()
+
+    def _gather(self, groups: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup] = ()) -> None:
+        """Have layers gathered, while ranks may call others."""
+        if self._rounds is not None and self.per_layer and not self._is_evaluating:
+            self._rounds.need(groups, ahead)
+        for group in groups:
+            group.gather()
+        for group in ahead if self._rounds is None else ():
+            group.launch_gather()
+
     def _read(self, parameter: nn.Parameter) -> Tensor:
-        self._group_of[id(parameter)].stay()
+        group = self._group_of[id(parameter)]
+        self._gather([group])
+        group.stay()
         return parameter
 
     def check(self) -> None:
@@ -153,6 +176,7 @@ class ZeroSharding:
         try:
             yield
             if trains:
+                self.settle()
                 self._finish()
         finally:
             self._queue = []
@@ -246,6 +270,7 @@ class ZeroSharding:
         self._in_backward = False
         if not is_last and not self.per_layer:
             return
+        self.settle()
         for group in self._queue:
             self._launch(group)
         self._queue = []
@@ -302,9 +327,8 @@ class ZeroSharding:
         """The backward needs a layer: the next one is on its way meanwhile, and what is done of the last is freed."""
         self._leave_last(fqn)
         if not all(group.is_whole for group in self._layers[fqn]):
-            for group in self._layers[fqn]:
-                group.gather()
-            self._send_ahead(fqn, self._previous)
+            self._gather(self._layers[fqn], self._previous.get(fqn, ()))
+            self._read_ahead(fqn, self._previous)
 
     def _leave_last(self, fqn: str) -> None:
         if self._backward_at is not None and self._backward_at != fqn:
@@ -313,10 +337,9 @@ class ZeroSharding:
                     group.free()
         self._backward_at = fqn
 
-    def _send_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
-        """The layer that follows is on its way while this one computes, and the one after that is read if in a file."""
+    def _read_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
+        """The layer after the one that follows is read, if it is in a file."""
         for group in following.get(fqn, []):
-            group.launch_gather()
             for other in following.get(group.fqn, []):
                 other.read_ahead()
 
@@ -330,7 +353,7 @@ class ZeroSharding:
                 frees = self.per_layer and not self._is_evaluating and freed
                 if not frees or not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)
-                with saved_tensors_hooks(partial(_pack, freed), self._unpack):
+                with saved_tensors_hooks(partial(pack, freed), self._unpack):
                     return forward(*args, **kwargs)
 
         return run
@@ -341,13 +364,13 @@ class ZeroSharding:
         groups = self._layers[fqn]
         if self._in_backward:
             self._leave_last(fqn)
-        for group in groups:
-            group.gather()
-        self._inside.add(fqn)
         frees = self.per_layer and not self._is_evaluating
+        following = self._previous if self._in_backward else self._next
+        self._gather(groups, following.get(fqn, ()) if frees else ())
+        self._inside.add(fqn)
         try:
             if frees:
-                self._send_ahead(fqn, self._previous if self._in_backward else self._next)
+                self._read_ahead(fqn, following)
             yield
         finally:
             self._inside.discard(fqn)
@@ -356,10 +379,10 @@ class ZeroSharding:
 
     def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
         """What gives a tensor of a layer's parameters at any time; None for other tensors."""
-        place = _pack(self._layers[fqn], tensor)
-        return partial(self._unpack, place) if isinstance(place, _Place) else None
+        place = pack(self._layers[fqn], tensor)
+        return partial(self._unpack, place) if isinstance(place, Place) else None
 
-    def _unpack(self, kept: Tensor | _Place) -> Tensor:
+    def _unpack(self, kept: Tensor | Place) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         if not kept.group.is_whole:
@@ -373,23 +396,3 @@ class ZeroSharding:
         self._hooks = {}
         for group in self._all:
             group.leave()
-
-
-class _Place(NamedTuple):
-    """Where a tensor that a backward needs lies in the whole of a parameter."""
-
-    group: ParameterGroup
-    name: str
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-
-
-def _pack(groups: Sequence[ParameterGroup], tensor: Tensor) -> Tensor | _Place:
-    """What is kept for the backward: of a parameter only its place."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        for group in groups:
-            name = group.name_of(tensor.untyped_storage())
-            if name is not None and tensor.dtype == group.parameters[name].dtype:
-                return _Place(group, name, tensor.size(), tensor.stride(), tensor.storage_offset())
-    return tensor

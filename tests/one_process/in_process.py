@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hybrid.pipeline.executor import Variant
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.randomness import KeyedRandomness

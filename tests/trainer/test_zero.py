@@ -367,29 +367,13 @@ def fit_with(size, options, change=None):
     return ""
 
 
-def sparse(module):
-    module.layers[0] = nn.Sequential(SparseBias(), module.layers[0])
-
-
-class SparseBias(nn.Module):
-    """An embedding with sparse gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(2, 16, sparse=True, dtype=torch.float64)
-
-    def forward(self, x):
-        return x + self.table(torch.zeros(len(x), dtype=torch.long))
-
-
 @pytest.mark.parametrize(
     ("size", "options", "change", "words"),
     [
         (2, {"zero_stage": 2, "pipeline_parallel_size": 2}, None, ["zero_stage=2", "1 replica", "zero_stage=0"]),
         (4, {"zero_stage": 3, "shard_size": 3}, None, ["shard_size=3", "data_parallel_size=4", "shard_size=1"]),
-        (2, {"zero_stage": 3}, sparse, ["sparse gradient", "table", "sparse=False"]),
     ],
-    ids=["one replica", "a shard that does not divide", "sparse gradients"],
+    ids=["one replica", "a shard that does not divide"],
 )
 def test_refused_before_anything_changes(worlds, size, options, change, words):
     for message in worlds.run(size, fit_with, size, options, change):

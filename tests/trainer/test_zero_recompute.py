@@ -128,8 +128,9 @@ def test_within_a_step_two_layers_are_whole_and_nothing_holds_their_parameters(w
     for rank in worlds.run(2, fit, run):
         counted = rank.extra
         assert counted["layers"] >= 4 and counted["most"] <= 2 and counted["held"] == 0
-        # Each microbatch of each batch: once for the forward, once for the backward, if that needs parameters.
-        assert counted["gathers"] <= 2 * (2 * 2 * counted["layers"] + counted["outside"])
+        # Each microbatch of each batch: once for the forward, once for the backward, if that needs parameters. The
+        # first batch is compared with its parts: five forwards more.
+        assert counted["gathers"] <= (2 * 2 * 2 + 5) * counted["layers"] + 3 * counted["outside"]
 
 
 class Gate(nn.Module):

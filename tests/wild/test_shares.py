@@ -1,10 +1,13 @@
 """Steps that no pipeline can run: its ranks hold shards, and run shares of a batch only where numbers stay equal."""
 
+import warnings
+
 import pytest
 import torch
+from lightning_runs import trainer_of
 from torch import nn
 from torch.nn import functional as F
-from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 from wild.test_inside_forward import Regressor, mlp
 
 from lightning_hybrid.pipeline.left_behind import LeftBehind
@@ -77,9 +80,57 @@ class Inner(Branching):
         self.log("train_loss", loss)
 
 
+class Contrasts(Branching):
+    """Compares each sample with all others of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self(x)
+        loss = F.cross_entropy(h @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
+
+
+class SomeRows(Branching):
+    """A mean over the samples that a label leaves, another number in each half of the batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x)[y > 0.2], y[y > 0.2])
+        self.log("train_loss", loss)
+        return loss
+
+
+class WritesParameters(Branching):
+    """A codebook that follows what a batch holds, as a parameter that takes no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        self.codes.data.mul_(0.9).add_(0.1 * batch[0].mean(0))
+        x, y = batch
+        loss = F.mse_loss(self(x - self.codes), y)
+        self.log("train_loss", loss)
+        return loss
+
+
+class CountsSamples(Branching):
+    """A number of samples decides."""
+
+    seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+        return super().training_step(batch, batch_idx) * (1 + self.seen / 100)
+
+
 CASES = [
     *((module, PP2) for module in (Branching, Counting, Streams, Returns, Inner)),
+    *((module, PP2) for module in (Contrasts, SomeRows, CountsSamples, WritesParameters)),
     (Branching, COMBINED),
+    (Contrasts, COMBINED),
 ]
 
 
@@ -88,6 +139,59 @@ def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
     assert "sharded instead of pipelined" in str(report)
+
+
+class Straight(Regressor):
+    """Two layers more than stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Pairs(Straight):
+    training_step = Contrasts.training_step
+
+
+class Rows(Straight):
+    """Its mean is known to a pipeline, which weighs microbatches by it."""
+
+    training_step = SomeRows.training_step
+
+
+def warned(module_class, options):
+    torch.manual_seed(0)
+    given = dict(options)
+    trainer = trainer_of(2, given.pop("pipeline_parallel_size", 1), strategy_options=given, precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module_class(), regression_data()["train_dataloaders"])
+    texts = [str(warning.message) for warning in caught]
+    return trainer.strategy.shares_batches, [text for text in texts if "mixes samples" in text]
+
+
+PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "num_microbatches": 2}
+MIXED = {
+    "shares": (Branching, PP, True, ""),
+    "contrasts in shares": (Contrasts, PP, False, "So each rank runs whole batches"),
+    "rows in shares": (SomeRows, PP, False, "So each rank runs whole batches"),
+    "microbatches": (Branching, TP, False, ""),
+    "contrasts in microbatches": (Contrasts, TP, False, "as with gradient accumulation"),
+    "stages": (Straight, PP, False, ""),
+    "contrasts in stages": (Pairs, PP, False, "as with gradient accumulation"),
+    "rows in stages": (Rows, PP, False, ""),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_the_first_batch_shows_whether_an_objective_mixes_samples(worlds, case):
+    module, options, in_shares, text = MIXED[case]
+    first, second = worlds.run(2, warned, module, options)
+    assert first[0] == second[0] == in_shares and second[1] == []
+    assert len(first[1]) == bool(text) and all(text in message for message in first[1]), first[1]
 
 
 class Keeps(nn.Module):
@@ -109,6 +213,8 @@ LEAVES = {
     "a buffer": (lambda module: module.count.add_(1), True),
     "a tensor": (lambda module: setattr(module, "state", torch.ones(1)), True),
     "a tuple": (lambda module: setattr(module, "state", (torch.ones(1), torch.ones(1))), True),
+    "a number of samples": (lambda module: setattr(module, "steps", module.steps + 8), True),
+    "a number that was not there": (lambda module: setattr(module, "size", 8), True),
     "a float": (lambda module: setattr(module, "best", 0.5), True),
     "an entry of a list": (lambda module: module.outputs.__setitem__(0, torch.ones(1)), True),
 }

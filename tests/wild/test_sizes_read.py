@@ -18,6 +18,9 @@ ONE_STAGE = [
 ]
 
 
+STRICT = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": True})
+
+
 class LoopsOverClasses(Regression):
     """How many classes there are depends on what the model says."""
 
@@ -99,9 +102,15 @@ def test_a_step_decides_by_a_size(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
+@pytest.mark.parametrize("module", [*(module for module, _ in DECIDING), DecidesByMaskOfBatch])
+def test_a_step_that_decides_by_another_size_goes_on_in_shards(worlds, module):
+    report = check(worlds, module, PP2, steps=4, num_microbatches=1)
+    assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
+
+
 @pytest.mark.parametrize(("module", "maker"), DECIDING)
-def test_a_step_that_decides_by_a_size_is_told_so(worlds, module, maker):
-    report = check(worlds, module, PP2)
+def test_a_step_that_decides_by_a_size_is_told_so_where_the_layout_is_strict(worlds, module, maker):
+    report = check(worlds, module, STRICT)
     assert report.outcome == "refused", str(report)
     message = report.message
     assert "StepChanged" in message and "depends on values of the model" in message, message
@@ -111,6 +120,6 @@ def test_a_step_that_decides_by_a_size_is_told_so(worlds, module, maker):
 
 
 def test_a_decision_by_a_mask_of_the_batch_is_told_to_ask_it(worlds):
-    report = check(worlds, DecidesByMaskOfBatch, PP2, steps=4)
+    report = check(worlds, DecidesByMaskOfBatch, STRICT, steps=4)
     assert report.outcome != "same" and "depends on the content of the batch" in report.message, str(report)
     assert "int(mask.sum())" in report.message, report.message

@@ -1,12 +1,14 @@
 """Buffers that the step writes from values of the model, and reads elsewhere."""
 
+import pytest
 import torch
 from layouts import each_under, under
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from wild.bases import STAGES, Regression
-from wild.suite import COMBINED, FEATURES, check
+from wild.suite import COMBINED, FEATURES, LAYOUTS, check
+from wild.test_inside_forward import Regressor, mlp
 
 from lightning_hybrid.verify import Layout
 
@@ -192,3 +194,51 @@ def test_a_hook_sees_the_gradient_of_a_value_once(worlds, module, layout):
 def test_a_write_that_stages_would_lose_is_no_pipeline(worlds):
     report = check(worlds, WritesThroughData, STAGES)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
+
+
+# --- numbers read from the model ------------------------------------------------------------------------------------
+
+
+class WritesNumbers(Regressor):
+    """Other pipeline stages do not have the number, and would write a NaN that the checkpoint then holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+        self.register_buffer("spread", torch.zeros(()))
+        self.register_buffer("row", torch.full((3,), 0.5))
+
+    def forward(self, x):
+        h = self.body(x)
+        if self.training:
+            self.keep(h.detach(), h.std().item())
+        return self.head(h)
+
+
+def writes(name, keep):
+    made = type(name, (WritesNumbers,), {"keep": keep, "__module__": __name__, "__qualname__": name})
+    globals()[name] = made
+    return made
+
+
+NUMBERS = [
+    writes("Fills", lambda self, h, number: self.spread.fill_(number)),
+    writes("Copies", lambda self, h, number: self.spread.copy_(torch.tensor([2 * number, 1.0]).sum())),
+    writes("SetsOne", lambda self, h, number: self.row.__setitem__(1, number)),
+    writes("Averages", lambda self, h, number: self.spread.mul_(0.9).add_(0.1 * number)),
+    writes("Binds", lambda self, h, number: setattr(self, "spread", torch.full_like(self.spread, number))),
+    writes("Scales", lambda self, h, number: self.row.add_(1.0, alpha=number)),
+    writes("Rebinds", lambda self, h, number: setattr(self.spread, "data", torch.tensor(number).to(self.spread))),
+    writes(
+        "WritesLater",
+        lambda self, h, number: self.spread.fill_(
+            number if self.trainer.fit_loop.epoch_loop.total_batch_idx > 1 else 0
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("module", NUMBERS, ids=lambda module: module.__name__)
+def test_numbers_of_the_model_are_the_same_on_all_ranks(worlds, module):
+    report = check(worlds, module, LAYOUTS[0], steps=4)
+    assert report.outcome == "same", str(report)

@@ -1,0 +1,80 @@
+"""Gather layers in an order on which all ranks of a shard agree, whatever layers the code of each rank calls.
+
+Experts behind ``if mask.any()``, layers that fall out by chance and heads for some batches are called by some ranks
+only, or in another order on each. So before a rank gathers it says what it needs, and takes part in what the others
+need: they meet in *rounds*. A round is one short row of numbers per rank, then the gathers that any of them asked for,
+in the order of the layers. A rank whose backward is over goes on to take part until that of every rank is.
+
+Reductions of gradients go through another group: they are launched between rounds, in an order of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.same_host.rows import begin_to_gather
+from lightning_hybrid.zero.group import ParameterGroup
+
+_NONE = -1.0
+_DONE = -2.0
+# Groups that one layer has, and those sent ahead with them: of one per dtype.
+_SLOTS = 8
+
+
+class Rounds:
+    """Those of one rank, among the ranks of its shard."""
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], headers: dist.ProcessGroup, gathers: dist.ProcessGroup
+    ) -> None:
+        """Prepare.
+
+        Args:
+            groups: All of this rank, in an order that all ranks of the shard have.
+            headers: The ranks of the shard, for rows in host memory.
+            gathers: The same ranks, for parameters; no other collectives go through these two.
+        """
+        self._groups, self._headers = list(groups), headers
+        self._places = {id(group): float(place) for place, group in enumerate(self._groups)}
+        for group in self._groups:
+            group.gathers_over = gathers
+
+    def need(self, wanted: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup]) -> None:
+        """Have groups gathered, with those that the others need.
+
+        Args:
+            wanted: Of a layer that runs next.
+            ahead: Of the one after it; on their way afterwards if it comes next on all ranks.
+        """
+        if not all(group.is_on_its_way for group in wanted):
+            self._meet(self._row(wanted, ahead))
+        for group in wanted:
+            group.gather()
+
+    def end(self) -> None:
+        """This rank needs nothing more for now: take part until none does."""
+        done = [_DONE] + [_NONE] * (2 * _SLOTS - 1)
+        while not self._meet(done):
+            pass
+
+    def _row(self, wanted: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup]) -> list[float]:
+        halves = []
+        for groups in (wanted, ahead):
+            places = [self._places[id(group)] for group in groups if not group.is_on_its_way][:_SLOTS]
+            halves += places + [_NONE] * (_SLOTS - len(places))
+        return halves
+
+    def _meet(self, row: list[float]) -> bool:
+        """One round; whether all ranks are done."""
+        rows = [each.tolist() for each in begin_to_gather(torch.tensor(row, dtype=torch.float64), self._headers)()]
+        if all(each[0] == _DONE for each in rows):
+            return True
+        needed = {int(place) for each in rows for place in each[:_SLOTS] if place >= 0}
+        alike = all(each[_SLOTS:] == row[_SLOTS:] for each in rows)
+        sent_ahead = {int(place) for place in row[_SLOTS:] if place >= 0} if alike else set()
+        for place in (*sorted(needed), *sorted(sent_ahead - needed)):
+            self._groups[place].take_part(is_needed=float(place) in row)
+        return False
