@@ -67,7 +67,8 @@ class HookReads:
     def _of_optimizer(self, optimizer: Optimizer) -> HookReads | None:
         if looks_at_all(optimizer):
             return self
-        if self._cuts is None or steps_on_parts(optimizer):
+        # SparseAdam takes no dense gradients, with which the other question is asked, and one number at a time.
+        if self._cuts is None or isinstance(optimizer, torch.optim.SparseAdam) or steps_on_parts(optimizer):
             return None
         alone = copy.copy(self)  # torch's own look at one parameter at a time, whatever its stage
         alone._stages = None
@@ -149,8 +150,6 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
 
 def steps_on_parts(optimizer: Optimizer) -> bool:
     """Whether an optimizer does to the parts of a parameter what it does to the whole; tried on a small one."""
-    if isinstance(optimizer, torch.optim.SparseAdam):  # it takes no dense gradients, and one number at a time
-        return True
     generator = torch.Generator().manual_seed(0)
     whole = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
     gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]

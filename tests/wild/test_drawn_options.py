@@ -39,7 +39,7 @@ class WithOptions(Drawn):
             if draw.random() < 0.5 and hasattr(model.config, option):
                 setattr(model.config, option, True)
         if draw.random() < 0.3 and getattr(model, "supports_gradient_checkpointing", False):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable()
 
 
 def varied(batch, model, draw):
@@ -67,9 +67,9 @@ def made(class_name):
     """
     draw = random.Random(class_name)
     drawn, batch = make(class_name)
-    module = WithOptions(drawn.model, draw)
-    rows = varied(batch, module.model, draw)
     try:
+        module = WithOptions(drawn.model, draw)
+        rows = varied(batch, module.model, draw)
         loss = module.training_step({name: value[:4] for name, value in rows.items()})
         if not torch.isfinite(loss):
             raise Unavailable("no number")
