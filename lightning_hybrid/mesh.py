@@ -189,7 +189,7 @@ class Mesh:
             purpose: what goes through it; there is one group for each.
             backend: that of the world if None.
         """
-        name = f"{purpose} of {axis}{' with shards' if self.shared_axes else ''}"
+        name = f"{purpose} of {axis}{''.join(f', {shared} shared' for shared in self.shared_axes)}"
         if name not in self._further:
             rows: list[list[int]] = [[] for _ in range(self.layout.world_size)]
             dist.all_gather_object(rows, dist.get_process_group_ranks(self.group(axis)))
@@ -241,7 +241,8 @@ class Mesh:
         submeshes |= {"holders": submeshes["parts"], **dict.fromkeys(shared, alone)}
         if dist.get_backend() != "gloo":
             _connect(submeshes.values(), base.device_type)
-        self._further.update((f"{name} with shards", submesh.get_group()) for name, submesh in submeshes.items())
+        over = f"over shards of {', '.join(sorted(shared))}"
+        self._further.update((f"{name} {over}", submesh.get_group()) for name, submesh in submeshes.items())
         return replace(self, _submeshes={**self._submeshes, **submeshes}, shared_axes=tuple(sorted(shared)))
 
     def published(self) -> DeviceMesh:

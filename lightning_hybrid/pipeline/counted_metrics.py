@@ -71,8 +71,9 @@ class CountedMetrics:
 
     def _weighed(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def weighed(value: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._weight is not None and torch.as_tensor(value).dim() == 0:
-                weight = self._weight if weight is None else self._weight * weight
+            # A weight of the user's, such as the number of samples, is that of this part already.
+            if self._weight is not None and weight is None and torch.as_tensor(value).dim() == 0:
+                weight = self._weight
             given = () if weight is None else (weight,)
             return update(value, *given, *args, **kwargs)
 

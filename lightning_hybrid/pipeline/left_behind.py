@@ -6,13 +6,17 @@ that have grown by one count batches, and what lists have grown by is joined (``
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.appended import lists_of
 from lightning_hybrid.step.transaction import Place, reachable
+from lightning_hybrid.step.tree import memory_of
 
 _NOTHING = object()
 
@@ -20,10 +24,15 @@ _NOTHING = object()
 class LeftBehind:
     """Compares the modules after a step with what they were before it."""
 
-    def __init__(self, root: nn.Module) -> None:
-        """Before the step: args: root: the user's module."""
-        self._root = root
-        self._before = _state(root)
+    def __init__(self, root: nn.Module, *, by_content: bool = False) -> None:
+        """Before the step.
+
+        Args:
+            root: The user's module.
+            by_content: Whether to look at what tensors hold: a write to ``buffer.data`` counts no version.
+        """
+        self._root, self._by_content = root, by_content
+        self._before = _state(root, by_content)
         self._lengths = {place: len(held) for place, held in lists_of(root).items()}
 
     def something(self) -> bool:
@@ -48,8 +57,9 @@ class LeftBehind:
         return any(isinstance(leaf, Tensor) and (samples is None or samples in leaf.shape) for leaf in tensors)
 
     def _changed(self) -> set[Any]:
-        now = _state(self._root).items()
-        return {key for key, value in now if not _is_same(self._before.get(key, _NOTHING), value)}
+        now = _state(self._root, self._by_content)
+        gone = self._before.keys() - now.keys()
+        return gone | {key for key, value in now.items() if not _is_same(self._before.get(key, _NOTHING), value)}
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -66,16 +76,26 @@ def _is_appended(place: Place, lengths: dict[tuple[str, str, Any], int]) -> bool
     return False
 
 
-def _state(root: nn.Module) -> dict[Any, Any]:
+def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
     metrics = {inner for module in root.modules() if isinstance(module, Metric) for inner in module.modules()}
     found: dict[Any, Any] = {}
     for fqn, module in root.named_modules():
         for name, buffer in module._buffers.items() if module not in metrics else ():
             if buffer is not None:
-                found[fqn, name] = id(buffer), buffer._version
+                found[fqn, name] = _known(buffer, by_content)
     for place, leaf in reachable(root, metrics):
         if isinstance(leaf, Tensor):
-            found[place] = id(leaf), leaf._version
-        elif isinstance(leaf, float | int) and not isinstance(leaf, bool):
-            found[place] = leaf
+            found[place] = _known(leaf, by_content)
+        elif isinstance(leaf, numpy.ndarray):
+            found[place] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, float | int | numpy.generic) and not isinstance(leaf, bool | numpy.bool_):
+            found[place] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
     return found
+
+
+def _known(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:
+    known = id(tensor), tensor._version, memory_of(tensor)
+    if not by_content or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_quantized:
+        return known
+    numbers = torch.nan_to_num(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))
+    return *known, numbers.sum().item(), numbers.abs().sum().item()

@@ -30,12 +30,14 @@ class StepResult:
         loss: The mean loss, weighted by samples; None for steps without a backward, and where the step returned none.
         logs: Each logged key with the value of the step and the arguments of the call.
         spans: When this rank did what.
+        is_undone: Whether the modules are as they were before the step, which has to run again.
     """
 
     output: Any
     loss: Tensor | None
     logs: list[tuple[Entry, float]]
     spans: list[Span]
+    is_undone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,11 @@ class MicrobatchRunner(ABC):
         self.settle: Callable[[], None] = lambda: None
         self._wanted = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
+
+    @property
+    @abstractmethod
+    def may_undo(self) -> bool:
+        """Whether a training step may be left, and run again."""
 
     @abstractmethod
     def record(
@@ -145,6 +152,10 @@ class MicrobatchRunner(ABC):
                 yield
 
         self.around_units = both
+
+    def num_backwards(self, batch: Any) -> int:
+        """Backwards of each stage of this rank in a training step."""
+        return self.count("training_step", batch)
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""

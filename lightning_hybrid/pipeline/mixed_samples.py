@@ -100,7 +100,7 @@ def describe_mixing(found: tuple[float, float], then: str = "") -> str:
 def _as_it_was(root: nn.Module) -> Iterator[None]:
     """The modules evaluate inside, and are afterwards as they were before."""
     modes = [(module, module.training) for module in root.modules()]
-    start = StepStart(root)
+    start = StepStart(root, copied=math.inf)
     for module, _ in modes:
         module.training = False
     try:

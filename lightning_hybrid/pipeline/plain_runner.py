@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline.mixed_samples import describe_mixing, losses_that
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import detached
 from lightning_hybrid.pipeline.shares import Part, Shares, given_by
+from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.schedule import Action, Kind, Span
@@ -47,6 +48,8 @@ from lightning_hybrid.step.units import choose_units
 from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
 from lightning_hybrid.step.user_functions import functions_drawing_again
 from lightning_hybrid.step.watch import Current
+
+_MOST_SMALL = 3  # after so many batches that cannot be split, none is expected to be
 
 
 class PlainRunner(MicrobatchRunner):
@@ -96,6 +99,7 @@ class PlainRunner(MicrobatchRunner):
         self._shares, self._tell = Shares(shares, everyone), tell
         self._leaves: bool | None = None  # whether training steps leave something of a batch; not known at first
         self._left: LeftBehind | None = None  # by the first training batch
+        self._num_small = 0  # batches that could not be compared with parts
         self.is_undecided = True
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
@@ -103,6 +107,11 @@ class PlainRunner(MicrobatchRunner):
     def is_shared(self) -> bool:
         """Whether training steps run on shares of a batch: only once they have left nothing of it on their modules."""
         return self._shares.size > 1 and self._leaves is False
+
+    @property
+    def may_undo(self) -> bool:
+        """Whether a training step may turn out to leave something of its share."""
+        return self.is_shared
 
     def record(
         self,
@@ -168,6 +177,12 @@ class PlainRunner(MicrobatchRunner):
                 )
         return super().count(name, batch)
 
+    def num_backwards(self, batch: Any) -> int:
+        """Backwards of a training step on this rank."""
+        if self._shares.size > 1 and not self.is_shared:
+            return 1
+        return self._shares.count(batch, self.count("training_step", batch), self.splitter) or 1
+
     def run(
         self,
         name: str,
@@ -193,7 +208,8 @@ class PlainRunner(MicrobatchRunner):
         outputs, losses = list[Any](), list[Tensor | None]()
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
         is_watched = train is not None and self._shares.size > 1 and not self._leaves
-        left = LeftBehind(self._root) if is_watched else None
+        left = LeftBehind(self._root, by_content=self.is_undecided) if is_watched else None
+        before = StepStart(self._root) if train is not None and self.is_shared else None
         grad = torch.set_grad_enabled(trains or torch.is_grad_enabled())
         counted = self._metrics.counted
         with (
@@ -237,7 +253,11 @@ class PlainRunner(MicrobatchRunner):
         if self.is_undecided:
             self._left = left
         elif left is not None:
-            self._leaves = given.leaves
+            is_known = part.ranks > 1 and self._shares.are_all
+            self._leaves = given.leaves if is_known else self._shares.on_any(given.leaves)
+        if before is not None and self._leaves:  # what it has left is that of a share: from now on batches run whole
+            before.restore("begins to keep something of its batch where it ran on a share of it")
+            return StepResult(None, None, [], spans, is_undone=True)
         if appended is not None:
             appended.put(given.appended, given.weights, given.sizes)
         loss = given.loss
@@ -273,13 +293,19 @@ class PlainRunner(MicrobatchRunner):
             self.has_left_rows = left.rows(batch_size_of(batch))
             self._leaves = self._shares.on_any(is_written or left.something())
             count *= self._shares.size
-        elif self.splitter is None:
+        elif self.splitter is None and (self._wanted or 1) > 1:
             batch, count = split(batch, max(1, count // 2))[0][0], min(count, 2)  # which memory has room for
         else:
             return
+        if self._leaves or not compares:
+            return
         size = batch_size_of(batch)
-        can_split = self.splitter is not None or (size is not None and size >= count)
-        if self._leaves or is_written or count < 2 or not can_split or not compares:
+        is_small = count < 2 or (self.splitter is None and (size is None or size < count))
+        if self._shares.on_any(is_small or is_written):  # layers may be gathered from replicas
+            if left is not None:  # another batch may be larger
+                self._num_small += 1
+                self.is_undecided = self._num_small < _MOST_SMALL
+                self._leaves = None if self.is_undecided else True
             return
 
         @contextlib.contextmanager

@@ -156,15 +156,39 @@ class StagePlan:
     def modes(self) -> Hashable:
         """What a recording depends on beside the batch: train or eval, and requires_grad, everywhere."""
         modules = modules_in(self._root)
-        modes = tuple([module.training for _, module in modules])
-        return modes, tuple([parameter.requires_grad for _, parameter in parameters_of(modules)])
+        trained = tuple([parameter.requires_grad for _, parameter in parameters_of(modules)])
+        return tuple([module.training for _, module in modules]), trained
 
     def _cut(self, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
-        """Record and assign; the first time, open units until the stages are balanced."""
-        recording = recorded()
+        """Record and assign; the first time the ranks agree on a cut, or on there being none."""
         if self.homes:
+            recording = recorded()
             self._adopt(recording)
             return recording, self._assign(recording)
+        try:
+            recording, *decided = self._best_cut(recorded)
+        except Exception as error:
+            if self.num_stages > 1:
+                self._agree(f"{type(error).__name__}: {error}")  # replicas whose batch can be recorded wait for it
+            raise
+        agreed = self._agree(decided)
+        if isinstance(agreed, str):
+            raise StepError(f"on the first rank: {agreed}")
+        self._opened, self._tracked, self.homes, changes = agreed
+        if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
+            recording = recorded()
+        if changes:
+            read = {name for node in recording.graph.nodes for name in node.parameters}
+            self._everywhere = {name for name, _ in self._root.named_parameters()} - read
+            self.homes.update(dict.fromkeys(self._everywhere, 0))
+        self._adopt(recording)
+        assignment = self._assign(recording)
+        check_shared(assignment)
+        return recording, assignment
+
+    def _best_cut(self, recorded: Callable[[], Recording]) -> tuple[Any, ...]:
+        """The recording that balances best, with what it opens, tracks and homes, and whether the step may change."""
+        recording = recorded()
         best: tuple[float, Recording, dict[str, int], set[str]] | None = None
         for _ in range(_MOST_RECORDINGS):
             try:
@@ -193,21 +217,10 @@ class StagePlan:
                 break
         if best is None:
             find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
-            raise AssertionError
+        assert best is not None
         _, recording, homes, tracked = best
         opened = {name for name in self._opened if name not in recording.units}
-        decided = opened, tracked, homes, bool(recording.looks_at)
-        self._opened, self._tracked, self.homes, changes = self._agree(decided)
-        if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
-            recording = recorded()
-        if changes:
-            names = {name for name, _ in self._root.named_parameters()}
-            self._everywhere = names.difference(*(node.parameters for node in recording.graph.nodes))
-            self.homes.update(dict.fromkeys(self._everywhere, 0))
-        self._adopt(recording)
-        assignment = self._assign(recording)
-        check_shared(assignment)
-        return recording, assignment
+        return recording, opened, tracked, homes, bool(recording.looks_at)
 
     def _record(
         self,
@@ -357,12 +370,9 @@ class StagePlan:
         """The buffers inside units, and the stage on which the first step runs these."""
         if self.first is None:
             return []
-        units = self.first.replays[self.root_stage].recording.units
-        found: dict[int, tuple[Tensor, int]] = {}
-        for fqn, stage in self.first.unit_stages.items():
-            for buffer in units[fqn].buffers():
-                found.setdefault(id(buffer), (buffer, stage))
-        return list(found.values())
+        units, stages = self.first.recording.units, self.first.unit_stages.items()
+        pairs = [(buffer, stage) for fqn, stage in stages for buffer in units[fqn].buffers()]
+        return list({id(buffer): (buffer, stage) for buffer, stage in reversed(pairs)}.values())[::-1]
 
     def buffer_ranks(self, copy: nn.Module | None = None) -> dict[int, int]:
         """Pipeline rank on which a buffer (of a copy) is right, by id of the buffer; others are right everywhere."""

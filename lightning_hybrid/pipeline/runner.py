@@ -31,7 +31,7 @@ from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.pipeline.whole_batch import Bookkeeping, WholeBatch
+from lightning_hybrid.pipeline.whole_batch import Bookkeeping, Chosen, WholeBatch
 from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
 from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.microbatch import BatchSplitter, sizes_of, split
@@ -39,27 +39,6 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.sinks import find_sinks
 from lightning_hybrid.step.tree import map_leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """What is known of the step on a batch before it runs: its microbatches, their weights and recorded forms.
-
-    Attributes:
-        batch: The whole batch.
-        number: Of the batch in the run.
-        microbatches: Its parts.
-        weights: Of the parts.
-        variants: The recorded form of each part.
-        bookkeeping: How what they keep becomes that of the batch.
-    """
-
-    batch: Any
-    number: int
-    microbatches: Sequence[Any]
-    weights: list[float]
-    variants: list[Variant]
-    bookkeeping: Bookkeeping | EachMicrobatch | None
 
 
 class StepRunner(MicrobatchRunner):
@@ -106,9 +85,14 @@ class StepRunner(MicrobatchRunner):
         self._transport = transport
         self._programs: dict[Any, Program] = {}
         self._in_one: set[str] = set()  # steps of evaluation whose batches are one microbatch each
-        self._chosen: _Chosen | None = None  # for the training batch that comes next
+        self._chosen: Chosen | None = None  # for the training batch that comes next
         self.agree_broken: Callable[[bool], bool] | None = None
         self.weighs_means = False
+
+    @property
+    def may_undo(self) -> bool:
+        """Whether a training step may turn out to do something else than what was recorded."""
+        return self.agree_broken is not None
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches."""
@@ -210,7 +194,9 @@ class StepRunner(MicrobatchRunner):
         if train is not None:
             more |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
             more |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
-        start = None if train is None or self.agree_broken is None else StepStart(self._root)
+        start = None
+        if train is not None and self.agree_broken is not None:
+            start = StepStart(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
         job = Job(
             program=self._program(variants, train=train is not None),
             variants=variants,
@@ -248,7 +234,7 @@ class StepRunner(MicrobatchRunner):
             is_broken = True
         if start is None or self.agree_broken is None or not self.agree_broken(is_broken):
             return
-        start.restore()
+        start.restore("does something else than what was recorded")
         self._batch_metrics.begin(0)
         raise StepBroken(outcome.broken)
 
@@ -268,7 +254,7 @@ class StepRunner(MicrobatchRunner):
         step_number: int,
         context: Callable[[], AbstractContextManager[Any]],
         share_output: bool,
-        around_new: Callable[[], AbstractContextManager[Any]],
+        around: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
         """Choose the recorded forms of the training batch that comes next, so that its step can run.
 
@@ -278,7 +264,7 @@ class StepRunner(MicrobatchRunner):
             step_number: As for ``run``.
             context: As for ``run``.
             share_output: As for ``run``.
-            around_new: Entered where the step has to be looked at: code of the user's runs.
+            around: Entered meanwhile, given whether the forms are known; otherwise code of the user's runs inside.
 
         Raises:
             StepError: The step cannot be recorded.
@@ -288,7 +274,7 @@ class StepRunner(MicrobatchRunner):
         first = self._replica * self.count("training_step", batch)
         call = Call("training_step", step, rest, context, True, step_number, first, self.plan.modes())
         self._chosen = None
-        self._chosen = self._choice_for(call, batch, share_output=share_output, around_new=around_new)
+        self._chosen = self._choice_for(call, batch, share_output=share_output, around=around)
 
     def _choice_for(
         self,
@@ -296,16 +282,15 @@ class StepRunner(MicrobatchRunner):
         batch: Any,
         *,
         share_output: bool,
-        around_new: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> _Chosen:
+        around: Callable[[bool], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> Chosen:
         chosen, self._chosen = self._chosen, None
         if chosen is not None and call.train and chosen.batch is batch and chosen.number == call.number:
             return chosen
         microbatches, weights = split(batch, self.count(call.name, batch), self.splitter)
-        is_known = self._choice.is_known(call, microbatches)
-        with self._metrics.copied_alone(), contextlib.nullcontext() if is_known else around_new():
+        with self._metrics.copied_alone(), around(self._choice.is_known(call, microbatches)):
             variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
-        return _Chosen(batch, call.number, microbatches, weights, variants, bookkeeping)
+        return Chosen(batch, call.number, microbatches, weights, variants, bookkeeping)
 
     def _choose(
         self, call: Call, batch: Any, microbatches: Sequence[Any], share_output: bool

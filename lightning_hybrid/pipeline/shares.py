@@ -43,12 +43,19 @@ class Part:
 
 
 class Shares:
-    """The ranks that share the batches of one replica."""
+    """The ranks that share the batches of one replica.
+
+    Attributes:
+        rank: This one's number.
+        size: How many they are.
+        are_all: Whether there are no other replicas.
+    """
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         """Args: group: the ranks. everyone: with those of other replicas, which hold shards of the same parameters."""
         self._group, self._everyone = group, everyone
         self.rank, self.size = group.rank(), group.size()
+        self.are_all = group.size() == everyone.size()
 
     def of(self, batch: Any, count: int, splitter: BatchSplitter | None) -> Part:
         """This rank's part of a batch; all of it where there is not a sample for each rank.
@@ -58,14 +65,19 @@ class Shares:
             count: Microbatches that each rank splits its share into.
             splitter: The user's.
         """
-        size = batch_size_of(batch)
-        if self.size > 1 and splitter is None and (size is None or size < self.size):
+        count = self.count(batch, count, splitter)
+        if not count:
             return self.whole(batch)
-        if splitter is None and size is not None:
-            count = min(count, size // self.size)
         parts, weights = split(batch, self.size * count, splitter)
         own = slice(self.rank * count, (self.rank + 1) * count)
         return Part(parts[own], weights[own], self.rank * count, self.size * count, self.size)
+
+    def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
+        """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
+        size = batch_size_of(batch)
+        if splitter is not None or (self.size == 1 and size is None):
+            return count
+        return 0 if size is None else min(count, size // self.size)
 
     @staticmethod
     def whole(batch: Any) -> Part:

@@ -47,6 +47,11 @@ class Variant:
         return next(iter(self.replays.values())).recording
 
     @cached_property
+    def written(self) -> frozenset[str]:
+        """FQNs of the parameters and tracked buffers that the step writes itself."""
+        return frozenset(name for node in self.assignment.graph.nodes for name in node.written)
+
+    @cached_property
     def unit_stages(self) -> Mapping[str, int]:
         """The stage that first runs a unit, by FQN, in the order in which they run."""
         stages: dict[str, int] = {}

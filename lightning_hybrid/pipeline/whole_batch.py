@@ -67,6 +67,27 @@ class _Form:
     without: set[nn.Module]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What is known of the step on a batch before it runs: its microbatches, their weights and recorded forms.
+
+    Attributes:
+        batch: The whole batch.
+        number: Of the batch in the run.
+        microbatches: Its parts.
+        weights: Of the parts.
+        variants: The recorded form of each part.
+        bookkeeping: How what they keep becomes that of the batch.
+    """
+
+    batch: Any
+    number: int
+    microbatches: Sequence[Any]
+    weights: list[float]
+    variants: list[Variant]
+    bookkeeping: Bookkeeping | EachMicrobatch | None
+
+
 class WholeBatch:
     """Knows the steps of one module that keep something of the model."""
 

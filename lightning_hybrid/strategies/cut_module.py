@@ -17,11 +17,12 @@ from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.microbatch import BatchError
 from lightning_hybrid.step.partition import UnfitError
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
-from lightning_hybrid.strategies.first_step import record_first_step
+from lightning_hybrid.strategies.first_step import record_first_step, warn_of_mixing
 from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.strategies.plan_folder import plan_folder
 from lightning_hybrid.strategies.recomputed_layers import (
@@ -123,7 +124,7 @@ class CutStrategy(VerifyingStrategy):
         planners = self._plan_on(trainer, module, randomness)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         error: Exception | None = None
-        recorded = True
+        recorded: Sequence[Any] | None = ()
         if is_fitting and self._is_pipelined and (reason := why_no_stages(module)):
             self._tries, refusal = 0, f"StepError: {reason}"
         if not refusal and (self._is_pipelined or any(planners)):
@@ -139,9 +140,14 @@ class CutStrategy(VerifyingStrategy):
         if is_fitting and self._is_pipelined and (reason := refusal or self._reason_of_all(error)):
             self._share_instead(["pp"], reason, error)
             planners = self._plan_on(trainer, module, randomness)
-            recorded = not any(planners) or self._record_step(trainer, module, arguments)
+            recorded = self._record_step(trainer, module, arguments) if any(planners) else ()
+        runner, splitter = self._runner, self.options.batch_splitter
+        if is_fitting and isinstance(runner, StepRunner) and recorded and self._compares_parts and splitter is None:
+            with self._advised():
+                warn_of_mixing(trainer, module, runner, recorded, self._context("training_step"))
+        has_step = recorded is not None
         try:
-            self._plan_layers(trainer, module, *planners, recorded=recorded)
+            self._plan_layers(trainer, module, *planners, recorded=has_step)
         except LayoutError as error:  # on every rank
             if not is_fitting or self.options.tensor_parallel_plan is not None or self.layout.expert_parallel_size > 1:
                 raise
@@ -152,7 +158,7 @@ class CutStrategy(VerifyingStrategy):
         assert self._plan is not None
         if not self._is_pipelined and not self._plan.is_cut:
             self._plan.cut_by_size()
-        self._run_layers(module, planners[1], recorded=recorded)
+        self._run_layers(module, planners[1], recorded=has_step)
 
     def _reason_of_all(self, error: Exception | None) -> str:
         """Why the step cannot be recorded on some rank, the same text on every rank; nothing if it can; collective."""
@@ -198,7 +204,7 @@ class CutStrategy(VerifyingStrategy):
 
     def _record_step(
         self, trainer: pl.Trainer, module: pl.LightningModule, arguments: Sequence[Any] | None = None
-    ) -> bool:
+    ) -> Sequence[Any] | None:
         assert self._runner is not None
         with self._advised():
             return record_first_step(
@@ -207,7 +213,6 @@ class CutStrategy(VerifyingStrategy):
                 self._runner,
                 example=self.options.example_batch,
                 arguments=arguments,
-                compares=self._compares_parts,
                 num_microbatches=self.options.microbatches,
                 splitter=self.options.batch_splitter,
                 context=self._context,

@@ -40,11 +40,10 @@ def record_first_step(
     *,
     example: Any,
     arguments: Sequence[Any] | None = None,
-    compares: bool = True,
     num_microbatches: int | None,
     splitter: BatchSplitter | None,
     context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
-) -> bool:
+) -> Sequence[Any] | None:
     """Record the step of this run's kind on an example batch; it decides the cut.
 
     Args:
@@ -53,13 +52,12 @@ def record_first_step(
         runner: Of this run.
         example: The user's example batch; drawn from the run's own loader if None.
         arguments: Of a training step that comes next, in a run that has begun; the example is not used then.
-        compares: Whether to see if the loss is the mean over microbatches.
         num_microbatches: As the user gave it.
         splitter: As the user gave it.
         context: The contexts in which each step runs.
 
     Returns:
-        Whether the module has such a step, and it can be cut.
+        What the step was given; None where the module has no such step, or it cannot be cut.
 
     Raises:
         BatchError: The batch cannot be split as asked.
@@ -69,7 +67,7 @@ def record_first_step(
     assert trainer.state.fn is not None
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
     if not is_overridden(name, module):
-        return False
+        return None
     if arguments is None:
         batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
         arguments = step_arguments(module, name, batch)
@@ -103,33 +101,38 @@ def record_first_step(
                 except Exception as reason:  # what is wrong with the step itself shows when it runs whole
                     runner.uncut.adopt(name, reason)
                     runner.plan.cut_by_size()
-                    return False
+                    return None
     finally:
         for part, mode_before in was_training.items():
             part.training = mode_before
     _warn_of_compiled(module, runner)
-    if is_fitting and isinstance(runner, StepRunner) and compares and splitter is None:
-        _warn_of_mixing(trainer, module, runner, arguments, context(name))
-    return True
+    return arguments
 
 
-def _warn_of_mixing(
+def warn_of_mixing(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     runner: StepRunner,
     arguments: Sequence[Any],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Try on as many samples as two microbatches have, and while the module is full here, whether their loss is a mean.
+    """Try on as many samples as two microbatches have whether their loss is a mean; collective over the world.
 
     Means whose counts are known weigh microbatches by these.
+
+    Args:
+        trainer: About to run.
+        module: The user's module, whole.
+        runner: Has recorded the training step on all ranks.
+        arguments: What this rank recorded it with.
+        context: The contexts in which it runs.
     """
     assert runner.plan.first is not None
     batch, *rest = arguments
     count = runner.count("training_step", batch)
-    is_written = any(node.written for node in runner.plan.first.assignment.graph.nodes)
     is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    if count < 2 or runner.weighs_means or is_empty or is_written:
+    is_tried = count > 1 and not (runner.weighs_means or is_empty or runner.plan.first.written)
+    if not trainer.strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
         return
     some = split(batch, max(1, count // 2))[0][0]
     randomness = KeyedRandomness(0, trainer.strategy.root_device)

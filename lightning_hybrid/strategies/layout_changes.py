@@ -13,7 +13,6 @@ import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,8 +91,8 @@ class ChangingStrategy(SetUpStrategy):
         in_files = self._zero is not None and bool(self._zero.regions)  # of which little may be in memory
         before = None if in_files else _sums(module)
         result = super()._run(name, args, train, by_hand=by_hand)
-        is_written = before is not None and _sums(module) != before
-        gathered = contextlib.nullcontext() if self._zero is None else self._zero.step(trains=False)
+        is_written = before is None or _sums(module) != before
+        gathered = contextlib.nullcontext() if self._zero is None else self._zero.step()
         with self._in_training_step(), gathered:
             context = self._context(name)
             compares = self._compares_parts
@@ -171,9 +170,6 @@ class ChangingStrategy(SetUpStrategy):
     def _foresee(self, arguments: Sequence[Any]) -> None:
         module, runner = self.lightning_module, self._runner
         assert module is not None and isinstance(runner, StepRunner)
-        looked_at: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        if self._zero is not None:
-            looked_at = partial(self._zero.step, trains=False)
         with self._in_training_step():
             runner.foresee(
                 module.training_step,
@@ -181,8 +177,14 @@ class ChangingStrategy(SetUpStrategy):
                 step_number=self._trainer.fit_loop.epoch_loop.total_batch_idx,
                 context=self._context("training_step"),
                 share_output=output_is_read(self._trainer, "training_step"),
-                around_new=looked_at,
+                around=self._gathered_where_new,
             )
+
+    def _gathered_where_new(self, is_known: bool) -> AbstractContextManager[None]:
+        """A look at the step finds what replicas share out gathered; all take part if the batch of one is new."""
+        if self._zero is None or not self._on_any_replica(not is_known):
+            return contextlib.nullcontext()
+        return self._zero.step()
 
     @contextlib.contextmanager
     def _in_training_step(self) -> Any:
@@ -194,7 +196,11 @@ class ChangingStrategy(SetUpStrategy):
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
     def _try_to_cut(self, arguments: Sequence[Any]) -> None:
-        reason = self._reason_of_all(self._why_not_cut(arguments))
+        runner, left = self._runner, None
+        if isinstance(runner, PlainRunner) and runner.has_left_rows:
+            left = StepError("training_step leaves tensors on its module that may have a row for each sample")
+        # Replicas record together or not at all.
+        reason = self._reason_of_all(left) or self._reason_of_all(self._why_not_cut(arguments))
         if not reason:
             self._change_layout(arguments)
         elif self._tries == 1 or self.options.strict_layout:
@@ -203,10 +209,8 @@ class ChangingStrategy(SetUpStrategy):
 
     def _why_not_cut(self, arguments: Sequence[Any]) -> Exception | None:
         """Why the step cannot be recorded and cut as it is now; nothing of this is kept."""
-        module, before = self.lightning_module, self._runner
+        module = self.lightning_module
         assert module is not None and self._seed is not None and self._metrics is not None
-        if isinstance(before, PlainRunner) and before.has_left_rows:
-            return StepError("training_step leaves tensors on its module that may have a row for each sample")
         pipeline = self.mesh.group("pp")
         _, runner = runner_of_stages(
             module,

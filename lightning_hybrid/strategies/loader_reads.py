@@ -2,17 +2,23 @@
 
 All ranks of a replica fetch the same batches in the same order, so an operation of a loader that reads a parameter
 which they share is lent the whole of it, as in steps that every rank runs whole (``pipeline.lent``). Replicas need not
-fetch alike; what they share out is not to be had here.
+fetch alike: one gathers what it reads of what they share out, and the others take part when they have their batch. So
+they meet after each fetch, if the objects of some loader refer to the module.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,7 +32,10 @@ from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_who
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import user_line
+from lightning_hybrid.zero.sharding import ZeroSharding
 
+_MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
+_LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)
 _INSTEAD = "read it in on_train_batch_start or another hook, and let the dataset hand out the numbers that come of it"
 
 
@@ -52,28 +61,31 @@ class NotedReads(TorchFunctionMode):
 class LoaderReads(TorchFunctionMode):
     """While a batch is fetched, parameters of the module are whole; what reads none of them runs as it is."""
 
-    def __init__(self, module: nn.Module, uncut: UncutSteps) -> None:
-        """Args: module: the user's, in parts. uncut: lends its parameters."""
+    def __init__(self, module: nn.Module, uncut: UncutSteps, zero: Callable[[], ZeroSharding | None]) -> None:
+        """Args: module: the user's, in parts. uncut: lends its parameters. zero: gathers them from replicas."""
         super().__init__()
-        self._uncut = uncut
+        self._uncut, self._zero, self._meets = uncut, zero, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._lent: LentParameters | None = None
 
     @contextlib.contextmanager
-    def fetching(self) -> Iterator[None]:
-        """A loader runs inside."""
-        with self:
-            try:
+    def fetching(self, *, meets: bool) -> Iterator[None]:
+        """A loader runs inside; collective over replicas if it ``meets`` them."""
+        self._meets = meets
+        try:
+            with self:
                 yield
-            except BaseException as error:
-                self._give_back(failed=not isinstance(error, StopIteration))
-                raise
-            self._give_back(failed=False)
+        except BaseException as error:
+            self._give_back(failed=not isinstance(error, StopIteration))
+            raise
+        self._give_back(failed=False)
 
     def _give_back(self, *, failed: bool) -> None:
         lent, self._lent = self._lent, None
         if lent is not None:
             lent.end(failed=failed)
+        if self._meets and not failed and (zero := self._zero()) is not None:
+            zero.rest_apart()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on what this rank is lent where it reads parameters."""
@@ -98,32 +110,42 @@ class LoaderReads(TorchFunctionMode):
                 " rank, while a loader fetches a batch: a buffer, or what a step or hook kept on the module; keep"
                 " numbers (.item(), .tolist()) in a hook, or set pipeline_parallel_size=1"
             )
-        self._check(name, found)
+        self._gather(name, found)
         if not any(self._uncut.is_lent(self._names[id(leaf)]) for leaf in found):
             return func(*args, **(kwargs or {}))
         if self._lent is None:
             self._lent = self._uncut.lend("a loader")
         return self._lent.__torch_function__(func, types, args, kwargs)
 
-    def _check(self, operation: str, found: list[Tensor]) -> None:
-        """Refuse what cannot be lent here."""
+    def _gather(self, operation: str, found: list[Tensor]) -> None:
+        """Have what replicas share out; refuse what cannot be lent here."""
         for leaf in found:
             name = self._names[id(leaf)]
-            is_lent = self._uncut.is_lent(name)
-            if is_lent and get_worker_info() is not None:
+            is_cut = self._uncut.is_of_replicas(name) and not is_absent(leaf) and tuple(leaf.shape) != whole_shape(leaf)
+            if (is_cut or self._uncut.is_lent(name)) and get_worker_info() is not None:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, which no"
                     f" other rank can send its part to; set num_workers=0, or {_INSTEAD}"
                 )
-            if self._uncut.is_of_replicas(name) and (is_lent or tuple(leaf.shape) != whole_shape(leaf)):
+            zero = self._zero() if is_cut else None
+            if zero is not None and self._meets:
+                zero.read_apart(leaf)
+            elif is_cut:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but replicas share it"
-                    f" out, and they need not fetch alike; {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1"
+                    f" out, and no object of the loader refers to the module; give the dataset the module, {_INSTEAD},"
+                    " or set zero_stage=0 and expert_parallel_size=1"
                 )
 
 
 def serve_loaders(
-    trainer: pl.Trainer, module: nn.Module, uncut: UncutSteps, *, in_parts: Callable[[], bool]
+    trainer: pl.Trainer,
+    module: nn.Module,
+    uncut: UncutSteps,
+    *,
+    in_parts: Callable[[], bool],
+    zero: Callable[[], ZeroSharding | None],
+    meets: Callable[[bool], bool],
 ) -> Callable[[], None]:
     """Let what loaders of this trainer run read whole parameters, and no batch have tensors without content.
 
@@ -132,12 +154,16 @@ def serve_loaders(
         module: The user's.
         uncut: Lends its parameters.
         in_parts: Whether the module is not whole now.
+        zero: Gathers what replicas share out; None where they do not.
+        meets: Whether fetches of a loader meet those of other replicas, given whether it refers to the module here;
+            collective over the world.
 
     Returns:
         Undoes it.
     """
     undo = contextlib.ExitStack()
-    reads = LoaderReads(module, uncut)
+    reads = LoaderReads(module, uncut, zero)
+    meeting = weakref.WeakSet[_DataFetcher]()
 
     def served(name: str) -> None:
         original = getattr(_DataFetcher, name)
@@ -146,7 +172,11 @@ def serve_loaders(
         def method(fetcher: _DataFetcher) -> Any:
             if not _is_of(fetcher, trainer) or not in_parts():
                 return original(fetcher)
-            with reads.fetching():
+            if name == "__iter__":
+                meeting.discard(fetcher)
+                if zero() is not None and meets(refers_to(module, fetcher._combined_loader)):
+                    meeting.add(fetcher)
+            with reads.fetching(meets=fetcher in meeting):
                 result = original(fetcher)
             if name == "__next__":
                 _check_content(result)
@@ -163,6 +193,36 @@ def serve_loaders(
 def _is_of(fetcher: _DataFetcher, trainer: pl.Trainer) -> bool:
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     return any(fetcher._combined_loader is loop._combined_loader for loop in (trainer.fit_loop, *loops))
+
+
+def refers_to(module: nn.Module, *start: Any) -> bool:
+    """Whether objects that can be reached from others hold a module, or a part of it.
+
+    Args:
+        module: To look for.
+        start: Such as a loader.
+    """
+    wanted = {id(part) for part in module.modules()}
+    seen, left = set[int](), list(start)
+    while left and len(seen) < _MOST_OBJECTS:
+        thing = left.pop()
+        if id(thing) in wanted:
+            return True
+        if id(thing) in seen or isinstance(thing, _LEAVES):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Mapping):
+            left += itertools.islice(thing.values(), _MOST_ITEMS)
+        elif isinstance(thing, list | tuple | set | frozenset | collections.deque):
+            left += itertools.islice(thing, _MOST_ITEMS)
+        elif isinstance(thing, FunctionType):
+            left += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
+        elif isinstance(thing, GeneratorType):
+            left += [] if thing.gi_frame is None else thing.gi_frame.f_locals.values()
+        else:
+            members = ("__self__", "__func__", "func", "args", "keywords", "__dict__")
+            left += [getattr(thing, member) for member in members if hasattr(thing, member)]
+    return False
 
 
 def _check_content(batch: Any) -> None:

@@ -228,7 +228,14 @@ class SetUpStrategy(CutStrategy):
                 self._stop_reads.callback(summarize_wholes(callback, reads))
         assert self._runner is not None
         self._stop_reads.callback(
-            serve_loaders(trainer, module, self._runner.uncut, in_parts=lambda: not self._is_whole)
+            serve_loaders(
+                trainer,
+                module,
+                self._runner.uncut,
+                in_parts=lambda: not self._is_whole,
+                zero=lambda: self._zero,
+                meets=self._meets_in_loaders,
+            )
         )
         self._stop_reads.callback(
             read_globally(
@@ -241,6 +248,14 @@ class SetUpStrategy(CutStrategy):
                 passes=self._passes,
             )
         )
+
+    def _meets_in_loaders(self, refers: bool) -> bool:
+        with self.launcher_world():
+            if self._experts is not None or not self.reduce_boolean_decision(refers, all=False):
+                return False
+            assert self._zero is not None
+            self._zero.meet_apart(self._shard_mesh)
+        return True
 
     def _announce(self) -> None:
         first = self._plan.first.assignment if self._plan is not None and self._plan.first is not None else None

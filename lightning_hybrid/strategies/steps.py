@@ -19,7 +19,6 @@ from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
-from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
@@ -128,7 +127,7 @@ class SteppingStrategy(PrecisionStrategy):
             zeroed_later=is_first or unused,
             seeded=seed_factor,
             shown=shown,
-            restorable=isinstance(self._runner, StepRunner) and self._runner.agree_broken is not None,
+            restorable=self._runner.may_undo,
         )
         weigh = None if self._weight is None else partial(weigh_by_count, count=self._weight, mesh=self._shard_mesh)
         train = TrainContext(seed_factor, self._before_backward, self._after_backward, self._reduce_stage, weigh)
@@ -138,6 +137,9 @@ class SteppingStrategy(PrecisionStrategy):
             deposit.undo()
             broken.arguments = args
             raise
+        if result.is_undone:
+            deposit.undo()
+            return self._scheduled_step(args)
         self._grads_complete = self._backward_syncs
         if self._backward_syncs:
             if self._shared is not None:
@@ -227,10 +229,11 @@ class SteppingStrategy(PrecisionStrategy):
         self._passes()
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx if trains else -1 - self._evaluated
-        if self._experts is not None and train is not None:
-            self._experts.meet(runner.count(name, args[0]))
         share = name == "predict_step" or output_is_read(self._trainer, name)
-        gathered = nullcontext() if self._zero is None or by_hand else self._zero.step(trains=train is not None)
+        backwards = runner.num_backwards(args[0]) if train is not None else 0
+        if self._experts is not None and train is not None:
+            self._experts.meet(backwards)
+        gathered = nullcontext() if self._zero is None or by_hand else self._zero.step(num_microbatches=backwards)
         with self._advised(), self.user_world(), gathered:  # once: each forward and backward runs code of the user's
             result = runner.run(
                 name,
@@ -245,6 +248,8 @@ class SteppingStrategy(PrecisionStrategy):
             counted = {span.action.microbatch for span in result.spans if span.action.kind is Kind.F}
             tell_loggers(module, len(counted) or 1)
         self.spans = result.spans
+        if result.is_undone:
+            return result
         if trains:
             skipped = not by_hand and result.loss is None
             log_for_all(module, result.logs, self.mesh, skipped=skipped)

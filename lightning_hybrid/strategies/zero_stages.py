@@ -174,8 +174,7 @@ def share_out(
         reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
-        headers = mesh.further_group("dp_shard", "headers of gathers", "gloo")
-        zero.meet_in_rounds(headers, mesh.further_group("dp_shard", "gathers"))
+        zero.meet_in_rounds(mesh)
     if guards is not None:
         zero.gather_on_read(guards)
     return zero

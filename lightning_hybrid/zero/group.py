@@ -89,7 +89,6 @@ class ParameterGroup:
         self._is_read = False
         self.num_missing = 0  # gradients that the backward has not accumulated yet
         self.gathers_over = ranks.shard
-        self._for_others: list[tuple[dist.Work, Tensor]] = []  # gathers that this rank does not need
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -118,14 +117,13 @@ class ParameterGroup:
 
     @torch.no_grad()
     @on_shards
-    def take_part(self, *, is_needed: bool) -> None:
-        """Send this rank's parts in a gather of all ranks; what comes back is kept if it is needed here."""
-        self._for_others = [pair for pair in self._for_others if not pair[0].is_completed()]
+    def take_part(self, unneeded: list[tuple[dist.Work, Tensor]], *, is_needed: bool) -> None:
+        """Send this rank's parts in a gather of all ranks; what it does not need, or has, goes to ``unneeded``."""
         if is_needed and not self.is_on_its_way:
             self.bring_home()
             self._gathering = self._send()
         else:
-            self._for_others.append(self._send())
+            unneeded.append(self._send())
 
     @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
     @torch.no_grad()

@@ -10,18 +10,25 @@ Reductions of gradients go through another group: they are launched between roun
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.same_host.rows import begin_to_gather
 from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.shard_layout import ShardRanks
 
 _NONE = -1.0
 _DONE = -2.0
 # Groups that one layer has, and those sent ahead with them: of one per dtype.
 _SLOTS = 8
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that share out parameters are about to train different ones."""
 
 
 class Rounds:
@@ -38,9 +45,21 @@ class Rounds:
             gathers: The same ranks, for parameters; no other collectives go through these two.
         """
         self._groups, self._headers = list(groups), headers
+        self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._places = {id(group): float(place) for place, group in enumerate(self._groups)}
         for group in self._groups:
             group.gathers_over = gathers
+
+    @classmethod
+    def over(cls, mesh: Mesh, groups: Sequence[ParameterGroup]) -> Rounds:
+        """Those of the ranks that share parameters out; collective over the world.
+
+        Args:
+            mesh: The ranks.
+            groups: As for ``Rounds``.
+        """
+        headers = mesh.further_group("dp_shard", "headers of gathers", "gloo")
+        return cls(groups, headers, mesh.further_group("dp_shard", "gathers"))
 
     def need(self, wanted: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup]) -> None:
         """Have groups gathered, with those that the others need.
@@ -49,8 +68,9 @@ class Rounds:
             wanted: Of a layer that runs next.
             ahead: Of the one after it; on their way afterwards if it comes next on all ranks.
         """
-        if not all(group.is_on_its_way for group in wanted):
-            self._meet(self._row(wanted, ahead))
+        missing = [group for group in wanted if not group.is_on_its_way]
+        for start in range(0, len(missing), _SLOTS):
+            self._meet(self._row(missing[start : start + _SLOTS], ahead))
         for group in wanted:
             group.gather()
 
@@ -59,6 +79,9 @@ class Rounds:
         done = [_DONE] + [_NONE] * (2 * _SLOTS - 1)
         while not self._meet(done):
             pass
+        for work, _ in self._unneeded:
+            work.wait()
+        self._unneeded.clear()
 
     def _row(self, wanted: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup]) -> list[float]:
         halves = []
@@ -69,6 +92,7 @@ class Rounds:
 
     def _meet(self, row: list[float]) -> bool:
         """One round; whether all ranks are done."""
+        self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
         rows = [each.tolist() for each in begin_to_gather(torch.tensor(row, dtype=torch.float64), self._headers)()]
         if all(each[0] == _DONE for each in rows):
             return True
@@ -76,5 +100,39 @@ class Rounds:
         alike = all(each[_SLOTS:] == row[_SLOTS:] for each in rows)
         sent_ahead = {int(place) for place in row[_SLOTS:] if place >= 0} if alike else set()
         for place in (*sorted(needed), *sorted(sent_ahead - needed)):
-            self._groups[place].take_part(is_needed=float(place) in row)
+            self._groups[place].take_part(self._unneeded, is_needed=float(place) in row)
         return False
+
+
+def agree_on_step(
+    groups: Sequence[ParameterGroup], ranks: ShardRanks, device: torch.device, num_microbatches: int
+) -> bool:
+    """See that all ranks train the same parameters; what they send depends on it. Collective over ``ranks``.
+
+    Args:
+        groups: All of this rank.
+        ranks: Of the shard, and those that replicate it.
+        device: Of this rank.
+        num_microbatches: Of the step on this rank.
+
+    Returns:
+        Whether all have as many microbatches.
+
+    Raises:
+        RanksDiffer: They train other parameters; on every rank.
+    """
+    named = {name: parameter for group in groups for name, parameter in group.parameters.items()}
+    digest = zlib.crc32(bytes(parameter.requires_grad for parameter in named.values()))
+    votes = torch.tensor([digest, -digest, num_microbatches, -num_microbatches], dtype=torch.int64, device=device)
+    for those in (ranks.shard, ranks.replicate):
+        if those.size() > 1:
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=those)
+    highest, lowest, most, fewest = votes.tolist()
+    if highest != -lowest:
+        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+        raise RanksDiffer(
+            f"replicas train different parameters: here {len(frozen)} of {len(named)} are frozen"
+            f" ({', '.join(frozen[:3]) or 'none'}), elsewhere others; freeze the same ones on every rank, or set"
+            " zero_stage=0"
+        )
+    return bool(most == -fewest)

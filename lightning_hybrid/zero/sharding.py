@@ -17,31 +17,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Gather, Guards
 from lightning_hybrid.step.gradient_hooks import GradientHook
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.kept_places import Place, pack
-from lightning_hybrid.zero.rounds import Rounds
+from lightning_hybrid.zero.rounds import Rounds, agree_on_step
 from lightning_hybrid.zero.shard_layout import ShardRanks
 from lightning_hybrid.zero.state_file import Region
 
 Stage = int | None  # None: complete only after all stages of this rank
-
-
-class RanksDiffer(RuntimeError):
-    """Ranks that share out parameters are about to train different ones."""
 
 
 class ZeroSharding:
@@ -94,33 +89,56 @@ class ZeroSharding:
         self._trained: tuple[bool, ...] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._rounds: Rounds | None = None
-        self._is_evaluating = False
+        self._apart: Rounds | None = None  # of code outside of steps
+        self._is_evaluating, self._are_alike = False, True
         self._inside: set[str] = set()  # FQNs of layers whose forward runs
         self._in_backward = False
         self._backward_at: str | None = None  # FQN of the layer that it has come to
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Have code outside of layers find full parameters, where no recording shows what it reads.
-
-        Args:
-            guards: Of the run.
-        """
+        """Have code outside of layers find full parameters, where no recording shows it. Args: guards: of the run."""
         gather = Gather(guards, self._read)
         for group in self._all:
             group.on_read = gather
 
-    def meet_in_rounds(self, headers: dist.ProcessGroup, gathers: dist.ProcessGroup) -> None:
+    def meet_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers as each of them likes; see ``Rounds``."""
-        self._rounds = Rounds(self._all, headers, gathers)
+        self._rounds = Rounds.over(mesh, self._all)
+
+    @property
+    def _by_layer(self) -> bool:
+        return self.per_layer and self._are_alike and not self._is_evaluating
 
     def settle(self) -> None:
         """This rank calls no more layers for now, and serves those that do; collective."""
-        if self._rounds is not None and self.per_layer and not self._is_evaluating:
+        if self._rounds is not None and self._by_layer:
             self._rounds.end()
+
+    def meet_apart(self, mesh: Mesh) -> None:
+        """From now on code outside of steps may read parameters on some ranks only; collective over the world."""
+        if self._apart is None:
+            self._apart = self._rounds or Rounds.over(mesh, self._all)
+
+    def read_apart(self, parameter: Tensor) -> None:
+        """Have all of a parameter here until `rest_apart`, in which the other ranks take part."""
+        group = self._group_of[id(parameter)]
+        if self._is_evaluating:
+            group.gather()
+        elif not group.is_whole:
+            assert self._apart is not None
+            self._apart.need([group], ())
+
+    def rest_apart(self) -> None:
+        """Free what was read; collective unless an evaluation holds all parameters."""
+        if self._apart is not None and not self._is_evaluating:
+            self._apart.end()
+        for group in self._all:
+            if group.is_whole:
+                group.rest()
 
     def _gather(self, groups: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup] = ()) -> None:
         """Have layers gathered, while ranks may call others."""
-        if self._rounds is not None and self.per_layer and not self._is_evaluating:
+        if self._rounds is not None and self._by_layer:
             self._rounds.need(groups, ahead)
         for group in groups:
             group.gather()
@@ -158,16 +176,21 @@ class ZeroSharding:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, *, trains: bool) -> Iterator[None]:
-        """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation."""
+    def step(self, *, num_microbatches: int = 0) -> Iterator[None]:
+        """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation.
+
+        Args:
+            num_microbatches: Backwards of each stage here; 0 for a step without a backward. Where other ranks have
+                more or fewer, all layers are gathered for the whole step.
+        """
         self.check()
-        if trains:
-            self._agree()
+        if num_microbatches:
+            self._agree(num_microbatches)
         if not self._is_evaluating:
             for group in self._all:
                 group.bring_home()
             # Under the second policy too, what is not one layer's is gathered for the whole step.
-            for group in self._outside if self.per_layer else self._all:
+            for group in self._outside if self._by_layer else self._all:
                 group.launch_gather()
         for group in self._all if self._is_evaluating else self._outside:
             group.gather()
@@ -175,11 +198,11 @@ class ZeroSharding:
             group.gather_on_read()
         try:
             yield
-            if trains:
+            if num_microbatches:
                 self.settle()
                 self._finish()
         finally:
-            self._queue = []
+            self._queue, self._are_alike = [], True
             for group in self._all:
                 group.rest()
 
@@ -202,27 +225,10 @@ class ZeroSharding:
                 group.take_gradients()
                 group.rest()
 
-    def _agree(self) -> None:
-        """See that all ranks train the same parameters; what they send depends on it.
-
-        Raises:
-            RanksDiffer: They do not; on every rank.
-        """
+    def _agree(self, num_microbatches: int) -> None:
+        """Agree with the ranks of the shard on what a step sends."""
         trained = tuple(p.requires_grad for group in self._all for p in group.parameters.values())
-        digest = zlib.crc32(bytes(trained))
-        votes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
-        for ranks in (self._ranks.shard, self._ranks.replicate):
-            if ranks.size() > 1:
-                dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks)
-        highest, lowest = votes.tolist()
-        if highest != -lowest:
-            names = [name for group in self._all for name in group.parameters]
-            frozen = [name for name, takes in zip(names, trained, strict=True) if not takes]
-            raise RanksDiffer(
-                f"replicas train different parameters: here {len(frozen)} of {len(names)} are frozen"
-                f" ({', '.join(frozen[:3]) or 'none'}), elsewhere others; freeze the same ones on every rank, or set"
-                " zero_stage=0"
-            )
+        self._are_alike = agree_on_step(self._all, self._ranks, self._device, num_microbatches)
         if trained == self._trained:
             return
         self._trained = trained
@@ -237,14 +243,9 @@ class ZeroSharding:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def before_backward(self, stage: int, is_last: bool) -> None:
-        """A backward of a stage begins.
-
-        Args:
-            stage: Of this rank.
-            is_last: Whether it completes the gradients of the step.
-        """
+        """A backward of a stage of this rank begins; the last one completes the gradients of the step."""
         self._in_backward, self._backward_at = True, None
-        if is_last or self.per_layer:
+        if is_last or self._by_layer:
             self._queue = [group for group in reversed(self._groups.get(stage, [])) if group.trained]
             self._seen = set()
             for group in self._queue:
@@ -262,13 +263,13 @@ class ZeroSharding:
 
     def _launch(self, group: ParameterGroup) -> None:
         group.launch_reduce()
-        if self.per_layer and group.fqn and group.fqn not in self.lent:
+        if self._by_layer and group.fqn and group.fqn not in self.lent:
             group.free()
 
     def after_backward(self, stage: int, is_last: bool) -> None:
         """It has ended: send what it has left, and wait for the averages."""
         self._in_backward = False
-        if not is_last and not self.per_layer:
+        if not is_last and not self._by_layer:
             return
         self.settle()
         for group in self._queue:
@@ -276,7 +277,7 @@ class ZeroSharding:
         self._queue = []
         for group in reversed(self._groups.get(stage, [])):
             group.finish_reduce()
-        if self.per_layer:
+        if self._by_layer:
             for members in self._layers.values():
                 for group in members:
                     group.free()
@@ -331,7 +332,7 @@ class ZeroSharding:
             self._read_ahead(fqn, self._previous)
 
     def _leave_last(self, fqn: str) -> None:
-        if self._backward_at is not None and self._backward_at != fqn:
+        if self._by_layer and self._backward_at is not None and self._backward_at != fqn:
             for group in self._layers[self._backward_at]:
                 if not group.trained or not group.num_missing:
                     group.free()
@@ -350,8 +351,7 @@ class ZeroSharding:
             if fqn in self._inside:
                 return forward(*args, **kwargs)
             with self.inside(fqn):
-                frees = self.per_layer and not self._is_evaluating and freed
-                if not frees or not torch.is_grad_enabled() or fqn in self.recomputed:
+                if not (self._by_layer and freed) or not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)
                 with saved_tensors_hooks(partial(pack, freed), self._unpack):
                     return forward(*args, **kwargs)
@@ -364,7 +364,7 @@ class ZeroSharding:
         groups = self._layers[fqn]
         if self._in_backward:
             self._leave_last(fqn)
-        frees = self.per_layer and not self._is_evaluating
+        frees = self._by_layer
         following = self._previous if self._in_backward else self._next
         self._gather(groups, following.get(fqn, ()) if frees else ())
         self._inside.add(fqn)

@@ -25,6 +25,7 @@ class Measures(Regressor):
             torchmetrics.MeanMetric(),
             torchmetrics.MeanAbsoluteError(),
         )
+        self.by_size = torchmetrics.MeanMetric()
         several = {"squared": torchmetrics.MeanSquaredError(), "explained": torchmetrics.ExplainedVariance()}
         self.several, self.seen = torchmetrics.MetricCollection(several), torchmetrics.SumMetric()
         self.val_mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MinMetric()
@@ -37,11 +38,13 @@ class Measures(Regressor):
         out = self(x)
         loss = F.mse_loss(out, y)
         self.mean(loss)
+        self.by_size.update(loss, weight=len(x))  # the user's own weights stay as they are
         self.rows.update((out - y).abs().flatten())
         self.error(out, y)
         self.several.update(out, y)
         self.seen.update(float(len(x)))
         self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.log("by_size", self.by_size, on_step=False, on_epoch=True)
         self.log("error", self.error, on_step=False, on_epoch=True)
         self.log_dict(self.several, on_step=False, on_epoch=True)
         self.log("seen", self.seen, on_step=False, on_epoch=True)

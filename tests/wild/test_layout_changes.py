@@ -1,5 +1,7 @@
 """Layouts that change in a run: a step that the start hooks complete, and one that no pipeline can run any more."""
 
+import copy
+
 import pytest
 import torch
 import torchmetrics
@@ -234,9 +236,23 @@ class Skips(Network):
         x, y = batch
         loss = F.mse_loss(self(x), y)
         if self.trainer.fit_loop.epoch_loop.total_batch_idx == 3:
-            loss = loss / (0 * loss)
+            loss = (loss - loss) / (loss - loss)  # NaN
         self.log("loss", torch.nan_to_num(loss.detach()))
         return torch.zeros_like(loss).requires_grad_() + 0 * self.head.bias.sum() if torch.isnan(loss) else loss
+
+
+class SkipsWithTeacher(Skips):
+    """Moves a copy of its layers along in the step, which must not move twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                old.mul_(0.9).add_(0.1 * new)
+        return super().training_step(batch, batch_idx)
 
 
 class Selects(Network):
@@ -281,6 +297,7 @@ class HooksAround(Selects):
 
 BREAKS = [
     *((module, PP2, {}) for module in (Skips, Selects, HooksAround)),
+    (SkipsWithTeacher, PP2, {"num_microbatches": 1}),
     (CountsAndSelects, PP2, {"num_microbatches": 1}),
     *((Selects, layout, {}) for layout in (COMBINED, TENSOR)),
     (Selects, PP2, {"trainer": {"accumulate_grad_batches": 3}}),

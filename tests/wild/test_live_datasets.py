@@ -73,6 +73,21 @@ class Batches:
         return iter(DataLoader(Played(self.module), batch_size=4))
 
 
+class Explores(Policy):
+    """Asks its policy for some actions only, others on each replica, and none in some batches."""
+
+    def play(self):
+        rank = self.trainer.global_rank
+        for turn in range(STEPS):
+            action, said = turn % 2, torch.zeros((), dtype=torch.float64)
+            if (turn // 4 + rank) % 3 == 0 and turn % (rank + 2) == 0:
+                logits = self.actor(self.state).detach()
+                action, said = int(logits.argmax()), torch.log_softmax(logits, -1).max()
+            before, self.turns = self.state, self.turns + 1
+            self.state = torch.tanh(before.roll(1) * 1.5 + 0.1 * action + 0.01 * (self.turns + rank))
+            yield before, action, said, before.sum()
+
+
 class InWorkers(Policy):
     workers = 1
 
@@ -113,13 +128,54 @@ def trained(size, pp, make_module, options):
         (Policy, 2, 1, {"tensor_parallel_size": 2}),
         (Policy, 1, 1, {"num_microbatches": 2}),
         (Policy, 2, 1, {}),
+        (Policy, 2, 1, {"zero_stage": 3}),
+        (PlainLoader, 2, 1, {"zero_stage": 3, "reshard_after_forward": True}),
+        (Policy, 4, 2, {"zero_stage": 3}),
+        (Policy, 4, 2, {"zero_stage": 3, "reshard_after_forward": True}),
     ],
-    ids=["pp2", "pp2, no DataLoader", "tp2", "m2", "dp2"],
+    ids=["pp2", "pp2, no DataLoader", "tp2", "m2", "dp2", "zero3", "zero3 by layer", "pp2 x zero3", "pp2, by layer"],
 )
 def test_a_policy_is_asked_while_a_batch_is_fetched(worlds, make_module, size, pp, options):
     [expected] = worlds.run(1, trained, 1, 1, make_module, {})
     for found in worlds.run(size, trained, size, pp, make_module, options):
         assert_same(found, expected)
+
+
+ZERO = {"zero_stage": 3}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("options", [ZERO, {**ZERO, "reshard_after_forward": True}], ids=["by step", "by layer"])
+def test_one_replica_asks_where_another_does_not(worlds, options, accumulated):
+    expected = worlds.run(2, explored, {}, accumulated)
+    for found, wanted in zip(worlds.run(2, explored, options, accumulated), expected, strict=True):
+        assert_same(found, wanted)
+
+
+def explored(options, accumulated):
+    ignore_warnings()
+    torch.manual_seed(0)
+    module = Explores()
+    given = {"max_epochs": 2, "use_distributed_sampler": False, "accumulate_grad_batches": accumulated}
+    trainer = trainer_of(2, 1, strategy_options=options, **given)
+    trainer.fit(module)
+    return {**weights_of(module), "loss": trainer.callback_metrics["loss"], "state": module.state}
+
+
+class Hidden(Policy):
+    """What its loader is made of does not show the module."""
+
+    def train_dataloader(self):
+        POLICIES[:] = [self]
+        return DataLoader(OutOfSight(), batch_size=4)
+
+
+class OutOfSight(IterableDataset):
+    def __iter__(self):
+        return POLICIES[0].play()
+
+
+POLICIES = []
 
 
 def refused(size, pp, make_module, options):
@@ -136,12 +192,13 @@ def refused(size, pp, make_module, options):
 @pytest.mark.parametrize(
     ("make_module", "pp", "options", "said"),
     [
-        (Policy, 1, {"zero_stage": 3}, "replicas share it out"),
+        (Hidden, 1, {"zero_stage": 3}, "no object of the loader refers to the module"),
+        (InWorkers, 1, {"zero_stage": 3}, "in a worker"),
         (InWorkers, 2, {}, "in a worker"),
         (InWorkers, 1, {"tensor_parallel_size": 2}, "in a worker"),
         (HandsOutKept, 2, {}, "no content"),
     ],
-    ids=["zero3", "stages, worker", "tensor ranks, worker", "kept"],
+    ids=["zero3", "zero3, worker", "stages, worker", "tensor ranks, worker", "kept"],
 )
 def test_what_cannot_be_lent_is_refused(worlds, make_module, pp, options, said):
     messages = worlds.run(2, refused, 2, pp, make_module, options)

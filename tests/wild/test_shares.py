@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy
 import pytest
 import torch
 from lightning_runs import trainer_of
@@ -126,9 +127,26 @@ class CountsSamples(Branching):
         return super().training_step(batch, batch_idx) * (1 + self.seen / 100)
 
 
+class CountsWithNumpy(Branching):
+    """Keeps a matrix of counts outside torch, which weighs the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = numpy.zeros((2, 2))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        for wanted, found in zip((y > 0).flatten().tolist(), (out > 0).flatten().tolist(), strict=True):
+            self.counts[int(wanted), int(found)] += 1
+        loss = F.mse_loss(out, y) * (1 + float(self.counts[1].sum()) / 100)
+        self.log("train_loss", loss)
+        return loss
+
+
 CASES = [
     *((module, PP2) for module in (Branching, Counting, Streams, Returns, Inner)),
-    *((module, PP2) for module in (Contrasts, SomeRows, CountsSamples, WritesParameters)),
+    *((module, PP2) for module in (Contrasts, SomeRows, CountsSamples, WritesParameters, CountsWithNumpy)),
     (Branching, COMBINED),
     (Contrasts, COMBINED),
 ]
@@ -139,6 +157,49 @@ def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
     assert "sharded instead of pipelined" in str(report)
+
+
+class KeepsLater(Branching):
+    """Begins in the third batch to keep what it sees, by which it scales its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+        self.bank, self.counts, self.seen = torch.zeros(4), numpy.zeros(2), []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2:
+            self.center.mul_(0.5).add_(out.detach().mean(0))
+            self.bank[1] += out.detach().sum()
+            self.counts[0] += len(x)
+        loss = F.mse_loss(out + 0.1 * self.center + 0.01 * self.bank[1], y) * (1 + float(self.counts[0]) / 100)
+        self.log("train_loss", loss)
+        self.seen.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("seen", float(len(self.seen)))
+
+
+def longer_data():
+    return regression_data(num_train=96)
+
+
+LATER = [
+    (PP2, {"num_microbatches": 1}),
+    (PP2, {"num_microbatches": 2}),
+    (COMBINED, {"num_microbatches": 1}),
+    (PP2, {"num_microbatches": 1, "trainer": {"accumulate_grad_batches": 3}}),
+    (COMBINED, {"num_microbatches": 1, "trainer": {"accumulate_grad_batches": 4}}),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))
+def test_a_step_that_keeps_something_only_later_runs_again_whole(worlds, layout, options):
+    report = check(worlds, KeepsLater, layout, make_data=longer_data, steps=5, **options)
+    assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
 class Straight(Regressor):
@@ -198,6 +259,7 @@ class Keeps(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
+        self.table, self.extra = numpy.zeros(3), torch.ones(2)
         self.state, self.outputs, self.by_loader, self.steps, self.best = None, [], {0: []}, 0, 1.0
 
 
@@ -216,6 +278,9 @@ LEAVES = {
     "a number of samples": (lambda module: setattr(module, "steps", module.steps + 8), True),
     "a number that was not there": (lambda module: setattr(module, "size", 8), True),
     "a float": (lambda module: setattr(module, "best", 0.5), True),
+    "a buffer by its data": (lambda module: module.count.data.add_(1), True),
+    "an array": (lambda module: module.table.__setitem__(1, 4.0), True),
+    "a tensor that is gone": (lambda module: delattr(module, "extra"), True),
     "an entry of a list": (lambda module: module.outputs.__setitem__(0, torch.ones(1)), True),
 }
 
@@ -225,6 +290,6 @@ def test_what_a_step_leaves_behind(case):
     step, leaves = LEAVES[case]
     module = Keeps()
     module.outputs.append(torch.zeros(1))
-    left = LeftBehind(module)
+    left = LeftBehind(module, by_content=True)
     step(module)
     assert left.something() is leaves
