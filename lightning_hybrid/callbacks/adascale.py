@@ -52,21 +52,27 @@ class AdaScale(Callback):
         self.scale = scale
         self.smoothing = smoothing
         self._mesh: Mesh | None = None
-        self._owned_parameters: Callable[[], Set[int]] | None = None
+        self._owned_parameters: Callable[[], tuple[Set[int], Set[int]]] | None = None
+        self._each_batch = False
         # Per parameter group: moving averages of the squared mean and of the variance / S, and their total weights.
         self._averages = torch.zeros(2, 0, dtype=torch.float64)
         self._weights = torch.zeros(0, dtype=torch.float64)
         self._rates: list[float] | None = None
         self._reset()
 
-    def connect_mesh(self, mesh: Mesh, owned_parameters: Callable[[], Set[int]]) -> None:
+    def connect_mesh(
+        self, mesh: Mesh, owned_parameters: Callable[[], tuple[Set[int], Set[int]]], *, each_batch: bool = False
+    ) -> None:
         """Learn which ranks see other batches and which hold other parameters.
 
         Args:
             mesh: the ranks.
-            owned_parameters: answers the ids of the parameters that this rank counts.
+            owned_parameters: answers the ids of the parameters that this rank counts, before gradients are averaged
+                and after that.
+            each_batch: whether replicas share gradients out (ZeRO), so that each batch is shown by itself, by
+                `before_share` and `after_share`.
         """
-        self._mesh = mesh
+        self._mesh, self._each_batch = mesh, each_batch
         self._owned_parameters = owned_parameters
 
     def gains(self, scale: float) -> list[float]:
@@ -84,8 +90,20 @@ class AdaScale(Callback):
         """Take the gradient that the step will use."""
         self._note_total(parameters)
 
+    def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Take what a batch of this rank gives a parameter, of which others keep parts."""
+        square = _square(gradient.to_dense() if gradient.is_sparse else gradient)
+        self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + square
+
+    def after_share(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """Take this rank's part of the gradient that the step will use, unless further batches come."""
+        self._total[id(parameter)] = _square(part.to_dense() if part.is_sparse else part)
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the batch that was just accumulated."""
+        if self._each_batch:
+            self._num_batches += 1
+            return
         is_last = not trainer.fit_loop._should_accumulate()
         if is_last and self._data_parallel_size > 1:
             return  # the reducer shows it before and after it is averaged
@@ -179,9 +197,9 @@ class AdaScale(Callback):
 
     def _squares(self, optimizer: Optimizer) -> Tensor:
         """Per group, the sum over single batches of their squared norms, and the squared norm of the total."""
-        owned = None if self._owned_parameters is None else self._owned_parameters()
+        both = (None, None) if self._owned_parameters is None else self._owned_parameters()
         rows = []
-        for noted in (self._local, self._total):
+        for noted, owned in zip((self._local, self._total), both, strict=True):
             row = []
             for group in optimizer.param_groups:
                 own = [noted[id(p)] for p in group["params"] if id(p) in noted and (owned is None or id(p) in owned)]
@@ -193,7 +211,7 @@ class AdaScale(Callback):
         squares = torch.stack([value.to(device, torch.float64) for value in values]).view(2, -1)
         if self._mesh is not None:
             squares = squares.to(self._mesh.device_mesh.device_type)
-            self._mesh.all_reduce(squares[0], "data")
+            self._mesh.all_reduce(squares if self._each_batch else squares[0], "data")
             for axis in ("pp", "cp", "tp"):  # each parameter is counted on one of them
                 self._mesh.all_reduce(squares, axis)
         return squares.cpu()

@@ -211,12 +211,18 @@ class HeldParts:
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def holds_first(self, parameter: Tensor) -> bool:
-        """Whether no rank before this one holds the same of a parameter."""
+    def holds_first(self, parameter: Tensor, *, beside_replicas: bool = False) -> bool:
+        """Whether no rank before this one holds the same of a parameter.
+
+        Args:
+            parameter: Of the module.
+            beside_replicas: Whether each replica is looked at alone.
+        """
         name = self._names.get(id(parameter), "")
         places: dict[str, int] = {}
         for along in self._cuts:
-            places.update(along.own_places)
+            if not beside_replicas or along.axis in ("tp", "cp"):
+                places.update(along.own_places)
         cut_over = {place for along in self._cuts if name in along.placements for place in along.own_places}
         return all(place == 0 or axis in cut_over for axis, place in places.items())
 

@@ -298,6 +298,7 @@ class _Run:
         self._states.leave(stage)
         self._forwards_left -= 1
         given.leaves()
+        self._contexts.after_forward()
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1

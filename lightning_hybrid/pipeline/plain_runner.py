@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,17 +26,18 @@ from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepRe
 from lightning_hybrid.pipeline.mixed_samples import describe_mixing, losses_that_differ
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import detached
-from lightning_hybrid.pipeline.shares import Part, Shares, given_by
+from lightning_hybrid.pipeline.shares import BRANCHES, LEAVES, Part, Shares, given_by
+from lightning_hybrid.pipeline.step_draws import StepDraws
 from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.step.bound_functions import users_functions
+from lightning_hybrid.step.code_path import CodePath, calls_of
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
 from lightning_hybrid.step.deferred import Deferred, whole_of
 from lightning_hybrid.step.guesses import GUESSES
 from lightning_hybrid.step.held import put
-from lightning_hybrid.step.installed import drawing_as_stages, slow_attention
+from lightning_hybrid.step.installed import slow_attention
 from lightning_hybrid.step.layers import find_layers
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, check_count, split, why_whole
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -45,9 +45,6 @@ from lightning_hybrid.step.recording import find_loss, no_loss
 from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.units import choose_units
-from lightning_hybrid.step.user_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.user_functions import functions_drawing_again
-from lightning_hybrid.step.watch import Current
 
 _MOST_SMALL = 3  # after so many batches that cannot be split, none is expected to be
 
@@ -99,9 +96,10 @@ class PlainRunner(MicrobatchRunner):
         self._shares, self._tell = Shares(shares, everyone), tell
         self._leaves: bool | None = None  # whether training steps leave something of a batch; not known at first
         self._left: LeftBehind | None = None  # by the first training batch
+        self._calls = set[int]()  # lines of code that training steps have run when their batches were compared
         self._num_small = 0  # batches that could not be compared with parts
         self.is_undecided = True
-        self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
+        self._draws = StepDraws(root, randomness, self.guards)
 
     @property
     def is_shared(self) -> bool:
@@ -177,6 +175,11 @@ class PlainRunner(MicrobatchRunner):
                 )
         return super().count(name, batch)
 
+    def run_whole(self) -> None:
+        """Ranks that could share batches run all of them, whatever the first one shows."""
+        if self._shares.size > 1:
+            self._leaves, self.is_undecided = True, False
+
     def num_backwards(self, batch: Any) -> int:
         """Backwards of a training step on this rank."""
         if self._shares.size > 1 and not self.is_shared:
@@ -205,7 +208,7 @@ class PlainRunner(MicrobatchRunner):
             seeds = train.weigh(microbatches)
             weights = [seed / part.ranks for seed in seeds]
         logs, spans = LogCapture(len(microbatches)), list[Span]()
-        outputs, losses = list[Any](), list[Tensor | None]()
+        outputs, losses, calls = list[Any](), list[Tensor | None](), set[int]()
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
         is_watched = train is not None and self._shares.size > 1 and not self._leaves
         left = LeftBehind(self._root, by_content=self.is_undecided) if is_watched else None
@@ -221,13 +224,16 @@ class PlainRunner(MicrobatchRunner):
         ):
             for index, microbatch in enumerate(microbatches):
                 place = self._replica * part.total + part.first + index
-                keyed = self._keyed(name, step_number, place) if not by_hand else contextlib.nullcontext()
+                keyed = self._draws.keyed(name, step_number, place) if not by_hand else contextlib.nullcontext()
                 start = time.perf_counter()
                 weighed = counted.microbatch(part.weights[index])
+                path = CodePath() if is_watched else None
                 with self.around_step(), context(), keyed, logs.microbatch(self._root, index), weighed:
-                    output = step(microbatch, *rest)
+                    with path or contextlib.nullcontext():
+                        output = step(microbatch, *rest)
                     if self.joins_results:
                         output = self._joined(output)
+                calls |= set() if path is None else calls_of(set(path.steps)).keys()
                 middle = time.perf_counter()
                 spans.append(Span(0, Action(Kind.F, 0, index), start, middle))
                 if train is not None:
@@ -247,16 +253,15 @@ class PlainRunner(MicrobatchRunner):
         if appended is not None:
             given.appended = appended.rows
         if left is not None:
-            given.leaves = left.something()
+            given.news = LEAVES if left.something() else BRANCHES if calls - self._calls else 0
         if part.ranks > 1:
             given = self._shares.together(given)
         if self.is_undecided:
-            self._left = left
+            self._left, self._calls = left, self._calls | calls
         elif left is not None:
-            is_known = part.ranks > 1 and self._shares.are_all
-            self._leaves = given.leaves if is_known else self._shares.on_any(given.leaves)
-        if before is not None and self._leaves:  # what it has left is that of a share: from now on batches run whole
-            before.restore("begins to keep something of its batch where it ran on a share of it")
+            self._learn(given.news if part.ranks > 1 and self._shares.are_all else self._shares.most(given.news))
+        if before is not None and not self.is_shared:  # what it has given is that of a share
+            before.restore("does something new, and would run on whole batches")
             return StepResult(None, None, [], spans, is_undone=True)
         if appended is not None:
             appended.put(given.appended, given.weights, given.sizes)
@@ -265,6 +270,18 @@ class PlainRunner(MicrobatchRunner):
         total = None if loss is None else torch.tensor(loss) if known is None else known.new_tensor(loss)
         output = given.joined_output(name) if shown else total
         return StepResult(output, total, given.logs(), spans)
+
+    def look_again(self) -> None:
+        """Compare the next batch with its parts once more: what a step weighs may follow the epochs."""
+        if self.is_shared:
+            self._leaves, self.is_undecided = None, True
+
+    def _learn(self, news: int) -> None:
+        """What all ranks have seen of a training batch: the next one may have to run whole."""
+        if news == LEAVES:
+            self._leaves = True
+        elif news == BRANCHES:
+            self._leaves, self.is_undecided = None, True
 
     def decide(
         self,
@@ -349,33 +366,6 @@ class PlainRunner(MicrobatchRunner):
                 yield
             finally:
                 self._uncompiled.off()
-
-    @contextlib.contextmanager
-    def _keyed(self, name: str, number: int, microbatch: int) -> Iterator[None]:
-        """Random numbers inside are those that stages draw.
-
-        The first run of a step is watched whole, and shows which modules draw. Later ones are watched there alone;
-        what draws elsewhere goes on from the generators as the microbatch has seeded them.
-        """
-        root, randomness = self._root, self._randomness
-        if name not in self._drawing:
-            again = self.guards.users
-            with drawing_as_stages(root, randomness, number, microbatch, again), randomness.noting() as codes:
-                yield
-            named = {fqn: module for fqn, module in root.named_modules() if zlib.crc32(fqn.encode()) in codes}
-            self._drawing[name] = {"": root, **named} if 0 in codes else named
-            return
-        drawing = self._drawing[name]
-        functions = users_functions() if drawing else []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(randomness.microbatch(number, microbatch))
-            stack.enter_context(randomness.modules({fqn: module for fqn, module in drawing.items() if fqn}))
-            stack.enter_context(adopted_checkpoints(Current(), randomness, self.guards.users))
-            stack.enter_context(functions_drawing_again(functions, randomness))
-            if "" in drawing:
-                stack.enter_context(randomness.watching(True))
-                stack.enter_context(randomness.each_draw())
-            yield
 
 
 def _backward(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:

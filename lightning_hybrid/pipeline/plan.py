@@ -30,8 +30,7 @@ from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.record import record
 from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageReplay
-from lightning_hybrid.step.side_ways import LeftOnUnit
-from lightning_hybrid.step.units import choose_units, missed_units, to_open
+from lightning_hybrid.step.units import UnitChoice, to_open
 
 # A stage may cost so much more than the mean before the units of the costliest are opened to balance better.
 _UNBALANCED = 1.08
@@ -73,7 +72,7 @@ class StagePlan:
         self._randomness = randomness
         self._cuts = cuts
         self._agree = agree
-        self._opened: set[str] = set()
+        self._choice = UnitChoice(root, self.num_stages)
         self._units: Mapping[str, nn.Module] = {}
         self._tracked: set[str] = set()
         # Of a step that may change: parameters that it has not read so far, and may read on any stage.
@@ -174,8 +173,8 @@ class StagePlan:
         agreed = self._agree(decided)
         if isinstance(agreed, str):
             raise StepError(f"on the first rank: {agreed}")
-        self._opened, self._tracked, self.homes, changes = agreed
-        if choose_units(self._root, self.num_stages, self._opened).keys() != recording.units.keys():
+        self._choice.opened, self._choice.closed, self._tracked, self.homes, changes = agreed
+        if self._choice.choose().keys() != recording.units.keys():
             recording = recorded()
         if changes:
             read = {name for node in recording.graph.nodes for name in node.parameters}
@@ -206,21 +205,21 @@ class StagePlan:
             larger = to_open(recording, wanted, self._cuts) if wanted is not None else set()
             if not larger or self.num_stages == 1:
                 break
-            before = set(self._opened), set(self._tracked)
-            self._opened |= larger
+            before = set(self._choice.opened), set(self._tracked)
+            self._choice.opened |= larger
             try:
                 recording = recorded()
             except Exception:  # such as a branch on values inside a unit, which as a whole can be followed
                 if best is None:
                     raise
-                self._opened, self._tracked = before
+                self._choice.opened, self._tracked = before
                 break
         if best is None:
             find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
         assert best is not None
         _, recording, homes, tracked = best
-        opened = {name for name in self._opened if name not in recording.units}
-        return recording, opened, tracked, homes, bool(recording.looks_at)
+        opened = {name for name in self._choice.opened if name not in recording.units}
+        return recording, opened, self._choice.closed, tracked, homes, bool(recording.looks_at)
 
     def _record(
         self,
@@ -235,21 +234,21 @@ class StagePlan:
             return self.record_once(name, branches.step, units, context, **options)
 
         while True:
-            units = choose_units(self._root, self.num_stages, self._opened)
+            units = self._choice.choose()
             try:
                 recording = record_once()
-            except LeftOnUnit as error:
-                if error.unit in self._opened:
+            except Exception as error:
+                if not self._choice.corrects(error):
                     raise
-                self._opened.add(error.unit)
                 continue
-            missed = missed_units(recording, units, self.num_stages) - self._opened
+            missed = self._choice.missed(recording, units)
             found = set(recording.found_buffers) - self._tracked
             if not missed and not found:
                 if not options["guesses"]:
                     branches.check(recording, record_once, context)
                 return recording
-            self._opened, self._tracked = self._opened | missed, self._tracked | found
+            self._choice.opened |= missed
+            self._tracked |= found
 
     def record_once(
         self,

@@ -86,9 +86,13 @@ class Shares:
 
     def on_any(self, seen: bool) -> bool:
         """Whether some rank of any replica has seen it; collective over all of them."""
+        return bool(self.most(int(seen)))
+
+    def most(self, seen: int) -> int:
+        """The largest number of all ranks of all replicas; collective over them."""
         rows: list[Any] = [None] * self._everyone.size()
         dist.all_gather_object(rows, seen, group=self._everyone)
-        return any(rows)
+        return max(rows)
 
     def together(self, mine: Given) -> Given:
         """What all ranks have of a step that each has run on a share; collective.
@@ -109,8 +113,11 @@ class Shares:
             sizes=[size for row in rows for size in row.sizes],
             outputs=[output for row in rows for output in row.outputs],
             appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
-            leaves=any(row.leaves for row in rows),
+            news=max(row.news for row in rows),
         )
+
+
+BRANCHES, LEAVES = 1, 2
 
 
 @dataclass
@@ -124,7 +131,8 @@ class Given:
         sizes: Numbers of samples.
         outputs: What the step returned, without its graph; empty if no code reads it.
         appended: What it has appended to lists of the user's modules.
-        leaves: Whether it has left something else of its batch on them.
+        news: ``LEAVES`` if it has left something else of its batch on them; ``BRANCHES`` if it has run other lines of
+            code than before; else 0.
     """
 
     weights: list[float]
@@ -133,7 +141,7 @@ class Given:
     sizes: list[int | None]
     outputs: list[Any]
     appended: Rows = field(default_factory=dict)
-    leaves: bool = False
+    news: int = 0
 
     def joined_output(self, step: str) -> Any:
         """What the step returned for the whole batch.

@@ -104,6 +104,7 @@ def _drawn() -> Any:
 def plain_state(modules: Sequence[nn.Module]) -> list[Any]:
     """The numbers, strings, lengths and generators in the attributes of modules; equal while they stay as they are."""
     found: list[Any] = []
+    seen: set[int] = set()  # layers share what configures them
     for module in modules:
         for name, value in module.__dict__.items():
             if name in _OF_EVERY_MODULE or not is_state(name):
@@ -111,23 +112,26 @@ def plain_state(modules: Sequence[nn.Module]) -> list[Any]:
             if type(value) in PLAIN:
                 found.append(value)
             else:
-                _look_into(value, found, 0)
+                _look_into(value, found, seen, 0)
     return found
 
 
-def _look_into(value: Any, found: list[Any], depth: int) -> None:
+def _look_into(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     inner = value if type(value) is tuple else inside(value)
     if inner is None or depth > _DEEPEST:
         if is_generator(value):
             found.append(generator_state(value))
         return
+    if id(inner) in seen:
+        return
+    seen.add(id(inner))
     found.append(len(inner))
     items = list(inner.values() if isinstance(inner, dict) else inner) if inner else []
     for item in items[-_LAST:] if isinstance(inner, list) else items:
         if type(item) in PLAIN:
             found.append(item)
         elif not isinstance(item, Tensor):
-            _look_into(item, found, depth + 1)
+            _look_into(item, found, seen, depth + 1)
 
 
 class NotedInt(int):

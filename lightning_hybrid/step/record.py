@@ -32,7 +32,7 @@ from lightning_hybrid.step.numbers_read import find_kept, numbers_among, refuse_
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import Leaf, Recording, Template, no_loss, pass_backward, returned_by
-from lightning_hybrid.step.side_ways import SideWays
+from lightning_hybrid.step.side_ways import SideWays, event_on_stand_ins
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.sizes_read import SizesRead
 from lightning_hybrid.step.stand_in import (
@@ -40,7 +40,6 @@ from lightning_hybrid.step.stand_in import (
     SIZED_BY_DATA,
     index_by_numbers,
     quiet_fakes,
-    run_on_stand_ins,
 )
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState
 from lightning_hybrid.step.transforms import refuse_transforms
@@ -323,8 +322,7 @@ class RecordWatch(StepWatch):
         except NO_FAKE_KERNEL as error:
             if before is not None:
                 before.restore()
-            unit = self.units[name[1:]] if name.startswith("@") else None
-            return run_on_stand_ins(run, args, kwargs, error, unit), "values of the model"
+            return event_on_stand_ins(self.units, name, run, args, kwargs, error), "values of the model"
 
     def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
         for place, given in enumerate(inputs):

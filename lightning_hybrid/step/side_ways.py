@@ -12,13 +12,18 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.costs import CostWatch
 from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.stand_in import run_on_stand_ins
+from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import user_line
+
+_NUMBERS = (float, int, numpy.generic, numpy.ndarray)
 
 
 class LeftOnUnit(StepError):
@@ -126,6 +131,73 @@ class SideWays:
                 raise LeftOnUnit(unit, message)
             raise StepError(message)
         return not known
+
+
+def event_on_stand_ins(
+    units: Mapping[str, nn.Module], name: str, run: Callable[..., Any], args: Any, kwargs: Any, error: Exception
+) -> Any:
+    """Run an operation, or a unit, on stand-ins while a step is recorded; see ``run_on_stand_ins``.
+
+    Args:
+        units: By FQN.
+        name: Of the operation; of a unit ``"@"`` and its FQN.
+        run: What to run.
+        args: Its arguments.
+        kwargs: Likewise.
+        error: Why fake kernels did not do.
+
+    Raises:
+        LeftOnUnit: A unit makes a number of values of the model, which code around it may decide by.
+    """
+    if not name.startswith("@"):
+        return run_on_stand_ins(run, args, kwargs, error)
+    unit = units[name[1:]]
+    made = _NumbersOfUnit(unit, (args, kwargs))
+    out = run_on_stand_ins(run, args, kwargs, error, unit)
+    if where := made(out):
+        message = (
+            f"{user_line()}: {name[1:]} makes a number of values of the model, and {where}, which other pipeline"
+            " stages do not have; return the tensor"
+        )
+        raise LeftOnUnit(name[1:], message)
+    return out
+
+
+class _NumbersOfUnit:
+    """Plain numbers that a unit has made of values: they are those of stand-ins, and Python lets code decide by them.
+
+    Code around units that asks for a number gets one that is known to be absent; a unit gives what it has computed.
+    """
+
+    def __init__(self, unit: nn.Module, given: Any) -> None:
+        """Before it runs on stand-ins; args: unit: the module. given: its arguments."""
+        self._unit, self._given = unit, {id(leaf) for leaf in flatten(given)[0]}
+        self._before = self._kept()
+
+    def __call__(self, out: Any) -> str:
+        """Where such a number is; args: out: what the unit returned."""
+        if any(id(number) not in self._given for number in _numbers_in(out)):
+            return "it returns a number"
+        kept = self._kept().items()
+        name = next((name for name, number in kept if self._before.get(name, number) is not number), None)
+        return "" if name is None else f"it keeps a number as self.{name}"
+
+    def _kept(self) -> dict[str, Any]:
+        return {
+            f"{fqn}.{name}" if fqn else name: held
+            for fqn, module in self._unit.named_modules()
+            for name, held in module.__dict__.items()
+            if isinstance(held, float | numpy.floating | numpy.ndarray)
+        }
+
+
+def _numbers_in(out: Any) -> Iterator[Any]:
+    """The numbers in tuples, lists and mappings; those of a distribution are what it was made with."""
+    if isinstance(out, _NUMBERS):
+        yield out
+    elif isinstance(out, list | tuple | Mapping):
+        for item in out.values() if isinstance(out, Mapping) else out:
+            yield from _numbers_in(item)
 
 
 def _in_attributes(unit: nn.Module) -> dict[int, Tensor]:

@@ -11,24 +11,80 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.partition import node_cost
 from lightning_hybrid.step.recording import Recording, StepError
-from lightning_hybrid.step.side_ways import with_their_like
+from lightning_hybrid.step.side_ways import LeftOnUnit, with_their_like
 from lightning_hybrid.step.tree import memory_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
 
 
-def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ()) -> dict[str, nn.Module]:
+class UnitChoice:
+    """The units of a step, which recordings of it correct.
+
+    Attributes:
+        opened: FQNs of modules to descend into.
+        closed: FQNs of modules without parameters that are units: such as a loss that branches on values, which no
+            recording can follow inside.
+    """
+
+    def __init__(self, root: nn.Module, num_stages: int) -> None:
+        """Args: root: the user's LightningModule. num_stages: of the pipeline."""
+        self._root, self._num_stages = root, num_stages
+        self.opened, self.closed = set[str](), set[str]()
+
+    def choose(self) -> dict[str, nn.Module]:
+        """The units now; see ``choose_units``."""
+        return choose_units(self._root, self._num_stages, self.opened, self.closed)
+
+    def corrects(self, error: Exception) -> bool:
+        """Whether the step may be recorded with other units, which are chosen from now on.
+
+        Args:
+            error: Why it was not with these.
+        """
+        if isinstance(error, LeftOnUnit):
+            is_new = error.unit not in self.opened | self.closed
+            self.opened |= {error.unit} - self.closed
+            return is_new
+        fqn = _module_at_fault(error, self._root)
+        if fqn is None or fqn in self.closed | self.opened:
+            return False
+        self.closed.add(fqn)
+        return True
+
+    def missed(self, recording: Recording, units: Mapping[str, nn.Module]) -> set[str]:
+        """The units that have turned out to be read from outside, and are not opened yet."""
+        return missed_units(recording, units, self._num_stages) - self.opened
+
+
+def _module_at_fault(error: Exception, root: nn.Module) -> str | None:
+    """The outermost module without parameters in whose forward an error was raised."""
+    names = {id(module): fqn for fqn, module in root.named_modules() if fqn and not isinstance(module, Metric)}
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        is_called = trace.tb_frame.f_code.co_name == "_call_impl"
+        if is_called and isinstance(module, nn.Module) and id(module) in names and not _count(module):
+            return names[id(module)]
+        trace = trace.tb_next
+    return None
+
+
+def choose_units(
+    root: nn.Module, num_stages: int, opened: Collection[str] = (), closed: Collection[str] = ()
+) -> dict[str, nn.Module]:
     """The units of ``root`` by FQN, in the order of the module tree.
 
     Args:
         root: The user's LightningModule.
         num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
         opened: FQNs of modules to descend into whatever their size; one with nothing inside is no unit then.
+        closed: FQNs of modules without parameters that are units all the same.
 
     Raises:
         StepError: Modules with full backward hooks, which are never opened, leave too few.
@@ -43,7 +99,7 @@ def choose_units(root: nn.Module, num_stages: int, opened: Collection[str] = ())
         seen.add(id(module))
         size = _count(module)
         if size == 0:
-            if fqn and has_backward_hooks(module):
+            if fqn and (fqn in closed or has_backward_hooks(module)):
                 units[fqn] = module
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened or size * num_stages > total

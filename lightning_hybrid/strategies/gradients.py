@@ -18,6 +18,7 @@ from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.replicate.joint import JointReducer
 from lightning_hybrid.replicate.reducer import GradientReducer
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 Reducers = dict[int | None, GradientReducer | JointReducer]
 
@@ -92,49 +93,49 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) ->
 def connect_adascale(
     trainer: Any,
     mesh: Mesh,
-    zero_stage: int,
-    parts: HeldParts | None,
-    counted: set[int],
+    counted: tuple[set[int], set[int]],
     reducers: Reducers,
+    zero: ZeroSharding | None,
 ) -> None:
     """Let AdaScale see gradients before and after their average.
 
     Args:
         trainer: Whose callbacks to look at.
         mesh: The ranks.
-        zero_stage: What replicas share out.
-        parts: What this rank holds of parameters; None if all.
-        counted: Ids of the parameters that this rank counts in a norm.
+        counted: Ids of the parameters whose gradients this rank counts before the average, and after it.
         reducers: Of the gradients.
+        zero: Reduces those that replicas share out.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, AdaScale):
+            callback.connect_mesh(mesh, lambda: counted, each_batch=zero is not None)
+            for reducer in reducers.values():
+                reducer.observer = callback
+            if zero is not None:
+                zero.observe(callback)
 
-    Raises:
-        ValueError: It cannot see them.
+
+def scales_rates(trainer: Any) -> bool:
+    """Whether a callback of the user is AdaScale.
+
+    Args:
+        trainer: Whose callbacks to look at.
     """
     for callback in trainer.callbacks:
         move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
-        if isinstance(callback, AdaScale):
-            check_adascale(mesh.layout, zero_stage, parts)
-            callback.connect_mesh(mesh, lambda: counted)
-            for reducer in reducers.values():
-                reducer.observer = callback
+    return any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
 
 
-def check_adascale(layout: ParallelLayout, zero_stage: int, parts: HeldParts | None) -> None:
+def check_adascale(layout: ParallelLayout, parts: HeldParts | None) -> None:
     """Refuse AdaScale where it cannot see gradients before and after their average, each once.
 
     Args:
         layout: The sizes.
-        zero_stage: What replicas share out.
         parts: What this rank holds of parameters; None if all.
 
     Raises:
         ValueError: It cannot.
     """
-    if zero_stage:
-        raise ValueError(
-            f"AdaScale compares gradients before and after their average, of which zero_stage={zero_stage} leaves each"
-            " replica a part; set zero_stage=0"
-        )
     if layout.expert_parallel_size > 1:
         raise ValueError(
             "AdaScale compares the gradients of replicas, and those of experts are summed over"

@@ -58,6 +58,8 @@ class ChangingStrategy(SetUpStrategy):
         assert module is not None
         if not module.automatic_optimization or self._runner is None:
             return
+        if isinstance(self._runner, PlainRunner) and not self._trainer.fit_loop.epoch_loop.batch_idx:
+            self._runner.look_again()
         if self._is_pipelined:
             self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
         elif self._tries and self._instead:
@@ -133,8 +135,8 @@ class ChangingStrategy(SetUpStrategy):
         if not isinstance(runner, StepRunner) or trainer.state.fn != TrainerFn.FITTING or plan is None:
             return
         graph = None if plan.first is None else plan.first.assignment.graph
-        # What replicas gather or exchange in the middle of a step cannot be brought to its end without it.
-        is_alone = self._zero is None and self._experts is None and not self._verify_first_step
+        # What experts exchange in the middle of a step cannot be brought to its end without it.
+        is_alone = self._experts is None and not self._verify_first_step
         may_break = graph is not None and is_alone and (graph.asked or any(value.dynamic for value in graph.values))
         if self.reduce_boolean_decision(bool(may_break), all=False):
             runner.agree_broken = self._on_any_replica

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import LBFGS
 
 from lightning_hybrid.experts.sharded import SharedExperts
@@ -26,7 +26,13 @@ from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.cut_module import CutStrategy
 from lightning_hybrid.strategies.empty_start import EmptyStart
 from lightning_hybrid.strategies.fused_steps import fuse_steps
-from lightning_hybrid.strategies.gradients import check_optimizers, connect_adascale, connect_gradients
+from lightning_hybrid.strategies.gradients import (
+    check_adascale,
+    check_optimizers,
+    connect_adascale,
+    connect_gradients,
+    scales_rates,
+)
 from lightning_hybrid.strategies.hook_reads import HookReads, summarize_wholes
 from lightning_hybrid.strategies.loader_reads import serve_loaders
 from lightning_hybrid.strategies.options import Options, check_scripted, compile_options
@@ -136,7 +142,7 @@ class SetUpStrategy(CutStrategy):
             parts.cut_parameters(module)
             self._share_out(trainer, module)
         if shards is not None:
-            shards.be_ready(partial(KeyedDraws, device=self.root_device))
+            shards.be_ready(partial(KeyedDraws, device=self.root_device), rank_zero_warn)
             self._gather_on_read(shards)
         if experts is not None:
             experts.be_ready()
@@ -199,7 +205,7 @@ class SetUpStrategy(CutStrategy):
             self._shard_mesh,
             self.root_device,
             stage=self._zero_stage,
-            reshard_after_forward=self.options.reshard_after_forward,
+            reshard_after_forward=False if scales_rates(trainer) else self.options.reshard_after_forward,
             offload=self.options.offloaded,
             agree=lambda needed: self.reduce_boolean_decision(needed, all=False),
             guards=self._guards,
@@ -298,8 +304,9 @@ class SetUpStrategy(CutStrategy):
         if self._in_parts_by_layout or isinstance(self.precision_plugin, HybridPrecision):
             held = None if parts is None else parts.first_held
             self.mesh_precision.connect_mesh(self._shard_mesh, lambda: counted, axes=axes, parts=held)
+        own = [p for p in module.parameters() if id(p) in counted]
         if parts is not None:
-            counted = {id(p) for p in module.parameters() if id(p) in counted and parts.holds_first(p)}
+            counted = {id(p) for p in own if parts.holds_first(p)}
         by_hand = self._steps_by_hand
         watched = {} if self._hook_reads is None or by_hand else self._hook_reads.of_optimizers(self.optimizers)
         fuse_steps([optimizer for optimizer in self.optimizers if optimizer not in watched], self._stop_reads)
@@ -324,7 +331,17 @@ class SetUpStrategy(CutStrategy):
                 self._stop_reads.callback(work_on_shards(optimizer, self._guards))
         if by_hand and self._zero is not None:
             self._watched += step_on_shards(self.optimizers, module, self._zero_cuts, self._stop_reads)
-        connect_adascale(module.trainer, self._shard_mesh, self._zero_stage, parts, counted, self._reducers)
+        if scales_rates(module.trainer):
+            check_adascale(self.layout, parts)
+            alone = {id(p) for p in own if parts is None or parts.holds_first(p, beside_replicas=True)}
+            if not self._is_pipelined and self.mesh.rank_in("pp"):  # all of them run whole batches
+                alone = set()
+            is_copy = self._zero is not None and self._shard_mesh.rank_in("dp_replicate")
+            if (runner := self._plain_runner) is not None:
+                runner.run_whole()  # the gradients of shares are not those of batches
+            connect_adascale(
+                module.trainer, self.mesh, (alone, set() if is_copy else counted), self._reducers, self._zero
+            )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

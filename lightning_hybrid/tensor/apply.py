@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.placement import Placement, Shard, cut
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.absent import whole_shape
+from lightning_hybrid.step.code_path import CodePath
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.transaction import ArgumentState, ModuleState
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
@@ -39,6 +41,7 @@ from lightning_hybrid.tensor.homes import find_homes, put_attributes, put_forwar
 from lightning_hybrid.tensor.linears import Linears
 from lightning_hybrid.tensor.marks import cut_over
 from lightning_hybrid.tensor.plan import UnitPlan, local_positions
+from lightning_hybrid.tensor.proved_calls import NotProved, ProvedCalls
 from lightning_hybrid.tensor.ranks import ExchangingRanks, Ranks, gather, local_part, paired, ranks_in, sum_gradients
 from lightning_hybrid.tensor.slices import Vocabulary
 from lightning_hybrid.tensor.vocabulary_slice import represent
@@ -120,6 +123,10 @@ class ShardedUnit:
         self.num_gathers = 0
         self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
+        is_of_torch = all(type(module).__module__.startswith("torch.") for module in unit.modules())
+        self._proved = ProvedCalls(unit, plan.calls) if plan.calls and not is_of_torch else None
+        self._path: CodePath | None = None  # of a forward that is looked at
+        self._without: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
         self._forward = unit.forward
         self._homes = find_homes(self._modules, plan.placements)
@@ -135,7 +142,7 @@ class ShardedUnit:
         self._otherwise: Callable[..., Any] = self._whole
         if plan.otherwise is not None:
             without = ShardedUnit(unit, plan.otherwise, self._ranks, tensors=tensors, around_draw=self._around_draw)
-            self._otherwise = without.run_sharded
+            self._otherwise, self._without = without.run_sharded, without
         self.vocabularies = {
             fqn: Vocabulary(plan.placements[fqn].length, self._ranks)  # type: ignore[union-attr]
             for fqn in plan.vocabulary
@@ -145,6 +152,39 @@ class ShardedUnit:
         self._linears = Linears(self._modules, plan, self._positions, three, self._entrances, self._around_draw)
 
     # --- one forward --------------------------------------------------------------------------------------------------
+
+    def run_proved(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward, sharded, if it does what the plan was proved for.
+
+        Raises:
+            NotProved: It does something else; nothing of it stays.
+        """
+        if self._proved is None:
+            return self.run_sharded(*args, **kwargs)
+        key = self._proved.key(args, kwargs)
+        if not self._proved.is_new(key):
+            return self.run_sharded(*args, **kwargs)
+        before = ModuleState(self._unit), ArgumentState(flatten_call(args, kwargs)[0])
+        drawn = torch.get_rng_state()
+        path = CodePath()
+        self._set_path(path)
+        try:
+            try:
+                output = self.run_sharded(*args, **kwargs)
+            finally:
+                self._set_path(None)
+                self._proved.look(key, path)  # what fails may be what was not proved
+        except NotProved:
+            for state in before:
+                state.restore()
+            torch.set_rng_state(drawn)
+            raise
+        return output
+
+    def _set_path(self, path: CodePath | None) -> None:
+        self._path = path
+        if self._without is not None:
+            self._without._path = path
 
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded; arguments and results are those of the unit."""
@@ -171,7 +211,7 @@ class ShardedUnit:
         with contextlib.ExitStack() as undo:
             names, cut_ids = self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
-            compiled = None if is_watched or dealing is not None else self.compiled
+            compiled = None if is_watched or dealing is not None or self._path is not None else self.compiled
             own, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
             for fqn in self._plan.roles:
                 _check_forward(fqn, self._modules[fqn])
@@ -192,7 +232,8 @@ class ShardedUnit:
                 undo.enter_context(linears.watch)
             if dealing is not None and self._unit.training:
                 undo.enter_context(OwnPositionsDraw(dealing, self._around_own))
-            output = own(*args, **kwargs)
+            with self._path or contextlib.nullcontext():
+                output = own(*args, **kwargs)
         self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
         output = self._gathered_output(output) if self._plan.outputs else output
         return output if dealing is None else dealing.end(output, handed_on=self.hands_on)
@@ -205,7 +246,8 @@ class ShardedUnit:
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's own forward: nothing is dealt, and nothing is cut."""
         args, kwargs = with_wholes(args, kwargs)
-        return self._forward(*args, **kwargs)
+        with self._path or contextlib.nullcontext():
+            return self._forward(*args, **kwargs)
 
     def _gathered_output(self, output: Any) -> Any:
         """Results that each rank has for its own heads (attention weights, say), for all of them."""

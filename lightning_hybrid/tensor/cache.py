@@ -77,7 +77,7 @@ class PlanCache:
         )
         self.num_searched += 1
         with contextlib.suppress(TypeError):
-            written = to_json(replace(plan, num_trials=0, seconds=0.0))
+            written = to_json(replace(plan, calls=frozenset(), num_trials=0, seconds=0.0))
             self._searched[key] = {"unit": type(unit).__qualname__, "plan": written}
         return plan
 

@@ -76,6 +76,7 @@ def plan_unit(
                 plan = search.run()
             if context > 1:
                 plan = _with_context(plan, search, proof, deal)
+            plan = replace(plan, calls=proof.calls)
     check_done(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 

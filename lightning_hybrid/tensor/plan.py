@@ -136,6 +136,7 @@ class UnitPlan:
         otherwise: For tensor ranks beside context ranks: the plan for calls whose positions are not dealt.
         uneven: Linears that are not cut in a pair for a size of theirs: FQN -> size, and what it counts.
         notes: What else the user should know.
+        calls: Which lines of the user's code called torch in trials; see ``proved_calls``.
         num_trials: How often the unit was run sharded to find this.
         seconds: How long that took.
     """
@@ -162,6 +163,7 @@ class UnitPlan:
     otherwise: UnitPlan | None = None
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    calls: frozenset[int] = frozenset()
     num_trials: int = 0
     seconds: float = 0.0
 

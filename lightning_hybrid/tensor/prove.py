@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.step.code_path import calls_of
 from lightning_hybrid.step.exact import Exact, random_copy
 from lightning_hybrid.tensor.compare import difference_of
 from lightning_hybrid.tensor.examples import Example, make_example, spread_rows
@@ -216,6 +217,11 @@ class Proof:
             )
         return known
 
+    @property
+    def calls(self) -> frozenset[int]:
+        """The lines of the unit's code that called torch in its own runs so far; see ``proved_calls``."""
+        return frozenset(call for outcome, _ in self._whole.values() for call in calls_of(outcome.path))
+
     def run_unit(self) -> None:
         """One run of the whole unit on its example."""
         _run(self.unit, self.example, self.dtype)
@@ -342,4 +348,4 @@ def prove_again(
             if proof.first_failure(plan.otherwise) is not None:
                 return None
             num_trials += proof.ranks.num_trials
-    return replace(plan, num_trials=num_trials, seconds=time.perf_counter() - began)
+    return replace(plan, calls=proof.calls, num_trials=num_trials, seconds=time.perf_counter() - began)

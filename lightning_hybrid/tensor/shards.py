@@ -8,9 +8,11 @@ part.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,12 +23,14 @@ from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
 from lightning_hybrid.step.compiled_code import compiled_modules
+from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.full_reads import FullReads
 from lightning_hybrid.tensor.outside import OutsideReads
 from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.proved_calls import NotProved
 from lightning_hybrid.tensor.ranks import GroupRanks, paired
 from lightning_hybrid.tensor.traced import Entered, traced_forwards
 
@@ -61,6 +65,8 @@ class ModelShards:
         self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
         self._reads: FullReads | None = None
+        self._tell: Callable[[str], None] = warnings.warn
+        self._told: set[str] = set()  # FQNs of units that have done what their plans were not proved for
         self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
         self._of_experts: frozenset[str] = frozenset()  # that context ranks share
         self._users_of_experts: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
@@ -77,13 +83,15 @@ class ModelShards:
         axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp", places=context_places or {})]
         self.cuts = [axis for axis in axes if axis.group.size() > 1]
 
-    def be_ready(self, around: Callable[[int], AroundDraw]) -> None:
+    def be_ready(self, around: Callable[[int], AroundDraw], tell: Callable[[str], None] = warnings.warn) -> None:
         """Be ready to run, now that each parameter holds this rank's part.
 
         Args:
             around: Makes a context around draws, other ones for each number: for regions the number of this rank
                 among tensor ranks times context ranks, for positions a number of the context rank alone.
+            tell: Warns the user.
         """
+        self._tell = tell
         # One of each, so that units know that they are dealt to the same.
         ranks, context = GroupRanks(self._group), GroupRanks(self._context)
         both = paired(ranks, context)
@@ -219,12 +227,31 @@ class ModelShards:
         units = {fqn: self._root.get_submodule(fqn) for fqn in self._runners}
         reads = self._reads
 
-        def run(fqn: str, _: Callable[..., Any]) -> Callable[..., Any]:
-            sharded = self._runners[fqn].run_sharded
-            return sharded if reads is None else reads.of_layer(units[fqn], sharded)
+        def run(fqn: str, full: Callable[..., Any]) -> Callable[..., Any]:
+            sharded = self._runners[fqn].run_proved
+            if reads is not None:
+                sharded = reads.of_layer(units[fqn], sharded)
+            return partial(self._sharded_or_full, fqn, sharded, full)
 
         with contextlib.nullcontext() if reads is None else reads.on(), replaced_forwards(units, run):
             yield
+
+    def _sharded_or_full(
+        self, fqn: str, sharded: Callable[..., Any], full: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A unit's forward; what its plan was not proved for runs full on each rank, as code outside of units does."""
+        try:
+            return sharded(*args, **kwargs)
+        except NotProved as other:
+            where = str(other)
+        if fqn not in self._told:
+            self._told.add(fqn)
+            self._tell(
+                f"{fqn} does something at {where} that did not run when its tensor plan was proved; where it does, it"
+                " runs full on every tensor rank"
+            )
+        args, kwargs = with_wholes(args, kwargs)
+        return full(*args, **kwargs)
 
     def forget(self) -> None:
         """The module is whole again."""

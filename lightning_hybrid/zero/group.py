@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import Gather, guard, unguard
 from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.zero.homes import Homes, PartsAtHome
-from lightning_hybrid.zero.shard_layout import ShardRanks, nothing_of, numel_of, offsets_of, on_shards, scattered
+from lightning_hybrid.zero.shard_layout import (
+    ShardRanks,
+    ShareObserver,
+    nothing_of,
+    numel_of,
+    offsets_of,
+    on_shards,
+    refuse_changed,
+    refuse_late,
+    scattered,
+)
 from lightning_hybrid.zero.sparse_rows import SparseRows
 from lightning_hybrid.zero.state_file import Region
 
@@ -89,6 +99,7 @@ class ParameterGroup:
         self._is_read = False
         self.num_missing = 0  # gradients that the backward has not accumulated yet
         self.gathers_over = ranks.shard
+        self.observer: ShareObserver | None = None
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -249,8 +260,7 @@ class ParameterGroup:
             self._gradients[name] = gradient
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        part = part.to_dense() if part.is_sparse else part
-        message = padded(part, self._cut[name]).contiguous()
+        message = padded(part.to_dense() if part.is_sparse else part, self._cut[name]).contiguous()
         received = [torch.empty_like(message) for _ in range(self._size)]
         dist.all_gather(received, message, group=self._ranks.shard)
         return join(received, self._cut[name])
@@ -301,13 +311,7 @@ class ParameterGroup:
 
     def _check_unchanged(self) -> None:
         now = self._state_of_parts()
-        changed = [name for name, seen in self._seen_at_hold.items() if now[name] != seen]
-        if changed:
-            raise RuntimeError(
-                f"{changed[0]} and {len(changed) - 1} other parameters of {self.fqn or 'the module'} were changed"
-                " between the batches of an evaluation, for which they had been gathered; change them before it begins"
-                " (on_validation_epoch_start is early enough), or set zero_stage=0"
-            )
+        refuse_changed([name for name, seen in self._seen_at_hold.items() if now[name] != seen], self.fqn)
 
     def whole(self, name: str) -> Tensor:
         """The whole of one of the parameters; it must be gathered."""
@@ -338,6 +342,8 @@ class ParameterGroup:
             if gradient is None:
                 continue
             message[:, length + index] = 1.0
+            if self.observer is not None:
+                self.observer.before_share(parameter, gradient)
             gradient = self._rows.put(name, gradient, message, offsets)
             for rank in range(self._size):
                 part = self._part_of(name, gradient, rank)
@@ -362,13 +368,8 @@ class ParameterGroup:
         if self._ranks.replicate.size() > 1:
             dist.all_reduce(total, group=self._ranks.replicate)
         offsets, length = self._gradient_offsets(names)
-        present = total[length:].tolist()
-        for name, has in zip(names, present, strict=True):
-            if self.parameters[name].grad is not None:
-                raise RuntimeError(
-                    f"{name} got another gradient after its average was under way; set use_reentrant=False where a"
-                    " checkpointed part shares this parameter"
-                )
+        for name, has in zip(names, total[length:].tolist(), strict=True):
+            refuse_late(name, self.parameters[name].grad)
             if not has:
                 continue
             shape = self._parts.shape(name) if name in self._cut else self.parameters[name].shape
@@ -377,11 +378,12 @@ class ParameterGroup:
             if name in self._cut:
                 new = self._parts.gradient_at_home(new)
             before = self._gradients.get(name)
-            self._gradients[name] = new.clone() if before is None else before + new
+            new = self._gradients[name] = new.clone() if before is None else before + new
+            if self.observer is not None:
+                self.observer.after_share(self.parameters[name], new)
 
     def _part_of(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        placement = self._cut.get(name)
-        if placement is None:
+        if (placement := self._cut.get(name)) is None:
             return whole
         ((start, length),) = placement.ranges(rank, self._size)
         return whole.narrow(placement.dim, start, length)

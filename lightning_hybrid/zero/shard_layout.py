@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,16 @@ from lightning_hybrid.zero.state_file import aligned
 _P = ParamSpec("_P")
 # torch 2.13 gave the collectives on single tensors new names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ShareObserver(Protocol):
+    """Sees gradients that replicas share out."""
+
+    def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """What this rank has of a batch, in full."""
+
+    def after_share(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """This rank's part of the average, with what earlier batches gave."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +111,38 @@ def shard_placement(shape: torch.Size, size: int) -> Shard | None:
         return None
     dim = 0 if shape[0] >= size else max(range(len(shape)), key=lambda d: shape[d])
     return Shard.shared_out(dim, shape[dim], size)
+
+
+def refuse_changed(changed: Sequence[str], fqn: str) -> None:
+    """See that nobody has written to parameters that are held in full for an evaluation.
+
+    Args:
+        changed: FQNs of those that somebody has written to.
+        fqn: Of their layer.
+
+    Raises:
+        RuntimeError: Somebody has.
+    """
+    if changed:
+        raise RuntimeError(
+            f"{changed[0]} and {len(changed) - 1} other parameters of {fqn or 'the module'} were changed"
+            " between the batches of an evaluation, for which they had been gathered; change them before it begins"
+            " (on_validation_epoch_start is early enough), or set zero_stage=0"
+        )
+
+
+def refuse_late(name: str, gradient: Tensor | None) -> None:
+    """See that a parameter gets no gradient while its average is under way.
+
+    Args:
+        name: FQN of the parameter.
+        gradient: What it has got since.
+
+    Raises:
+        RuntimeError: It has got one.
+    """
+    if gradient is not None:
+        raise RuntimeError(
+            f"{name} got another gradient after its average was under way; set use_reentrant=False where a"
+            " checkpointed part shares this parameter"
+        )

@@ -33,7 +33,7 @@ from lightning_hybrid.step.randomness import replaced_forwards
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.kept_places import Place, pack
 from lightning_hybrid.zero.rounds import Rounds, agree_on_step
-from lightning_hybrid.zero.shard_layout import ShardRanks
+from lightning_hybrid.zero.shard_layout import ShardRanks, ShareObserver
 from lightning_hybrid.zero.state_file import Region
 
 Stage = int | None  # None: complete only after all stages of this rank
@@ -101,6 +101,11 @@ class ZeroSharding:
         for group in self._all:
             group.on_read = gather
 
+    def observe(self, observer: ShareObserver) -> None:
+        """Show the gradients of each batch, before and after they are reduced."""
+        for group in self._all:
+            group.observer = observer
+
     def meet_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers as each of them likes; see ``Rounds``."""
         self._rounds = Rounds.over(mesh, self._all)
@@ -116,8 +121,7 @@ class ZeroSharding:
 
     def meet_apart(self, mesh: Mesh) -> None:
         """From now on code outside of steps may read parameters on some ranks only; collective over the world."""
-        if self._apart is None:
-            self._apart = self._rounds or Rounds.over(mesh, self._all)
+        self._apart = self._apart or self._rounds or Rounds.over(mesh, self._all)
 
     def read_apart(self, parameter: Tensor) -> None:
         """Have all of a parameter here until `rest_apart`, in which the other ranks take part."""
@@ -163,15 +167,13 @@ class ZeroSharding:
     @property
     def regions(self) -> dict[int, Region]:
         """Where parameters at rest are in a file, by the id of the parameter."""
-        found = ((group.region, p) for group in self._all for p in group.parameters.values())
-        return {id(p): region for region, p in found if region is not None}
+        return {id(p): group.region for group in self._all for p in group.parameters.values() if group.region}
 
     @property
     def freed(self) -> frozenset[str]:
         """FQNs of layers whose parameters are gone between their forward and their backward."""
-        if not self.per_layer:
-            return frozenset()
-        return frozenset(fqn for fqn, groups in self._layers.items() if not all(group.keeps_whole for group in groups))
+        layers = self._layers.items() if self.per_layer else ()
+        return frozenset(fqn for fqn, groups in layers if not all(group.keeps_whole for group in groups))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

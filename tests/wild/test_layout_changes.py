@@ -15,6 +15,11 @@ from lightning_hybrid.verify import Layout
 PP2, *_ = LAYOUTS
 TP2 = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})
 ZERO = Layout("dp2 x pp2, ZeRO", devices=4, strategy={"pipeline_parallel_size": 2, "zero_stage": 2})
+BY_LAYER = Layout(
+    "dp2 x pp2, ZeRO by layer",
+    devices=4,
+    strategy={"pipeline_parallel_size": 2, "zero_stage": 3, "reshard_after_forward": True},
+)
 SHARDED = "sharded instead of"
 
 
@@ -269,6 +274,21 @@ class Selects(Network):
         return loss
 
 
+class SelectsForSome(Network):
+    """More rows in the batch of one replica only, while the other goes on."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.body(x)
+        is_late = self.trainer.fit_loop.epoch_loop.total_batch_idx == 3
+        chosen = h[h.abs().sum(1) < (0 if is_late and x[0, 0] > 0 else 1000)]
+        loss = F.mse_loss(self.head(h), y)
+        if len(chosen):
+            loss = loss + 0.1 * h.pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+
 class CountsAndSelects(Selects):
     """What the microbatches that have run before it breaks have left is counted once."""
 
@@ -299,7 +319,12 @@ BREAKS = [
     *((module, PP2, {}) for module in (Skips, Selects, HooksAround)),
     (SkipsWithTeacher, PP2, {"num_microbatches": 1}),
     (CountsAndSelects, PP2, {"num_microbatches": 1}),
-    *((Selects, layout, {}) for layout in (COMBINED, TENSOR)),
+    *((Selects, layout, {}) for layout in (COMBINED, TENSOR, ZERO, BY_LAYER)),
+    *((module, layout, {}) for module in (Skips, SelectsForSome) for layout in (ZERO, BY_LAYER)),
+    (SelectsForSome, COMBINED, {}),
+    (CountsAndSelects, BY_LAYER, {"num_microbatches": 1}),
+    (Selects, ZERO, {"trainer": {"accumulate_grad_batches": 3}}),
+    (SelectsForSome, BY_LAYER, {"trainer": {"accumulate_grad_batches": 4}}),
     (Selects, PP2, {"trainer": {"accumulate_grad_batches": 3}}),
     (Selects, COMBINED, {"trainer": {"accumulate_grad_batches": 4}}),
     (Selects, Layout("zb", devices=2, strategy={"pipeline_parallel_size": 2, "schedule": "zero_bubble"}), {}),

@@ -1,5 +1,6 @@
 """Numbers and tensors of the model that steer a later operation or batch."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -43,6 +44,63 @@ class FeedsBack(Regressor):
 
     def validation_step(self, batch, batch_idx):
         pass
+
+
+class Measures(nn.Module):
+    """Returns a number that it has read from what it made, and keeps another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.spread = nn.Linear(FEATURES, FEATURES), 0.0
+
+    def forward(self, x):
+        h = self.linear(x)
+        self.spread = float(h.detach().square().mean())
+        return h, h.abs().mean().item()
+
+
+class Logs(Regressor):
+    """What code around the layer does with its number: tells of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.measures, self.body, self.head = Measures(), mlp(), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        h, size = self.measures(x)
+        self.size = size
+        return self.head(self.body(self.used(h, size)))
+
+    def used(self, h, size):
+        if self.training:
+            self.log("size", size)
+        return h
+
+    def on_train_batch_end(self, *_):
+        self.log("sizes", self.size + self.measures.spread)
+
+
+class Multiplies(Logs):
+    def used(self, h, size):
+        return h * (1 + size)
+
+
+class Decides(Logs):
+    def used(self, h, size):
+        return 2 * h if size > 0.3 else h
+
+
+class DecidesByAttribute(Logs):
+    def used(self, h, size):
+        return 2 * h if self.measures.spread > 0.3 else h
+
+
+@pytest.mark.parametrize("module", [Logs, Multiplies, Decides, DecidesByAttribute])
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_that_layers_return(worlds, module, count):
+    report = check(worlds, module, PP2, steps=3, num_microbatches=count)
+    assert report.outcome == "same", str(report)
+    assert ("sharded instead of" in str(report)) == (module in (Decides, DecidesByAttribute)), str(report)
 
 
 @all_layouts

@@ -183,6 +183,30 @@ class KeepsLater(Branching):
         self.log("seen", float(len(self.seen)))
 
 
+class ContrastsLater(Branching):
+    """Compares samples with each other from the third batch on."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2:
+            loss = loss + 0.1 * F.cross_entropy(out @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
+
+
+class ContrastsByEpoch(Branching):
+    """Weighs the comparison by the epoch; the first has none."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y) + 0.1 * self.current_epoch * F.cross_entropy(out @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
+
+
 def longer_data():
     return regression_data(num_train=96)
 
@@ -194,6 +218,24 @@ LATER = [
     (PP2, {"num_microbatches": 1, "trainer": {"accumulate_grad_batches": 3}}),
     (COMBINED, {"num_microbatches": 1, "trainer": {"accumulate_grad_batches": 4}}),
 ]
+
+
+MIXES_LATER = [
+    *((ContrastsLater, layout, options) for layout, options in LATER if options["num_microbatches"] == 1),
+    (ContrastsByEpoch, PP2, {"trainer": {"max_epochs": 3, "limit_train_batches": 2}}),
+    (ContrastsByEpoch, COMBINED, {"trainer": {"max_epochs": 3, "limit_train_batches": 2}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "options"),
+    MIXES_LATER,
+    ids=lambda v: getattr(v, "__name__", None) or getattr(v, "name", str(v)),
+)
+def test_an_objective_may_begin_to_mix_samples_later(worlds, module, layout, options):
+    options = {"num_microbatches": 1, **options}
+    report = check(worlds, module, layout, make_data=longer_data, steps=5, **options)
+    assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
 @pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
+_TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_INSTEAD = str(Path(_PACKAGE, "tensor"))  # runs in place of the user's layers
 Step = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
 
@@ -40,3 +46,21 @@ class CodePath(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._bottom = None
         super().__exit__(*error)
+
+
+def calls_of(steps: Iterable[Step]) -> dict[int, str]:
+    """The lines of user code from which torch is called, each as one number that is the same on every rank.
+
+    Args:
+        steps: What a ``CodePath`` has noted.
+    """
+    found = {}
+    for function, frames in steps:
+        if any(code.co_filename.startswith(_INSTEAD) for code, _ in frames):
+            continue
+        users = [frame for frame in frames if not frame[0].co_filename.startswith((_TORCH, _PACKAGE))]
+        if users:
+            called = getattr(function, "__name__", "") if frames[0] == users[0] else ""  # by the user, not by torch
+            where = [(Path(code.co_filename).name, code.co_name, line) for code, line in users]
+            found[zlib.crc32(repr((called, where)).encode())] = f"{users[0][0].co_filename}:{users[0][1]}"
+    return found
