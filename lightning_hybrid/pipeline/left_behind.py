@@ -88,7 +88,7 @@ def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
             found[place] = _known(leaf, by_content)
         elif isinstance(leaf, numpy.ndarray):
             found[place] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
-        elif isinstance(leaf, float | int | numpy.generic) and not isinstance(leaf, bool | numpy.bool_):
+        elif isinstance(leaf, float | int | str | numpy.generic):
             found[place] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
     return found
 

@@ -253,6 +253,7 @@ class PlainRunner(MicrobatchRunner):
         if appended is not None:
             given.appended = appended.rows
         if left is not None:
+            given.calls = frozenset(calls)
             given.news = LEAVES if left.something() else BRANCHES if calls - self._calls else 0
         if part.ranks > 1:
             given = self._shares.together(given)
@@ -272,7 +273,7 @@ class PlainRunner(MicrobatchRunner):
         return StepResult(output, total, given.logs(), spans)
 
     def look_again(self) -> None:
-        """Compare the next batch with its parts once more: what a step weighs may follow the epochs."""
+        """Compare the next batch with its parts once more: what a step weighs may follow its number."""
         if self.is_shared:
             self._leaves, self.is_undecided = None, True
 

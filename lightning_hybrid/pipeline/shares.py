@@ -113,7 +113,7 @@ class Shares:
             sizes=[size for row in rows for size in row.sizes],
             outputs=[output for row in rows for output in row.outputs],
             appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
-            news=max(row.news for row in rows),
+            news=LEAVES if _branches_apart(rows) else max(row.news for row in rows),
         )
 
 
@@ -133,6 +133,7 @@ class Given:
         appended: What it has appended to lists of the user's modules.
         news: ``LEAVES`` if it has left something else of its batch on them; ``BRANCHES`` if it has run other lines of
             code than before; else 0.
+        calls: The lines of code that it has run.
     """
 
     weights: list[float]
@@ -142,6 +143,7 @@ class Given:
     outputs: list[Any]
     appended: Rows = field(default_factory=dict)
     news: int = 0
+    calls: frozenset[int] = frozenset()
 
     def joined_output(self, step: str) -> Any:
         """What the step returned for the whole batch.
@@ -160,6 +162,11 @@ class Given:
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the whole batch, of the microbatches that have logged it."""
         return [(entry, entry.combine(self.weights)) for entry in self.entries]
+
+
+def _branches_apart(rows: Sequence[Given]) -> bool:
+    """Whether the step has gone other ways on some shares: it may decide by what is a number of the batch."""
+    return len({(row.calls, None in row.losses) for row in rows}) > 1
 
 
 def given_by(

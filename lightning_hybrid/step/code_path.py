@@ -48,6 +48,11 @@ class CodePath(TorchFunctionMode):
         super().__exit__(*error)
 
 
+def is_of_user(frame: tuple[CodeType, int]) -> bool:
+    """Whether code is neither torch's nor this package's."""
+    return not frame[0].co_filename.startswith((_TORCH, _PACKAGE))
+
+
 def calls_of(steps: Iterable[Step]) -> dict[int, str]:
     """The lines of user code from which torch is called, each as one number that is the same on every rank.
 
@@ -58,7 +63,7 @@ def calls_of(steps: Iterable[Step]) -> dict[int, str]:
     for function, frames in steps:
         if any(code.co_filename.startswith(_INSTEAD) for code, _ in frames):
             continue
-        users = [frame for frame in frames if not frame[0].co_filename.startswith((_TORCH, _PACKAGE))]
+        users = [frame for frame in frames if is_of_user(frame)]
         if users:
             called = getattr(function, "__name__", "") if frames[0] == users[0] else ""  # by the user, not by torch
             where = [(Path(code.co_filename).name, code.co_name, line) for code, line in users]

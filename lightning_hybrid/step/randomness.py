@@ -205,6 +205,17 @@ class KeyedRandomness:
         finally:
             states.restore()
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is drawn inside counts for nothing: later draws are those of a step in which it was not."""
+        saved = self._drawn, self._noted
+        self._drawn, self._noted = Counter(self._drawn), set(self._noted)
+        try:
+            with self.isolated():
+                yield
+        finally:
+            self._drawn, self._noted = saved
+
     def reseed(self) -> None:
         """Seed torch's generators for the next draw of the module that runs now."""
         if self._base is None:

@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.costs import CostWatch
+from lightning_hybrid.step.looks import plain_state
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.stand_in import run_on_stand_ins
+from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import flatten
 from lightning_hybrid.step.watch import user_line
 
@@ -153,8 +155,13 @@ def event_on_stand_ins(
         return run_on_stand_ins(run, args, kwargs, error)
     unit = units[name[1:]]
     made = _NumbersOfUnit(unit, (args, kwargs))
+    # A module without parameters is a unit for its results alone: what it keeps would be on one stage.
+    before = None if any(True for _ in unit.parameters()) else _state_of(unit)
     out = run_on_stand_ins(run, args, kwargs, error, unit)
-    if where := made(out):
+    where = made(out)
+    if before is not None and not where and _state_of(unit) != before:
+        where = "it keeps something of its batch"
+    if where:
         message = (
             f"{user_line()}: {name[1:]} makes a number of values of the model, and {where}, which other pipeline"
             " stages do not have; return the tensor"
@@ -189,6 +196,11 @@ class _NumbersOfUnit:
             for name, held in module.__dict__.items()
             if isinstance(held, float | numpy.floating | numpy.ndarray)
         }
+
+
+def _state_of(unit: nn.Module) -> Any:
+    tensors = [*unit.buffers(), *(leaf for _, leaf in reachable(unit, plain=False) if isinstance(leaf, Tensor))]
+    return plain_state(list(unit.modules())), [(id(tensor), tensor._version) for tensor in tensors]
 
 
 def _numbers_in(out: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Collection, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
 import numpy
@@ -30,6 +31,7 @@ _BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # whose length c
 PLAIN = frozenset({float, int, bool, str, type(None)})
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+_FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
 _DEEPEST = 4
 
 
@@ -274,7 +276,7 @@ def inside(value: Any) -> Any:
     """The container of what ``value`` holds: itself, or the attributes of a plain user object; None for a leaf."""
     if isinstance(value, _CONTAINERS):
         return value
-    if isinstance(value, Tensor | nn.Module | type) or callable(value):
+    if isinstance(value, Tensor | nn.Module | type | _FUNCTIONS):
         return None
     kind = type(value)
     if kind.__module__.split(".")[0] in _FOREIGN or kind.__module__.startswith(_FOREIGN):

@@ -6,9 +6,11 @@ shows (a unit that dominates its stage, or one whose parameters are read around 
 
 from __future__ import annotations
 
+import dis
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torchmetrics import Metric
@@ -52,7 +54,7 @@ class UnitChoice:
             self.opened |= {error.unit} - self.closed
             return is_new
         fqn = _module_at_fault(error, self._root)
-        if fqn is None or fqn in self.closed | self.opened:
+        if fqn is None or fqn in self.closed | self.opened or _sets_attributes(self._root.get_submodule(fqn)):
             return False
         self.closed.add(fqn)
         return True
@@ -73,6 +75,20 @@ def _module_at_fault(error: Exception, root: nn.Module) -> str | None:
             return names[id(module)]
         trace = trace.tb_next
     return None
+
+
+def _sets_attributes(module: nn.Module) -> bool:
+    """Whether the code of a module's class binds attributes after it was built, which only one stage would have."""
+    classes = {base for inner in module.modules() for base in type(inner).__mro__}
+    own = [vars(base) for base in classes if not base.__module__.startswith(("torch.", "lightning", "builtins"))]
+    functions = [held for members in own for name, held in members.items() if name != "__init__"]
+    left: list[Any] = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    while left:
+        code = left.pop()
+        if any(instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(code)):
+            return True
+        left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
 
 
 def choose_units(

@@ -58,7 +58,11 @@ class ChangingStrategy(SetUpStrategy):
         assert module is not None
         if not module.automatic_optimization or self._runner is None:
             return
-        if isinstance(self._runner, PlainRunner) and not self._trainer.fit_loop.epoch_loop.batch_idx:
+        loop = self._trainer.fit_loop.epoch_loop
+        is_looked_at = (
+            not loop.batch_idx or loop.total_batch_idx.bit_count() == 1
+        )  # the first of an epoch, 1, 2, 4, ...
+        if isinstance(self._runner, PlainRunner) and is_looked_at:
             self._runner.look_again()
         if self._is_pipelined:
             self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))

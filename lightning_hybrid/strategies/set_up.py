@@ -142,7 +142,7 @@ class SetUpStrategy(CutStrategy):
             parts.cut_parameters(module)
             self._share_out(trainer, module)
         if shards is not None:
-            shards.be_ready(partial(KeyedDraws, device=self.root_device), rank_zero_warn)
+            shards.be_ready(partial(KeyedDraws, device=self.root_device), rank_zero_warn, randomness.apart)
             self._gather_on_read(shards)
         if experts is not None:
             experts.be_ready()

@@ -32,7 +32,6 @@ from lightning_hybrid.step.absent import whole_shape
 from lightning_hybrid.step.code_path import CodePath
 from lightning_hybrid.step.deferred import with_wholes
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.transaction import ArgumentState, ModuleState
 from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
@@ -41,7 +40,7 @@ from lightning_hybrid.tensor.homes import find_homes, put_attributes, put_forwar
 from lightning_hybrid.tensor.linears import Linears
 from lightning_hybrid.tensor.marks import cut_over
 from lightning_hybrid.tensor.plan import UnitPlan, local_positions
-from lightning_hybrid.tensor.proved_calls import NotProved, ProvedCalls
+from lightning_hybrid.tensor.proved_calls import ProvedCalls
 from lightning_hybrid.tensor.ranks import ExchangingRanks, Ranks, gather, local_part, paired, ranks_in, sum_gradients
 from lightning_hybrid.tensor.slices import Vocabulary
 from lightning_hybrid.tensor.vocabulary_slice import represent
@@ -124,7 +123,9 @@ class ShardedUnit:
         self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
         is_of_torch = all(type(module).__module__.startswith("torch.") for module in unit.modules())
-        self._proved = ProvedCalls(unit, plan.calls) if plan.calls and not is_of_torch else None
+        has_code = plan.calls and not is_of_torch
+        agree = self._on_any_rank
+        self._proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=agree) if has_code else None
         self._path: CodePath | None = None  # of a forward that is looked at
         self._without: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
@@ -153,33 +154,18 @@ class ShardedUnit:
 
     # --- one forward --------------------------------------------------------------------------------------------------
 
-    def run_proved(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward, sharded, if it does what the plan was proved for.
+    @property
+    def proved(self) -> ProvedCalls | None:
+        """What is known of its forwards; None where no code of the user's runs in them."""
+        return self._proved
 
-        Raises:
-            NotProved: It does something else; nothing of it stays.
-        """
-        if self._proved is None:
-            return self.run_sharded(*args, **kwargs)
-        key = self._proved.key(args, kwargs)
-        if not self._proved.is_new(key):
-            return self.run_sharded(*args, **kwargs)
-        before = ModuleState(self._unit), ArgumentState(flatten_call(args, kwargs)[0])
-        drawn = torch.get_rng_state()
-        path = CodePath()
-        self._set_path(path)
-        try:
-            try:
-                output = self.run_sharded(*args, **kwargs)
-            finally:
-                self._set_path(None)
-                self._proved.look(key, path)  # what fails may be what was not proved
-        except NotProved:
-            for state in before:
-                state.restore()
-            torch.set_rng_state(drawn)
-            raise
-        return output
+    def _on_any_rank(self, seen: bool) -> bool:
+        device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
+        votes = torch.full((1,), float(seen), device=device)
+        for ranks in (self._ranks, self._context):
+            if ranks.size > 1:
+                ranks.all_reduce(votes)
+        return bool(votes)
 
     def _set_path(self, path: CodePath | None) -> None:
         self._path = path

@@ -76,6 +76,10 @@ def plan_unit(
                 plan = search.run()
             if context > 1:
                 plan = _with_context(plan, search, proof, deal)
+            if plan.num_sharded and not plan.vocabulary and (line := proof.value_read):
+                plan = UnitPlan.whole(
+                    unit, size, f"it reads values of tensors ({line}), of which ranks would have parts"
+                )
             plan = replace(plan, calls=proof.calls)
     check_done(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)

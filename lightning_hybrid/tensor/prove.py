@@ -18,6 +18,7 @@ from lightning_hybrid.step.exact import Exact, random_copy
 from lightning_hybrid.tensor.compare import difference_of
 from lightning_hybrid.tensor.examples import Example, make_example, spread_rows
 from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.proved_calls import value_read_in
 from lightning_hybrid.tensor.trial import (
     Outcome,
     Setting,
@@ -222,6 +223,11 @@ class Proof:
         """The lines of the unit's code that called torch in its own runs so far; see ``proved_calls``."""
         return frozenset(call for outcome, _ in self._whole.values() for call in calls_of(outcome.path))
 
+    @property
+    def value_read(self) -> str:
+        """A line at which the unit reads values of tensors; "" if it has not so far."""
+        return next(filter(None, (value_read_in(outcome.path) for outcome, _ in self._whole.values())), "")
+
     def run_unit(self) -> None:
         """One run of the whole unit on its example."""
         _run(self.unit, self.example, self.dtype)
@@ -340,7 +346,7 @@ def prove_again(
         if plan.positions is not None:
             least = plan.size * plan.context if plan.positions.by == "both" else plan.size
         proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
-        if isinstance(proof, str) or proof.first_failure(plan) is not None:
+        if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials
         if plan.otherwise is not None:

@@ -30,7 +30,6 @@ from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.full_reads import FullReads
 from lightning_hybrid.tensor.outside import OutsideReads
 from lightning_hybrid.tensor.plan import UnitPlan
-from lightning_hybrid.tensor.proved_calls import NotProved
 from lightning_hybrid.tensor.ranks import GroupRanks, paired
 from lightning_hybrid.tensor.traced import Entered, traced_forwards
 
@@ -83,13 +82,19 @@ class ModelShards:
         axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp", places=context_places or {})]
         self.cuts = [axis for axis in axes if axis.group.size() > 1]
 
-    def be_ready(self, around: Callable[[int], AroundDraw], tell: Callable[[str], None] = warnings.warn) -> None:
+    def be_ready(
+        self,
+        around: Callable[[int], AroundDraw],
+        tell: Callable[[str], None] = warnings.warn,
+        apart: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
         """Be ready to run, now that each parameter holds this rank's part.
 
         Args:
             around: Makes a context around draws, other ones for each number: for regions the number of this rank
                 among tensor ranks times context ranks, for positions a number of the context rank alone.
             tell: Warns the user.
+            apart: A context around forwards of which nothing counts, random draws neither; made by torch if None.
         """
         self._tell = tell
         # One of each, so that units know that they are dealt to the same.
@@ -115,6 +120,8 @@ class ModelShards:
                     around_own=around_own,
                 )
                 self._runners[fqn].hands_on = hands_on
+                if apart is not None and (calls := self._runners[fqn].proved) is not None:
+                    calls.apart = apart
                 if proved.positions is not None and plan.positions is not None:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
                     self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
@@ -228,7 +235,7 @@ class ModelShards:
         reads = self._reads
 
         def run(fqn: str, full: Callable[..., Any]) -> Callable[..., Any]:
-            sharded = self._runners[fqn].run_proved
+            sharded = self._runners[fqn].run_sharded
             if reads is not None:
                 sharded = reads.of_layer(units[fqn], sharded)
             return partial(self._sharded_or_full, fqn, sharded, full)
@@ -240,15 +247,15 @@ class ModelShards:
         self, fqn: str, sharded: Callable[..., Any], full: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """A unit's forward; what its plan was not proved for runs full on each rank, as code outside of units does."""
-        try:
+        proved = self._runners[fqn].proved
+        where = "" if proved is None else proved.otherwise_at(sharded, full, args, kwargs)
+        if not where:
             return sharded(*args, **kwargs)
-        except NotProved as other:
-            where = str(other)
         if fqn not in self._told:
             self._told.add(fqn)
             self._tell(
-                f"{fqn} does something at {where} that did not run when its tensor plan was proved; where it does, it"
-                " runs full on every tensor rank"
+                f"{fqn} does something that its tensor plan was not proved for ({where}); where it does, it runs full"
+                " on every tensor rank"
             )
         args, kwargs = with_wholes(args, kwargs)
         return full(*args, **kwargs)

@@ -106,6 +106,25 @@ class WithNumber(nn.Module):
         return (loss, loss.item()) if loss > 0 else (loss, 0.0)
 
 
+class Counts(nn.Module):
+    """Keeps a number of its batch, which a hook reads."""
+
+    hard = 0
+
+    def forward(self, predicted, wanted):
+        errors = (predicted - wanted).abs()
+        self.hard = int((errors > 0.2).sum())
+        return errors.square().mean() * (2 if self.hard > 3 else 1)
+
+
+class Observed(Deep):
+    make_criterion = Counts
+    shared_step = Mining.shared_step
+
+    def on_train_batch_end(self, *_):
+        self.log("hard", float(self.criterion.hard))
+
+
 CASES = [
     *((module, PP2) for module in (Mining, Detector, Activates)),
     (Detector, COMBINED),
@@ -122,6 +141,11 @@ def named(value):
 def test_pipelined_with_the_module_as_one_unit(worlds, module, layout):
     report = check_there_and_back(worlds, module, layout)
     assert report.outcome == "same" and SHARDED not in str(report), str(report)
+
+
+def test_one_that_keeps_something_is_no_unit(worlds):
+    report = check(worlds, Observed, PP2, steps=2, num_microbatches=1)
+    assert report.outcome == "same" and SHARDED in str(report), str(report)
 
 
 def test_a_number_that_it_returns_is_not_hidden(worlds):

@@ -5,9 +5,11 @@ import warnings
 import numpy
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning_runs import trainer_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 from wild.test_inside_forward import Regressor, mlp
 
@@ -220,22 +222,89 @@ LATER = [
 ]
 
 
-MIXES_LATER = [
-    *((ContrastsLater, layout, options) for layout, options in LATER if options["num_microbatches"] == 1),
-    (ContrastsByEpoch, PP2, {"trainer": {"max_epochs": 3, "limit_train_batches": 2}}),
-    (ContrastsByEpoch, COMBINED, {"trainer": {"max_epochs": 3, "limit_train_batches": 2}}),
-]
+class RampsUp(Branching):
+    """Weighs the comparison by an attribute, which is 0 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = 0.0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = 0.1 * (self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        return F.mse_loss(out, y) + self.weight * F.cross_entropy(out @ y.T, torch.arange(len(x)))
 
 
-@pytest.mark.parametrize(
-    ("module", "layout", "options"),
-    MIXES_LATER,
-    ids=lambda v: getattr(v, "__name__", None) or getattr(v, "name", str(v)),
-)
-def test_an_objective_may_begin_to_mix_samples_later(worlds, module, layout, options):
-    options = {"num_microbatches": 1, **options}
-    report = check(worlds, module, layout, make_data=longer_data, steps=5, **options)
-    assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
+class Flags(Branching):
+    """Keeps a decision of one batch for the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_hard, self.phase = False, "easy"
+
+    def training_step(self, batch, batch_idx):
+        scale = 2 if self.is_hard else 1
+        loss = scale * super().training_step(batch, batch_idx)
+        self.is_hard, self.phase = bool(loss > 0.3), "hard" if loss > 0.3 else "easy"
+        return loss
+
+
+class SkipsSome(Branching):
+    """Skips a batch whose loss is small, which is not small on each share."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx and loss.item() < 0.35 else loss
+
+
+class Tracker:
+    """Holds a state, and is called."""
+
+    def __init__(self):
+        self.mean = 1.0
+
+    def __call__(self, loss):
+        self.mean = 0.5 * self.mean + 0.5 * loss
+        return self.mean
+
+
+class Tracks(Branching):
+    def __init__(self):
+        super().__init__()
+        self.track = Tracker()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.track(loss.item())
+
+
+def trained(module_class, devices, options, epochs):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    if options is None:
+        trainer = Trainer(accelerator="cpu", max_epochs=epochs, precision="64-true", logger=False, **QUIET)
+    else:
+        trainer = trainer_of(devices, 2, max_epochs=epochs, precision="64-true", strategy_options=options)
+    torch.manual_seed(0)
+    module = module_class()
+    loader = regression_data(num_train=48)["train_dataloaders"]
+    trainer.fit(module, DataLoader(loader.dataset, 8))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+ALONE = [(ContrastsLater, 1), (ContrastsByEpoch, 3), (RampsUp, 1), (Flags, 1), (SkipsSome, 1), (Tracks, 1)]
+
+
+@pytest.mark.parametrize(("module", "epochs"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_trains_to_the_weights_of_plain_lightning(worlds, module, epochs):
+    """What shares would make another number of, from the first batch on or later."""
+    [expected] = worlds.run(1, trained, module, 1, None, epochs)
+    for found in worlds.run(2, trained, module, 2, {"num_microbatches": 1}, epochs):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning_runs import trainer_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from wild.suite import FEATURES, TENSOR, check, regression_data
 from wild.test_inside_forward import Regressor
 
@@ -18,9 +19,14 @@ SEQUENCE = Layout("tp2, sequence", devices=2, strategy={"tensor_parallel_size": 
 CONTEXT = Layout("cp2", devices=2, strategy={"context_parallel_size": 2})
 BOTH = Layout("cp2 x tp2", devices=4, strategy={"context_parallel_size": 2, "tensor_parallel_size": 2})
 
+FULL, SELECTIVE = (
+    Layout(f"tp2, {how}", devices=2, strategy={"tensor_parallel_size": 2, "recompute": how})
+    for how in ("full", "selective")
+)
+
 
 class Block(nn.Module):
-    late, drop = False, 0.0
+    late = False
 
     def __init__(self):
         super().__init__()
@@ -77,6 +83,65 @@ class WithState(Block):
         return h.roll(3, -1) if self.late else h
 
 
+class ByArgument(Block):
+    """The same lines, with other numbers."""
+
+    width = 32
+
+    def between(self, h, x):
+        return h * (torch.arange(h.shape[-1], device=h.device) < (self.width if self.late else 64))
+
+
+class ByFunction(Block):
+    """Another function at the same line."""
+
+    def between(self, h, x):
+        return (torch.softmax if self.late else _as_it_is)(h, -1)
+
+
+def _as_it_is(h, dim):
+    return h
+
+
+class GivesMore(Block):
+    """Returns what it has between as well."""
+
+    def forward(self, x):
+        h = torch.relu(self.fc1(x))
+        out = x + self.fc2(h)
+        return (out, h) if self.late else (out, None)
+
+
+class WritesInput(Block):
+    def forward(self, x):
+        if self.late:
+            x = x.clone()
+            x.mul_(0.5)
+        return super().forward(x)
+
+    def between(self, h, x):
+        return h
+
+
+class Guards(Block):
+    """Asks for values, as many do to be safe."""
+
+    def between(self, h, x):
+        return torch.nan_to_num(h) if torch.isnan(h).any() else h
+
+
+class Drops(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+    def between(self, h, x):
+        return h.softmax(-1) if self.late else h
+
+
 class Switches:
     late = False
 
@@ -117,6 +182,41 @@ class State(Two):
     make_block = WithState
 
 
+class Argument(Two):
+    make_block = ByArgument
+
+
+class Function(Two):
+    make_block = ByFunction
+
+
+class More(Two):
+    make_block = GivesMore
+
+    def forward(self, x):
+        x, first = self.a(x)
+        x, second = self.b(x)
+        kept = 0 if first is None else first.amax(1, keepdim=True) + second.amax(1, keepdim=True)
+        return self.head(x) + kept
+
+
+class Written(Two):
+    make_block = WritesInput
+
+
+class Guarded(Two):
+    make_block = Guards
+
+
+class Dropped(Two):
+    make_block = Drops
+
+
+class Checkpointed(Attribute):
+    def forward(self, x):
+        return self.head(checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False))
+
+
 class Sequence(Attribute):
     """Of several positions."""
 
@@ -134,7 +234,9 @@ def named(value):
 
 
 CASES = [
-    *((module, TP2) for module in (Attribute, Config, Input, Shape, State)),
+    *((module, TP2) for module in (Attribute, Config, Input, Shape, State, Argument, Function, More, Written)),
+    *((module, layout) for module in (Attribute, Dropped) for layout in (FULL, SELECTIVE)),
+    *((module, TP2) for module in (Guarded, Dropped, Checkpointed)),
     *((Attribute, layout) for layout in (TENSOR, REPLICAS, ZERO)),
     *((Sequence, layout) for layout in (TP2, SEQUENCE, CONTEXT, BOTH)),
     (State, REPLICAS),
@@ -153,7 +255,7 @@ def warned(module_class, devices, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module_class(), data()["train_dataloaders"])
-    return [str(warning.message) for warning in caught if "was proved" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "was not proved for" in str(warning.message)]
 
 
 class Never(Attribute):
