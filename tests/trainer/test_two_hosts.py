@@ -28,11 +28,8 @@ def fit_on_hosts(run, host_of_rank):
         for kind in (GroupTransport, HostTransport):
             patch.setattr(*noted(kind, kind.__name__, kind.send))
         result = fit(run)
-    shared = [
-        made is not None
-        for group, made in collectives._memories._made.items()
-        if group not in before and group.size() > 1
-    ]
+    made_here = [pair for pair in collectives._memories._made.items() if pair[0] not in before]
+    shared = [made is not None for group, made in made_here if group.size() > 1]
     return result, used, shared
 
 
