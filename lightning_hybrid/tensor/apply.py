@@ -159,10 +159,6 @@ class ShardedUnit:
         """What is known of its forwards; None where no code of the user's runs in them."""
         return self._proved
 
-    def forget(self) -> None:
-        """It runs no more: what knows of its forwards refers back to it, and would keep its groups alive."""
-        self._proved = None
-
     def _on_any_rank(self, seen: bool) -> bool:
         device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
         votes = torch.full((1,), float(seen), device=device)

@@ -161,12 +161,13 @@ class ProvedCalls:
         self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[Any, Any], bool]:
         """The leaves of the result, the shapes of tensors in attributes, and whether numbers were drawn."""
-        state, keep = ModuleState(self._unit), partial(_as_it_is, None)
+        state = ModuleState(self._unit)
         tensors = [leaf for _, leaf in reachable(self._unit, plain=False) if isinstance(leaf, Tensor)]
         contents = [Content(leaf) for leaf in tensors if leaf.layout is torch.strided and not is_absent(leaf)]
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not looked at
         try:
-            with self.apart(), saved_tensors_hooks(keep, keep):
+            # Hooks of the user see nothing of a trial. Detached: a node that holds its own result is never freed.
+            with self.apart(), saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
                 drawn = torch.get_rng_state()
                 args, kwargs = copied((args, kwargs), _copy_of, modules=False)
                 leaves = [whole_of(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
@@ -199,7 +200,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _as_it_is(_: None, tensor: Any) -> Any:
+def _as_it_is(tensor: Any) -> Any:
     return tensor
 
 

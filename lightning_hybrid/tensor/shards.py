@@ -262,8 +262,6 @@ class ModelShards:
 
     def forget(self) -> None:
         """The module is whole again."""
-        for runner in self._runners.values():
-            runner.forget()
         self._runners, self._compiled, self._users_of_experts = {}, {}, {}
         self._reads = None
 

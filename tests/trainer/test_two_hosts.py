@@ -21,15 +21,13 @@ def fit_on_hosts(run, host_of_rank):
 
         return kind, "send", send
 
-    before = list(collectives._memories._made)  # of runs before this one
     used: set[str] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_host", lambda: f"host {host_of_rank[dist.get_rank()]}")
         for kind in (GroupTransport, HostTransport):
             patch.setattr(*noted(kind, kind.__name__, kind.send))
         result = fit(run)
-    made_here = [pair for pair in collectives._memories._made.items() if pair[0] not in before]
-    shared = [made is not None for group, made in made_here if group.size() > 1]
+    shared = [made is not None for group, made in collectives._memories._made.items() if group.size() > 1]
     return result, used, shared
 
 
