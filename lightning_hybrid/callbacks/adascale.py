@@ -92,12 +92,11 @@ class AdaScale(Callback):
 
     def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take what a batch of this rank gives a parameter, of which others keep parts."""
-        square = _square(gradient.to_dense() if gradient.is_sparse else gradient)
-        self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + square
+        self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(_dense(gradient))
 
     def after_share(self, parameter: nn.Parameter, part: Tensor) -> None:
         """Take this rank's part of the gradient that the step will use, unless further batches come."""
-        self._total[id(parameter)] = _square(part.to_dense() if part.is_sparse else part)
+        self._total[id(parameter)] = _square(_dense(part))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the batch that was just accumulated."""
@@ -252,8 +251,11 @@ def _gain(square: float, variance: float, scale: float) -> float:
 
 
 def _values(parameter: nn.Parameter) -> Tensor | None:
-    gradient = parameter.grad
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+    return None if parameter.grad is None else _dense(parameter.grad)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _square(gradient: Tensor) -> Tensor:

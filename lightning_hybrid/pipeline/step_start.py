@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.transaction import Content, ModuleState, reachable
+from lightning_hybrid.step.transaction import Content, ModuleState, can_be_put_back, reachable
 
 _MOST_COPIED = 2**24  # before every step
 
@@ -35,7 +35,7 @@ class StepStart:
         self._modules = ModuleState(root, without=inside)
         self._states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in self._metrics]
         leaves = list(reachable(root, inside, plain=False))
-        tensors = [(place, leaf) for place, leaf in leaves if isinstance(leaf, Tensor) and _is_plain(leaf)]
+        tensors = [(place, leaf) for place, leaf in leaves if isinstance(leaf, Tensor) and can_be_put_back(leaf)]
         self._tensors = [Content(leaf) for _, leaf in tensors if leaf.numel() <= copied]
         self._large = [(place, leaf, leaf._version) for place, leaf in tensors if leaf.numel() > copied]
         self._arrays = [(leaf, leaf.copy()) for _, leaf in leaves if isinstance(leaf, ndarray)]
@@ -69,10 +69,6 @@ class StepStart:
             for name, state in states.items():
                 setattr(metric, name, state)
             metric._update_count, metric._computed, metric._forward_cache = count, computed, None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
 
 
 def _copied(state: Any) -> Any:

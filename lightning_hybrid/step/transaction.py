@@ -108,6 +108,11 @@ class ArgumentState:
             _set_generator(generator, state)
 
 
+def can_be_put_back(tensor: Tensor) -> bool:
+    """Whether a tensor has content that ``Content`` can hold."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
+
+
 class Content:
     """What a tensor held at one moment, by content and memory: `tensor.data = other` moves no version."""
 

@@ -13,20 +13,19 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.code_path import CodePath, Step, calls_of, is_of_user
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
 from lightning_hybrid.step.looks import plain_state
 from lightning_hybrid.step.recent import Recent
-from lightning_hybrid.step.transaction import PLAIN, Content, ModuleState, is_state, reachable
+from lightning_hybrid.step.transaction import PLAIN, Content, ModuleState, Place, can_be_put_back, is_state, reachable
 from lightning_hybrid.step.tree import flatten, flatten_call
 from lightning_hybrid.tensor.compare import difference_of
 
@@ -50,6 +49,20 @@ def value_read_in(steps: Iterable[Step]) -> str:
         if frames and is_of_user(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
             return f"{frames[0][0].co_filename}:{frames[0][1]}"
     return ""
+
+
+class _Tried(NamedTuple):
+    """What a forward gave.
+
+    Attributes:
+        results: The leaves of what it returned.
+        kept: The shapes of tensors that it left in attributes, by place.
+        drew: Whether random numbers were drawn.
+    """
+
+    results: list[Any]
+    kept: dict[Place, tuple[int, ...]]
+    drew: bool
 
 
 class ProvedCalls:
@@ -111,59 +124,57 @@ class ProvedCalls:
         return given, switches, kinds, tuple(filter(None, held)), tuple(plain_state(modules))
 
     def _look(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        where, drew = self._new_line(sharded, args, kwargs)
-        if self._agree(bool(where)):
-            return where or "a line that only another rank has come to"
-        if self._num_compared >= _MOST_COMPARED:
-            return ""
-        self._num_compared += 1
-        modes = [(module, module.training) for module in self._unit.modules() if module.training and drew]
-        for module, _ in modes:  # ranks draw different numbers where they share
-            module.training = False
-        try:
-            where = self._difference(sharded, full, args, kwargs)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        return where or "its results" if self._agree(bool(where)) else ""
-
-    def _new_line(self, sharded: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bool]:
-        """Where code ran that did not in trials, and whether random numbers were drawn."""
-        path, failure, drew = CodePath(), "", True
+        path, failure, found = CodePath(), "", None
         self._note(path)
         try:
-            drew = self._tried(sharded, args, kwargs)[2]
+            found = self._tried(sharded, args, kwargs)
         except Exception as error:  # what it is shows when it runs full
             failure = f"{type(error).__name__}: {error}"
         finally:
             self._note(None)
         new = (line for call, line in calls_of(path.steps).items() if call not in self._calls)
-        return next(new, "") or value_read_in(path.steps) or failure, drew
-
-    def _difference(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """How its results differ from those of the full unit."""
-        try:
-            found, kept, _ = self._tried(sharded, args, kwargs)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        try:
-            wanted, kept_by_full, _ = self._tried(full, *with_wholes(args, kwargs))
-        except Exception:  # such as for a cache that holds what this rank shares
+        where = next(new, "") or value_read_in(path.steps) or failure
+        if self._agree(bool(where)):
+            return where or "a line that only another rank has come to"
+        assert found is not None
+        if self._num_compared >= _MOST_COMPARED:
             return ""
-        if len(found) != len(wanted):
-            return f"{len(wanted)} results, not {len(found)}"
-        if kept != kept_by_full:
+        self._num_compared += 1
+        where = self._difference(found, sharded, full, args, kwargs)
+        return where or "its results" if self._agree(bool(where)) else ""
+
+    def _difference(
+        self, found: _Tried, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """How the results of the sharded unit differ from those of the full one."""
+        modes = [(module, module.training) for module in self._unit.modules() if module.training and found.drew]
+        for module, _ in modes:  # ranks draw different numbers where they share
+            module.training = False
+        try:
+            if found.drew:
+                try:
+                    found = self._tried(sharded, args, kwargs)
+                except Exception as error:
+                    return f"{type(error).__name__}: {error}"
+            try:
+                wanted = self._tried(full, *with_wholes(args, kwargs))
+            except Exception:  # such as for a cache that holds what this rank shares
+                return ""
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if len(found.results) != len(wanted.results):
+            return f"{len(wanted.results)} results, not {len(found.results)}"
+        if found.kept != wanted.kept:
             return "what it keeps in attributes"
-        pairs = zip(found, wanted, strict=True)
+        pairs = zip(found.results, wanted.results, strict=True)
         return next((f"its results: {text}" for text in (_differ(*pair) for pair in pairs) if text), "")
 
-    def _tried(
-        self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[Any, Any], bool]:
-        """The leaves of the result, the shapes of tensors in attributes, and whether numbers were drawn."""
+    def _tried(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Tried:
+        """Run a forward of which nothing stays."""
         state = ModuleState(self._unit)
         tensors = [leaf for _, leaf in reachable(self._unit, plain=False) if isinstance(leaf, Tensor)]
-        contents = [Content(leaf) for leaf in tensors if leaf.layout is torch.strided and not is_absent(leaf)]
+        contents = [Content(leaf) for leaf in tensors if can_be_put_back(leaf)]
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not looked at
         try:
             # Hooks of the user see nothing of a trial. Detached: a node that holds its own result is never freed.
@@ -175,7 +186,7 @@ class ProvedCalls:
                 held = reachable(self._unit, plain=False)
                 kept = {place: tuple(whole_of(leaf).shape) for place, leaf in held if isinstance(leaf, Tensor)}
                 drew = not torch.equal(drawn, torch.get_rng_state()) or on_device
-            return leaves, kept, drew
+            return _Tried(leaves, kept, drew)
         finally:
             state.restore()
             for content in contents:

@@ -11,7 +11,7 @@ Reductions of gradients go through another group: they are launched between roun
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -104,13 +104,11 @@ class Rounds:
         return False
 
 
-def agree_on_step(
-    groups: Sequence[ParameterGroup], ranks: ShardRanks, device: torch.device, num_microbatches: int
-) -> bool:
+def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.device, num_microbatches: int) -> bool:
     """See that all ranks train the same parameters; what they send depends on it. Collective over ``ranks``.
 
     Args:
-        groups: All of this rank.
+        trained: Whether each parameter of this rank takes gradients, by FQN.
         ranks: Of the shard, and those that replicate it.
         device: Of this rank.
         num_microbatches: Of the step on this rank.
@@ -121,17 +119,16 @@ def agree_on_step(
     Raises:
         RanksDiffer: They train other parameters; on every rank.
     """
-    named = {name: parameter for group in groups for name, parameter in group.parameters.items()}
-    digest = zlib.crc32(bytes(parameter.requires_grad for parameter in named.values()))
+    digest = zlib.crc32(bytes(trained.values()))
     votes = torch.tensor([digest, -digest, num_microbatches, -num_microbatches], dtype=torch.int64, device=device)
     for those in (ranks.shard, ranks.replicate):
         if those.size() > 1:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=those)
     highest, lowest, most, fewest = votes.tolist()
     if highest != -lowest:
-        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+        frozen = [name for name, takes in trained.items() if not takes]
         raise RanksDiffer(
-            f"replicas train different parameters: here {len(frozen)} of {len(named)} are frozen"
+            f"replicas train different parameters: here {len(frozen)} of {len(trained)} are frozen"
             f" ({', '.join(frozen[:3]) or 'none'}), elsewhere others; freeze the same ones on every rank, or set"
             " zero_stage=0"
         )

@@ -114,14 +114,14 @@ def shard_placement(shape: torch.Size, size: int) -> Shard | None:
 
 
 def refuse_changed(changed: Sequence[str], fqn: str) -> None:
-    """See that nobody has written to parameters that are held in full for an evaluation.
+    """See that parameters which are held in full for an evaluation have not been written.
 
     Args:
-        changed: FQNs of those that somebody has written to.
+        changed: FQNs of those that have been.
         fqn: Of their layer.
 
     Raises:
-        RuntimeError: Somebody has.
+        RuntimeError: Some have been.
     """
     if changed:
         raise RuntimeError(

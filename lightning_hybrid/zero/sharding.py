@@ -86,7 +86,7 @@ class ZeroSharding:
         self._queue: list[ParameterGroup] = []  # of the armed backward, in the order of their reductions
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
         self._seen: set[int] = set()
-        self._trained: tuple[bool, ...] | None = None
+        self._trained: dict[str, bool] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._rounds: Rounds | None = None
         self._apart: Rounds | None = None  # of code outside of steps
@@ -229,8 +229,8 @@ class ZeroSharding:
 
     def _agree(self, num_microbatches: int) -> None:
         """Agree with the ranks of the shard on what a step sends."""
-        trained = tuple(p.requires_grad for group in self._all for p in group.parameters.values())
-        self._are_alike = agree_on_step(self._all, self._ranks, self._device, num_microbatches)
+        trained = {name: p.requires_grad for group in self._all for name, p in group.parameters.items()}
+        self._are_alike = agree_on_step(trained, self._ranks, self._device, num_microbatches)
         if trained == self._trained:
             return
         self._trained = trained
