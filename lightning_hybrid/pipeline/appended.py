@@ -41,14 +41,31 @@ class AppendedEntries:
                 new = [map_leaves(_detached, entry) for entry in entries[begin:]]
                 self.rows.setdefault(place, earlier).append(new)
 
-    def put(self, rows: Rows, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
+    def put(
+        self,
+        rows: Rows,
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        losses: Sequence[float | None] = (),
+        loss_weights: Sequence[float] = (),
+    ) -> None:
         """Join what all microbatches of the batch have appended, those of other ranks too.
 
         Args:
             rows: By place.
             weights: Of the microbatches.
             sizes: Their numbers of samples.
+            losses: Of the microbatches, which have their own weights.
+            loss_weights: These.
         """
+
+        def joined_of(column: list[Any]) -> Any:
+            if not _are_equal(list(map(_number, column)), losses):
+                return join(column, weights, sizes)
+            known = [place for place, weight in enumerate(loss_weights) if weight]
+            parts, shares = [column[place] for place in known], [loss_weights[place] for place in known]
+            return join(parts, shares, [sizes[place] for place in known])
+
         held = lists_of(self._root)
         for place, of_each in rows.items():
             counts = {len(entries) for entries in of_each}
@@ -57,7 +74,7 @@ class AppendedEntries:
             if any(size is not None and size > 1 and counts == {size} for size in sizes):  # an entry per sample
                 joined = [entry for entries in of_each for entry in entries]
             else:
-                joined = [join(list(column), weights, sizes) for column in zip(*of_each, strict=True)]
+                joined = [joined_of(list(column)) for column in zip(*of_each, strict=True)]
             held[place][self._before.get(place, 0) :] = joined
 
 
@@ -89,3 +106,14 @@ def lists_of(root: nn.Module) -> dict[Place, list[Any]]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _are_equal(some: Sequence[float | None], others: Sequence[float | None]) -> bool:
+    """Also where numbers are NaN: means over nothing."""
+    return list(map(str, some)) == list(map(str, others))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return value if isinstance(value, float) else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.gather_on_read import Guards
@@ -19,6 +20,7 @@ from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count
+from lightning_hybrid.step.recording import find_loss, no_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,3 +170,19 @@ class MicrobatchRunner(ABC):
             self._full[name] = size, count
             return count
         return math.ceil(size / math.ceil(usual[0] / usual[1]))
+
+
+def backward_of(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:
+    """Run the backward of a microbatch; its loss, without the graph, or None if its step returned none.
+
+    Raises:
+        StepError: What it returned has no loss, or one that depends on no parameter.
+    """
+    loss = find_loss(output)
+    train.before_backward(0, is_last)
+    if output is not None:
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise no_loss("training_step", output)
+        torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
+    train.after_backward(0, is_last)
+    return None if output is None else loss.detach()

@@ -1,7 +1,8 @@
-"""Whether the loss of a batch is the mean of its parts' losses, tried once on a batch without gradients.
+"""Whether the loss of a batch is the mean of its parts' losses, tried on a batch without gradients.
 
-It is not where an objective mixes samples (contrastive pairs, a mean over the tokens that labels leave, a term for the
-whole batch). Then parts of a batch train another objective than one process does, as gradient accumulation would.
+It is not where an objective mixes samples (contrastive pairs, a term for the whole batch). Then parts of a batch train
+another objective than one process does, as gradient accumulation would. Where it is a mean over the tokens that labels
+leave, and their like, parts weigh by their number of these (``step.loss_counts``).
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.logs import Key, LogCapture, keys_of
 from lightning_hybrid.pipeline.step_start import StepStart
+from lightning_hybrid.step.loss_counts import Count, Mean, find_counts, worth_finding
 from lightning_hybrid.step.microbatch import BatchSplitter, split, split_unevenly
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.recording import find_loss
@@ -27,7 +29,30 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
 
 
-def losses_that_differ(
+class Weighing(NamedTuple):
+    """How parts of a batch weigh in the loss of it.
+
+    Attributes:
+        counts: By any of these counts, which are the same so far; none by their samples.
+        keys: What the step logs that weighs by samples even so, as the batch has shown.
+        differing: The loss of the batch, and the mean of its parts' by samples, if they are not the same.
+    """
+
+    counts: tuple[Count, ...] = ()
+    keys: frozenset[Key] = frozenset()
+    differing: tuple[float, float] | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether no weights of parts give the loss of the batch."""
+        return self.differing is not None and not self.counts
+
+    def of(self, parts: Sequence[Any], by_samples: Sequence[float]) -> list[float]:
+        """The weights of the parts of a batch in its loss."""
+        return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
+
+
+def weighing_of(
     root: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
@@ -35,8 +60,8 @@ def losses_that_differ(
     splitter: BatchSplitter | None,
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[float, float] | None:
-    """The loss of a batch and the mean of its parts', if they differ; None also where that cannot be tried.
+) -> Weighing:
+    """How parts of a batch weigh; by their samples also where that cannot be tried.
 
     Modules evaluate meanwhile, so that they drop nothing and normalize each sample alone; a step that draws random
     numbers even so is not tried, nor one that returns no loss then. Nothing that the step does stays.
@@ -50,34 +75,62 @@ def losses_that_differ(
         randomness: Its generators are left as they were.
         context: Entered around each run of the step.
     """
+    partitions = [split(batch, count, splitter)]
+    if splitter is None:  # what a mean is taken over may be the same number in all parts of one of them
+        partitions.append(split_unevenly(batch))
+    partitions = [(parts, weights) for parts, weights in partitions if parts]
+    found: list[tuple[Tensor, dict[Key, float]]] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(randomness.isolated())
         stack.enter_context(_as_it_was(root))
-        stack.enter_context(replaced(root, "log", lambda *_, **__: None))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         before = GeneratorStates(randomness.device)
-        partitions = [split(batch, count, splitter)]
-        if splitter is None:  # what a mean is taken over may be the same number in all parts of one of them
-            partitions.append(split_unevenly(batch))
         try:
-            found = []
             for part in (batch, *(part for parts, _ in partitions for part in parts)):
-                with torch.no_grad(), context():
+                logs = LogCapture(1)
+                with torch.no_grad(), context(), logs.microbatch(root, 0):
                     loss = find_loss(step(part))
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    return None
-                found.append(loss)
+                    return Weighing()
+                found.append((loss, _numbers(logs)))
             if not before.still_stand():
-                return None
+                return Weighing()
         except Exception:  # the step asks for gradients, or for more memory than there is
-            return None
-    whole, *of_parts = map(float, found)
-    near = _ROUNDING_OF_HALF if torch.is_autocast_enabled() else _ROUNDING.get(found[0].dtype, _ROUNDING_OF_HALF)
-    left = iter(of_parts)
-    for _, weights in partitions:
-        mean = sum(next(left) * weight for weight in weights)
-        if math.isfinite(whole) and not math.isclose(whole, mean, rel_tol=near, abs_tol=near * 1e-3):
-            return whole, mean
+            return Weighing()
+    dtype = found[0][0].dtype
+    by_samples = [weights for _, weights in partitions]
+    mean = _mean([float(loss) for loss, _ in found], by_samples)
+    known, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, by_samples, dtype)
+    if not known:
+        return Weighing(differing=differing)
+    by_count = [known[0].weights(parts) or weights for parts, weights in partitions]
+
+    def is_by_samples(key: Key) -> bool:
+        logged = _mean([logs[key] for _, logs in found], by_samples)
+        return not worth_finding(logged, by_samples, dtype) and bool(worth_finding(logged, by_count, dtype))
+
+    keys = frozenset[Key].intersection(*(frozenset(logs) for _, logs in found))
+    return Weighing(known, frozenset(key for key in keys if is_by_samples(key)), differing)
+
+
+def _numbers(logs: LogCapture) -> dict[Key, float]:
+    entries = logs.entries()
+    keyed = zip(keys_of(entry.name for entry in entries), entries, strict=True)
+    return {key: entry.values[0] for key, entry in keyed if entry.how == "mean" and math.isfinite(entry.values[0])}
+
+
+def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
+    """Of the number of a batch, and those of its parts, partition by partition."""
+    left = iter(numbers[1:])
+    return Mean(numbers[0], [[next(left) for _ in of] for of in weights])
+
+
+def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tuple[float, float] | None:
+    near = _ROUNDING_OF_HALF if torch.is_autocast_enabled() else _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
+    for parts, of in zip(loss.parts, weights, strict=True):
+        mean = sum(part * weight for part, weight in zip(parts, of, strict=True))
+        if math.isfinite(loss.whole) and not math.isclose(loss.whole, mean, rel_tol=near, abs_tol=near * 1e-3):
+            return loss.whole, mean
     return None
 
 

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.appended import AppendedEntries
 from lightning_hybrid.pipeline.left_behind import LeftBehind
 from lightning_hybrid.pipeline.logs import LogCapture
+from lightning_hybrid.pipeline.loss_weighing import LossWeighing
 from lightning_hybrid.pipeline.metrics import MetricSync
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.pipeline.mixed_samples import describe_mixing, losses_that_differ
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext, backward_of
+from lightning_hybrid.pipeline.mixed_samples import describe_mixing, weighing_of
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.returned import detached
-from lightning_hybrid.pipeline.shares import BRANCHES, LEAVES, Part, Shares, given_by
+from lightning_hybrid.pipeline.shares import BRANCHES, LEAVES, Given, Part, Shares
 from lightning_hybrid.pipeline.step_draws import StepDraws
 from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.pipeline.uncut import UncutSteps
@@ -39,9 +40,8 @@ from lightning_hybrid.step.guesses import GUESSES
 from lightning_hybrid.step.held import put
 from lightning_hybrid.step.installed import slow_attention
 from lightning_hybrid.step.layers import find_layers
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, check_count, split, why_whole
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, check_count, sizes_of, split, why_whole
 from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import find_loss, no_loss
 from lightning_hybrid.step.transaction import reachable
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.units import choose_units
@@ -72,6 +72,7 @@ class PlainRunner(MicrobatchRunner):
         shares: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
         tell: Callable[[str], None],
+        inform: Callable[[str], None],
     ) -> None:
         """Prepare to run steps.
 
@@ -87,6 +88,7 @@ class PlainRunner(MicrobatchRunner):
             shares: The ranks that share the batches of a replica.
             everyone: These with those of other replicas.
             tell: Warns the user, on the first rank.
+            inform: Tells the user what is no fault.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
         self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
@@ -98,13 +100,19 @@ class PlainRunner(MicrobatchRunner):
         self._left: LeftBehind | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps have run when their batches were compared
         self._num_small = 0  # batches that could not be compared with parts
+        self._weighing = LossWeighing(splitter, inform)
         self.is_undecided = True
         self._draws = StepDraws(root, randomness, self.guards)
 
     @property
+    def may_share(self) -> bool:
+        """Whether there are ranks to share batches with."""
+        return self._shares.size > 1
+
+    @property
     def is_shared(self) -> bool:
         """Whether training steps run on shares of a batch: only once they have left nothing of it on their modules."""
-        return self._shares.size > 1 and self._leaves is False
+        return self.may_share and self._leaves is False
 
     @property
     def may_undo(self) -> bool:
@@ -202,11 +210,11 @@ class PlainRunner(MicrobatchRunner):
         batch, *rest = args
         trains = train is not None or by_hand
         part = self._part(batch, 1 if by_hand else self.count(name, batch), trains=trains, by_hand=by_hand)
-        microbatches, weights = part.microbatches, list(part.weights)
-        seeds = [part.ranks * weight for weight in weights]
+        microbatches, weights, loss_weights = part.microbatches, list(part.weights), list(part.loss_weights)
+        seeds = [part.ranks * weight for weight in loss_weights]
         if train is not None and train.weigh is not None:
             seeds = train.weigh(microbatches)
-            weights = [seed / part.ranks for seed in seeds]
+            weights = loss_weights = [seed / part.ranks for seed in seeds]
         logs, spans = LogCapture(len(microbatches)), list[Span]()
         outputs, losses, calls = list[Any](), list[Tensor | None](), set[int]()
         appended = AppendedEntries(self._root) if trains and part.total > 1 else None
@@ -226,7 +234,7 @@ class PlainRunner(MicrobatchRunner):
                 place = self._replica * part.total + part.first + index
                 keyed = self._draws.keyed(name, step_number, place) if not by_hand else contextlib.nullcontext()
                 start = time.perf_counter()
-                weighed = counted.microbatch(part.weights[index])
+                weighed = counted.microbatch(part.loss_weights[index])
                 path = CodePath() if is_watched else None
                 with self.around_step(), context(), keyed, logs.microbatch(self._root, index), weighed:
                     with path or contextlib.nullcontext():
@@ -239,7 +247,7 @@ class PlainRunner(MicrobatchRunner):
                 if train is not None:
                     is_last = index == len(microbatches) - 1
                     with self.guards.off():
-                        losses.append(_backward(output, train, seeds[index], is_last=is_last))
+                        losses.append(backward_of(output, train, seeds[index], is_last=is_last))
                     spans.append(Span(0, Action(Kind.B, 0, index), middle, time.perf_counter()))
                 outputs.append(map_leaves(detached, output))
                 if appended is not None:
@@ -249,7 +257,9 @@ class PlainRunner(MicrobatchRunner):
                 train.reduce(0)
         is_read = by_hand or (share_output and not all(isinstance(output, Tensor) for output in outputs))
         shown = outputs if not trains or is_read or self._shares.size == 1 else []
-        given = given_by(logs.entries(), weights, losses or [None] * len(weights), part, shown)
+        numbers = [None if loss is None else float(loss) for loss in losses] or [None] * len(weights)
+        sizes, by_samples = sizes_of(microbatches), self._weighing.now.keys
+        given = Given(weights, loss_weights, by_samples, logs.entries(), numbers, sizes, shown)
         if appended is not None:
             given.appended = appended.rows
         if left is not None:
@@ -265,7 +275,7 @@ class PlainRunner(MicrobatchRunner):
             before.restore("does something new, and would run on whole batches")
             return StepResult(None, None, [], spans, is_undone=True)
         if appended is not None:
-            appended.put(given.appended, given.weights, given.sizes)
+            appended.put(given.appended, given.weights, given.sizes, given.losses, given.loss_weights)
         loss = given.loss
         known = next((loss for loss in losses if loss is not None), None)
         total = None if loss is None else torch.tensor(loss) if known is None else known.new_tensor(loss)
@@ -293,9 +303,10 @@ class PlainRunner(MicrobatchRunner):
         compares: bool,
         is_written: bool,
     ) -> None:
-        """After the first training batch, which ran whole: whether its loss is the mean over parts of it.
+        """Compare a training batch with its parts: what they weigh by in its loss.
 
-        Where ranks would share batches and it is not, or the step has left something behind, each runs all of them.
+        Ranks that could share batches have run it whole. Where its loss is no mean over parts, or the step has left
+        something behind, each runs all of them. Microbatches are to run it next.
 
         Args:
             step: As for ``run``.
@@ -312,7 +323,7 @@ class PlainRunner(MicrobatchRunner):
             self._leaves = self._shares.on_any(is_written or left.something())
             count *= self._shares.size
         elif self.splitter is None and (self._wanted or 1) > 1:
-            batch, count = split(batch, max(1, count // 2))[0][0], min(count, 2)  # which memory has room for
+            batch, count = self._weighing.two_parts(batch, count), min(count, 2)  # which memory has room for
         else:
             return
         if self._leaves or not compares:
@@ -332,14 +343,26 @@ class PlainRunner(MicrobatchRunner):
                 yield
 
         with self._metrics.step(), self._layers():
-            found = losses_that_differ(
+            found = weighing_of(
                 self._root, lambda part: step(part, *rest), batch, count, self.splitter, self._randomness, around
             )
             self.settle()
+        found = self._shares.agree(found)
         if left is not None:
-            self._leaves = self._shares.on_any(found is not None)
-        if found is not None:
-            self._tell(describe_mixing(found, "" if left is None else "So each rank runs whole batches"))
+            self._leaves = found.mixes
+        self._weighing.learn(found, batch, count)
+        if found.mixes and found.differing is not None:
+            self._tell(describe_mixing(found.differing, "" if left is None else "So each rank runs whole batches"))
+
+    def look_at(self, batch: Any) -> None:
+        """Before a training batch: have it compared with its parts if it may show what they weigh by; collective."""
+        is_alone = self._shares.size == 1
+        if (is_alone and (self.splitter is not None or (self._wanted or 1) < 2)) or self._leaves:
+            return
+        if not self._weighing.now.mixes and not self.is_undecided:
+            count = self.count("training_step", batch) * self._shares.size
+            if self._shares.on_any(self._weighing.is_open(batch, count)):
+                self._leaves, self.is_undecided = None, True
 
     def _joined(self, output: Any) -> Any:
         """What a step returned; tensors that it hands on in shards are joined there, and where it keeps them."""
@@ -349,11 +372,12 @@ class PlainRunner(MicrobatchRunner):
 
     def _part(self, batch: Any, count: int, *, trains: bool, by_hand: bool) -> Part:
         if not trains:
-            return Part(*split(batch, count, self.splitter), first=0, total=count, ranks=1)
+            parts, weights = split(batch, count, self.splitter)
+            return Part(parts, weights, weights, first=0, total=count, ranks=1)
         # By hand, the number of optimizer steps may be that of the samples, and draws are those of one process.
         if by_hand or (self._shares.size > 1 and not self.is_shared):
             return self._shares.whole(batch)
-        return self._shares.of(batch, count, self.splitter)
+        return self._shares.of(batch, count, self.splitter, self._weighing.now)
 
     @contextlib.contextmanager
     def _layers(self) -> Iterator[None]:
@@ -367,19 +391,3 @@ class PlainRunner(MicrobatchRunner):
                 yield
             finally:
                 self._uncompiled.off()
-
-
-def _backward(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:
-    """Run the backward of a microbatch; its loss, without the graph, or None if its step returned none.
-
-    Raises:
-        StepError: What it returned has no loss, or one that depends on no parameter.
-    """
-    loss = find_loss(output)
-    train.before_backward(0, is_last)
-    if output is not None:
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise no_loss("training_step", output)
-        torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
-    train.after_backward(0, is_last)
-    return None if output is None else loss.detach()

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.appended import Rows, merged
-from lightning_hybrid.pipeline.logs import Entry, keys_of
+from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
+from lightning_hybrid.pipeline.mixed_samples import Weighing
 from lightning_hybrid.pipeline.returned import Results
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, sizes_of, split
+from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.tree import map_leaves
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -29,7 +30,8 @@ class Part:
 
     Attributes:
         microbatches: One after the other.
-        weights: Of their means in that of the whole batch; over all ranks they sum to 1.
+        weights: Their shares of the samples; over all ranks they sum to 1.
+        loss_weights: Likewise of their losses in that of the whole batch.
         first: Number of the first microbatch among those of the whole batch.
         total: How many these are.
         ranks: How many share the batch; 1 if each of them runs all of it.
@@ -37,6 +39,7 @@ class Part:
 
     microbatches: Sequence[Any]
     weights: Sequence[float]
+    loss_weights: Sequence[float]
     first: int
     total: int
     ranks: int
@@ -57,20 +60,21 @@ class Shares:
         self.rank, self.size = group.rank(), group.size()
         self.are_all = group.size() == everyone.size()
 
-    def of(self, batch: Any, count: int, splitter: BatchSplitter | None) -> Part:
+    def of(self, batch: Any, count: int, splitter: BatchSplitter | None, weighing: Weighing) -> Part:
         """This rank's part of a batch; all of it where there is not a sample for each rank.
 
         Args:
             batch: The same on all ranks.
             count: Microbatches that each rank splits its share into.
             splitter: The user's.
+            weighing: Of the loss.
         """
         count = self.count(batch, count, splitter)
         if not count:
             return self.whole(batch)
         parts, weights = split(batch, self.size * count, splitter)
-        own = slice(self.rank * count, (self.rank + 1) * count)
-        return Part(parts[own], weights[own], self.rank * count, self.size * count, self.size)
+        own, of_loss = slice(self.rank * count, (self.rank + 1) * count), weighing.of(parts, weights)
+        return Part(parts[own], weights[own], of_loss[own], self.rank * count, self.size * count, self.size)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
         """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
@@ -82,7 +86,7 @@ class Shares:
     @staticmethod
     def whole(batch: Any) -> Part:
         """All of a batch, on every rank."""
-        return Part([batch], [1.0], first=0, total=1, ranks=1)
+        return Part([batch], [1.0], [1.0], first=0, total=1, ranks=1)
 
     def on_any(self, seen: bool) -> bool:
         """Whether some rank of any replica has seen it; collective over all of them."""
@@ -93,6 +97,16 @@ class Shares:
         rows: list[Any] = [None] * self._everyone.size()
         dist.all_gather_object(rows, seen, group=self._everyone)
         return max(rows)
+
+    def agree(self, mine: Weighing) -> Weighing:
+        """What the ranks of all replicas have found of one step; collective over them.
+
+        Args:
+            mine: What this rank has found.
+        """
+        rows: list[Any] = [None] * self._everyone.size()
+        dist.all_gather_object(rows, mine, group=self._everyone)
+        return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), mine)
 
     def together(self, mine: Given) -> Given:
         """What all ranks have of a step that each has run on a share; collective.
@@ -108,6 +122,8 @@ class Shares:
         rows[self.rank] = mine
         return Given(
             weights=[weight for row in rows for weight in row.weights],
+            loss_weights=[weight for row in rows for weight in row.loss_weights],
+            by_samples=mine.by_samples,
             entries=_joined(rows, self.rank),
             losses=[loss for row in rows for loss in row.losses],
             sizes=[size for row in rows for size in row.sizes],
@@ -126,6 +142,8 @@ class Given:
 
     Attributes:
         weights: Of the microbatches.
+        loss_weights: Of their losses.
+        by_samples: What the step logs that does not weigh as its loss does.
         entries: What was logged, with a value for each of them; NaN where one has not logged it.
         losses: None where a microbatch has returned none.
         sizes: Numbers of samples.
@@ -137,6 +155,8 @@ class Given:
     """
 
     weights: list[float]
+    loss_weights: list[float]
+    by_samples: frozenset[Key]
     entries: list[Entry]
     losses: list[float | None]
     sizes: list[int | None]
@@ -156,33 +176,22 @@ class Given:
     @property
     def loss(self) -> float | None:
         """That of the whole batch; None if no microbatch has one."""
-        known = [(loss, weight) for loss, weight in zip(self.losses, self.weights, strict=True) if loss is not None]
-        return sum(loss * weight for loss, weight in known) if known else None
+        pairs = zip(self.losses, self.loss_weights, strict=True)
+        known = [(loss, weight) for loss, weight in pairs if loss is not None]
+        return sum(loss * weight for loss, weight in known if weight) if known else None
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the whole batch, of the microbatches that have logged it."""
-        return [(entry, entry.combine(self.weights)) for entry in self.entries]
+        keyed = zip(keys_of(entry.name for entry in self.entries), self.entries, strict=True)
+        return [
+            (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights))
+            for key, entry in keyed
+        ]
 
 
 def _branches_apart(rows: Sequence[Given]) -> bool:
     """Whether the step has gone other ways on some shares: it may decide by what is a number of the batch."""
     return len({(row.calls, None in row.losses) for row in rows}) > 1
-
-
-def given_by(
-    entries: Sequence[Entry], weights: Sequence[float], losses: Sequence[Tensor | None], part: Part, outputs: list[Any]
-) -> Given:
-    """What this rank has of a step.
-
-    Args:
-        entries: What was logged.
-        weights: Of the microbatches.
-        losses: By microbatch.
-        part: Of the batch.
-        outputs: By microbatch.
-    """
-    numbers = [None if loss is None else float(loss) for loss in losses]
-    return Given(list(weights), list(entries), numbers, sizes_of(part.microbatches), outputs)
 
 
 def _plain(entry: Entry) -> Any:

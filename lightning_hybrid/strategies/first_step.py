@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
-from lightning_hybrid.pipeline.mixed_samples import describe_mixing, losses_that_differ
+from lightning_hybrid.pipeline.mixed_samples import describe_mixing, weighing_of
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
@@ -141,7 +141,7 @@ def warn_of_mixing(
     uncompiled.on()
     try:
         with current_hook(module, "training_step"):
-            found = losses_that_differ(module, step, some, 2, None, randomness, context)
+            found = weighing_of(module, step, some, 2, None, randomness, context).differing
     finally:
         uncompiled.off()
     if found is not None:

@@ -90,20 +90,30 @@ class ChangingStrategy(SetUpStrategy):
         return super().training_step(*args, **kwargs)
 
     def _run(self, name: str, args: Sequence[Any], train: TrainContext | None, *, by_hand: bool = False) -> StepResult:
-        """Run a step; after the first training batch see what parts of a batch would give."""
+        """Run a step; where parts of a training batch are to run, see what they give in the first one."""
         module, runner = self.lightning_module, self._runner
-        if train is None or not isinstance(runner, PlainRunner) or not runner.is_undecided or module is None:
+        if train is None or not isinstance(runner, PlainRunner) or module is None:
+            return super()._run(name, args, train, by_hand=by_hand)
+        if self._compares_parts:
+            runner.look_at(args[0])
+        if not runner.is_undecided:
+            return super()._run(name, args, train, by_hand=by_hand)
+        if not runner.may_share:
+            self._decide(args, is_written=False)
             return super()._run(name, args, train, by_hand=by_hand)
         in_files = self._zero is not None and bool(self._zero.regions)  # of which little may be in memory
         before = None if in_files else _sums(module)
         result = super()._run(name, args, train, by_hand=by_hand)
-        is_written = before is None or _sums(module) != before
+        self._decide(args, is_written=before is None or _sums(module) != before)
+        return result
+
+    def _decide(self, args: Sequence[Any], *, is_written: bool) -> None:
+        module, runner = self.lightning_module, self._runner
+        assert module is not None and isinstance(runner, PlainRunner)
         gathered = contextlib.nullcontext() if self._zero is None else self._zero.step()
         with self._in_training_step(), gathered:
-            context = self._context(name)
-            compares = self._compares_parts
+            context, compares = self._context("training_step"), self._compares_parts
             runner.decide(module.training_step, args, context, compares=compares, is_written=is_written)
-        return result
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, with the training step inside; where that breaks, begin both again."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
@@ -81,7 +81,16 @@ def runner_of_stages(
     }
     if pipeline.size() == 1:
         everyone = mesh.group("data")
-        runner = PlainRunner(module, plan, randomness, shares=shares, everyone=everyone, tell=rank_zero_warn, **common)
+        runner = PlainRunner(
+            module,
+            plan,
+            randomness,
+            shares=shares,
+            everyone=everyone,
+            tell=rank_zero_warn,
+            inform=rank_zero_info,
+            **common,
+        )
         return plan, runner
     transport = transport_of(pipeline, device)
     return plan, StepRunner(module, plan, transport, pipeline, randomness, schedule=options.schedule, **common)
