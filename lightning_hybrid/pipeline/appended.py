@@ -41,6 +41,20 @@ class AppendedEntries:
                 new = [map_leaves(_detached, entry) for entry in entries[begin:]]
                 self.rows.setdefault(place, earlier).append(new)
 
+    def evenly(self, count: int) -> Rows:
+        """What so many microbatches have appended, each as much as the others.
+
+        Args:
+            count: Of the microbatches, which are over.
+        """
+        rows: Rows = {}
+        for place, entries in lists_of(self._root).items():
+            grown = [map_leaves(_detached, entry) for entry in entries[self._before.get(place, 0) :]]
+            each, rest = divmod(len(grown), count)
+            if each and not rest:
+                rows[place] = [grown[first : first + each] for first in range(0, len(grown), each)]
+        return rows
+
     def put(
         self,
         rows: Rows,

@@ -10,7 +10,6 @@ runs the same Python and so finds the same; that it did is checked with the resu
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,11 +26,12 @@ from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.looks import Looks, modules_around, plain_state
+from lightning_hybrid.step.microbatch import copied_batch
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recent import Recent
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.transaction import ModuleState
-from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside
+from lightning_hybrid.step.tree import flatten, tensors_inside
 from lightning_hybrid.step.ways import NotKnown, Ways
 
 # When a step has taken so many ways, those known are forgotten: their number may have no end.
@@ -141,7 +141,7 @@ class VariantChoice:
         """Runs the step on a microbatch, which each of so many runs finds as it came; the last one writes into it."""
         if times == 1 or call.name not in self._writes_batch:
             return partial(call.on, microbatch)
-        found = [microbatch, *(map_leaves(_copied, microbatch) for _ in range(times - 1))]
+        found = [microbatch, *(copied_batch(microbatch) for _ in range(times - 1))]
         return lambda: call.on(found.pop())
 
     def _does_the_same(self, known: _Known) -> bool:
@@ -150,7 +150,7 @@ class VariantChoice:
     def _record(self, call: Call, microbatch: Any, place: int) -> Variant:
         looks = Looks()
         rest = looks.given(microbatch, call.rest)
-        batch = map_leaves(_copied, microbatch)
+        batch = copied_batch(microbatch)
         versions = _versions(batch)
         variant = self._plan.variant(
             call.name,
@@ -167,7 +167,7 @@ class VariantChoice:
     @contextlib.contextmanager
     def copy_for_rehearsal(self, call: Call, batch: Any) -> Iterator[Any]:
         """A copy of a batch: a step may write into it, and do so in some batches only (CutMix)."""
-        copied = map_leaves(_copied, batch)
+        copied = copied_batch(batch)
         versions = _versions(copied)
         yield copied
         if _is_written(versions):
@@ -265,15 +265,6 @@ def signature_of(name: str, microbatch: Any) -> Hashable:
     )
     keys = tuple(microbatch) if isinstance(microbatch, Mapping) else None
     return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    try:
-        return copy.deepcopy(leaf)
-    except Exception:  # an object of the user's, which need not know how
-        return leaf
 
 
 def _versions(batch: Any) -> list[tuple[Tensor, int]]:

@@ -41,6 +41,7 @@ from lightning_hybrid.step.watch import _METADATA, VIEW_PROPERTIES
 
 _MEMORY = frozenset({"untyped_storage"})  # by which a plain tensor is pickled
 _AUTOGRAD = frozenset({"backward", "grad"})
+SAVING = "trainer.save_checkpoint"  # what is written then is full, however large
 
 
 class GlobalReadError(RuntimeError):
@@ -107,8 +108,8 @@ class GlobalReads(TorchFunctionMode):
         Raises:
             RanksDisagree: Some ranks read what others do not.
         """
-        if self._hook is not None:
-            outer, self._hook = self._hook, name
+        if outer := self._hook:
+            self._hook = name
             try:
                 yield
             finally:
@@ -389,7 +390,7 @@ class GlobalReads(TorchFunctionMode):
         assert self._hook is not None
         count = sum(tensor.numel() for tensor in tensors)
         self._elements += count
-        if self._elements > self._most_elements:
+        if self._elements > self._most_elements and self._hook != SAVING:
             raise GlobalReadError(
                 f"{self._hook}: {why} needs {count} elements of other pipeline ranks, {self._elements} in this hook"
                 f" with those before, and at most {self._most_elements} are sent; let each gradient be reduced first"

@@ -27,7 +27,7 @@ from lightning_hybrid.step.bookkeeping import alike
 from lightning_hybrid.step.counting import CountingReplay
 from lightning_hybrid.step.graph import StepGraph
 from lightning_hybrid.step.installed import installed
-from lightning_hybrid.step.loss_terms import reached_by, terms_of
+from lightning_hybrid.step.loss_terms import leads_to_loss, reached_by, terms_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recent import Recent
 from lightning_hybrid.step.totals import total_over_samples
@@ -130,9 +130,11 @@ class LossShares:
     def weighs(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> bool:
-        """Whether microbatches weigh by other numbers than their samples, or may; arguments as for ``of``."""
-        if any(self.of(call, variants, batch, microbatches, weights, apart=False)):
-            return True
+        """Whether losses of microbatches weigh by other numbers than samples, or may; arguments as for ``of``."""
+        shares = self.of(call, variants, batch, microbatches, weights, apart=False)
+        graph = variants[0].assignment.graph
+        if any(shares):
+            return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
         even = self._even.get(tuple(variants))
         return _holds(batch, _IGNORED if even is None else even.ignored)
 

@@ -51,7 +51,7 @@ class LossWeighing:
             self.now = found
         elif found.counts:
             if not self.now.counts:
-                self._inform(f"microbatches weigh by what the loss is a mean over: {found.counts[0]}")
+                self._inform(str(found))
             self.now = found._replace(counts=tuple(c for c in found.counts if c in self.now.counts) or found.counts)
         else:
             self.now = self.now._replace(counts=self.now.counts[:1])

@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.logs import Key, LogCapture, keys_of
 from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.step.loss_counts import Count, Mean, find_counts, worth_finding
-from lightning_hybrid.step.microbatch import BatchSplitter, split, split_unevenly
+from lightning_hybrid.step.microbatch import BatchSplitter, copied_batch, split, split_unevenly
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.recording import find_loss
 
@@ -47,9 +48,25 @@ class Weighing(NamedTuple):
         """Whether no weights of parts give the loss of the batch."""
         return self.differing is not None and not self.counts
 
+    def __str__(self) -> str:
+        """For messages."""
+        return f"microbatches weigh by what the loss is a mean over: {self.counts[0]}" if self.counts else ""
+
     def of(self, parts: Sequence[Any], by_samples: Sequence[float]) -> list[float]:
         """The weights of the parts of a batch in its loss."""
         return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
+
+
+def agreed_by(group: dist.ProcessGroup | None, mine: Weighing) -> Weighing:
+    """What the ranks of all replicas have found of one step; collective.
+
+    Args:
+        group: These ranks; all if None.
+        mine: What this rank has found.
+    """
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, mine, group=group)
+    return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), mine)
 
 
 def weighing_of(
@@ -75,9 +92,11 @@ def weighing_of(
         randomness: Its generators are left as they were.
         context: Entered around each run of the step.
     """
-    partitions = [split(batch, count, splitter)]
+    # Of copies, since the step may write into its batch.
+    partitions = [split(copied_batch(batch), count, splitter)]
     if splitter is None:  # what a mean is taken over may be the same number in all parts of one of them
-        partitions.append(split_unevenly(batch))
+        partitions.append(split_unevenly(copied_batch(batch)))
+    batch = copied_batch(batch)
     partitions = [(parts, weights) for parts, weights in partitions if parts]
     found: list[tuple[Tensor, dict[Key, float]]] = []
     with contextlib.ExitStack() as stack:

@@ -249,7 +249,7 @@ class PlainRunner(MicrobatchRunner):
                     with self.guards.off():
                         losses.append(backward_of(output, train, seeds[index], is_last=is_last))
                     spans.append(Span(0, Action(Kind.B, 0, index), middle, time.perf_counter()))
-                outputs.append(map_leaves(detached, output))
+                outputs.append(map_leaves(detached, output) if trains else output)
                 if appended is not None:
                     appended.after_microbatch()
                 del output, microbatch

@@ -7,7 +7,7 @@ samples, the bookkeeping runs on each microbatch for the numbers that the step r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,26 @@ def detached(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return None if is_absent(leaf) else leaf.detach()
     return leaf
+
+
+def handed_back(batch: Any, microbatches: Sequence[Any], results: Sequence[Any], output: Any) -> Any:
+    """What a step returns that returns its own batch, with what it has put there: the batch, with the same.
+
+    Args:
+        batch: The whole batch.
+        microbatches: What the step ran on.
+        results: What it returned for each.
+        output: These, joined.
+    """
+    if not all(result is microbatch for result, microbatch in zip(results, microbatches, strict=True)):
+        return output
+    if isinstance(batch, MutableMapping):
+        batch.update(output)
+        return batch
+    if not isinstance(batch, Tensor) and hasattr(batch, "__dict__"):
+        vars(batch).update(vars(output))
+        return batch
+    return output
 
 
 def check_content(step: str, output: Any) -> None:

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.appended import AppendedEntries
 from lightning_hybrid.pipeline.choice import Call, VariantChoice
 from lightning_hybrid.pipeline.exchange import StepBroken
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, fill_placeholders
-from lightning_hybrid.pipeline.kept import KeptValues
 from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.loss_shares import LossShares, Shares
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.mixed_samples import Weighing
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached
+from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached, handed_back
 from lightning_hybrid.pipeline.sharing import StepSharing
 from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.pipeline.transport import Transport
@@ -48,6 +49,7 @@ class StepRunner(MicrobatchRunner):
         agree_broken: Whether a training step broke on any replica, given whether it did on this one; None where a step
             that does not do what was recorded ends the run.
         weighs_means: Whether the recorded step takes a mean over another number than the samples, which is seen to.
+        weighing: By what microbatches weigh where that is not recorded: in means inside of layers.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class StepRunner(MicrobatchRunner):
         self._chosen: Chosen | None = None  # for the training batch that comes next
         self.agree_broken: Callable[[bool], bool] | None = None
         self.weighs_means = False
+        self.weighing = Weighing()
 
     @property
     def may_undo(self) -> bool:
@@ -144,7 +147,7 @@ class StepRunner(MicrobatchRunner):
         call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
         if name in self.uncut.names:
             return self._run_uncut(call, batch)
-        is_weighed = train is not None and train.weigh is not None
+        is_weighed = train is not None and (train.weigh is not None or bool(self.weighing.counts))
         try:
             chosen = self._choice_for(call, batch, share_output=share_output)
         except Exception as reason:  # what is wrong with the step itself shows when it runs whole
@@ -156,6 +159,8 @@ class StepRunner(MicrobatchRunner):
         variants, bookkeeping = chosen.variants, chosen.bookkeeping
         if train is not None and train.weigh is not None:
             weights = train.weigh(microbatches)
+        elif is_weighed:
+            weights = self.weighing.of(microbatches, weights)
         if train is None and self._loss_shares.are_incomparable(variants):
             # Such means have no common weights; evaluation needs no backward, so it runs on whole batches from now on.
             self._in_one.add(name)
@@ -186,6 +191,7 @@ class StepRunner(MicrobatchRunner):
             share_output=share_output,
             train=train is not None,
             metrics=self._batch_metrics,
+            by_samples=(self.weighing.keys, chosen.weights),
         )
         self._batch_metrics.begin(len(variants))
         more: dict[str, Any] = {}
@@ -209,18 +215,20 @@ class StepRunner(MicrobatchRunner):
             may_break=start is not None and not self._choice.writes_batch(name),
             **more,
         )
-        kept = KeptValues(self._root, variants[-1].replays, self.plan.root_stage)
+        keeps = len(variants) > 1 and any(variant.recording.kept for variant in variants)
+        appended = AppendedEntries(self._root) if keeps and bookkeeping is None else None
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
         self._meet(sharing, outcome, start)
         for variant in dict.fromkeys(variants):
             self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
-        result = self._result(variants, outcome, sharing, weights, microbatches, train is not None, bookkeeping)
+        result = self._result(variants, outcome, sharing, weights, batch, microbatches, train is not None, bookkeeping)
         self._batch_metrics.begin(0)
         if bookkeeping is None:
             self._whole.check(variants, outcome.runs.values())
-            kept.join(weights, microbatches)
+        if appended is not None:
+            appended.put(appended.evenly(len(variants)), weights, sizes_of(microbatches))
         self.plan.share_buffers(variants)
         self.uncut.others_are_old = True
         return result
@@ -342,6 +350,7 @@ class StepRunner(MicrobatchRunner):
         outcome: Outcome,
         sharing: StepSharing,
         weights: Sequence[float],
+        batch: Any,
         microbatches: Sequence[Any],
         train: bool,
         bookkeeping: Bookkeeping | EachMicrobatch | None,
@@ -369,6 +378,7 @@ class StepRunner(MicrobatchRunner):
         if not outputs:
             output = loss
         check_content(name, output)
+        output = handed_back(batch, microbatches, [run.result for run in runs], output)
         return StepResult(output, loss, logged, outcome.spans)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.pipeline.appended import Rows, merged
 from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
-from lightning_hybrid.pipeline.mixed_samples import Weighing
+from lightning_hybrid.pipeline.mixed_samples import Weighing, agreed_by
 from lightning_hybrid.pipeline.returned import Results
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.tree import map_leaves
@@ -104,9 +104,7 @@ class Shares:
         Args:
             mine: What this rank has found.
         """
-        rows: list[Any] = [None] * self._everyone.size()
-        dist.all_gather_object(rows, mine, group=self._everyone)
-        return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), mine)
+        return agreed_by(self._everyone, mine)
 
     def together(self, mine: Given) -> Given:
         """What all ranks have of a step that each has run on a share; collective.

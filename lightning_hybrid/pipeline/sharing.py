@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.exchange import NumberExchange, digest, share_tensor
-from lightning_hybrid.pipeline.logs import Entry, LogCapture
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keys_of
 from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.replay import StageRun
@@ -41,15 +41,29 @@ class StepSharing:
         share_output: bool,
         train: bool,
         metrics: BatchMetrics,
+        by_samples: tuple[frozenset[Key], Sequence[float]],
     ) -> None:
-        """Args: group: one pipeline. variants, weights: by microbatch. share_output: whether outputs are wanted."""
-        self._metrics = metrics
+        """Prepare to share.
+
+        Args:
+            group: One pipeline.
+            device: Of this rank.
+            variants: By microbatch.
+            logs: Of the step.
+            weights: By microbatch.
+            batch: All of it.
+            share_output: Whether outputs are wanted.
+            train: Whether a backward follows.
+            metrics: Of the batch.
+            by_samples: What is logged that has other weights, and these.
+        """
+        self._metrics, self._by_samples = metrics, by_samples
         self._group = group
         self._device = device
         self._variants = variants
         self._logs = logs
         self._weights = weights
-        self._batch = batch
+        self._digest = digest(flatten(batch)[0])  # now, since the step may write into it
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
@@ -87,7 +101,7 @@ class StepSharing:
             numbers,
             self._group,
             names=names,
-            batch=digest(flatten(self._batch)[0]),
+            batch=self._digest,
             form=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )
@@ -129,11 +143,13 @@ class StepSharing:
         """
         numbers = iter(self._numbers)
         logged = []
-        for entry in self._entries:
+        keys, weights = self._by_samples
+        for key, entry in zip(keys_of(entry.name for entry in self._entries), self._entries, strict=True):
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
-            logged.append(
-                entry.with_values(values, entry.sizes).combine(self._weights) if math.isnan(of_batch) else of_batch
-            )
+            if math.isnan(of_batch):
+                combined = entry.with_values(values, entry.sizes)
+                of_batch = combined.combine(weights if key in keys else self._weights)
+            logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=True):
             known = self._variants[index].assignment.graph.values[value]

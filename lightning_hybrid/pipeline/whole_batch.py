@@ -8,7 +8,6 @@ where it cannot, its lists are joined (``kept``).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from lightning_hybrid.step.bookkeeping import (
     same_operations,
     without_state,
 )
-from lightning_hybrid.step.microbatch import batch_size_of, sizes_of
+from lightning_hybrid.step.microbatch import batch_size_of, copied_batch, sizes_of
 from lightning_hybrid.step.numbers_read import RETURNED
 from lightning_hybrid.step.picked import OtherRowsPicked, how_to_pick
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -41,7 +40,6 @@ from lightning_hybrid.step.recording import Recording, StepError
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.totals import total_over_samples
 from lightning_hybrid.step.transaction import reachable
-from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.watch import StepWatch
 
 # Where a step takes ever new ways, or batches come in ever new sizes, those known are forgotten.
@@ -174,7 +172,7 @@ class WholeBatch:
             form = self._form(variants, whole, kept)
             if len(variants) > 1:
                 carried = Carried(self._root, form.without, batch_size_of(microbatch))
-                batches = microbatch, map_leaves(_copied, microbatch)
+                batches = microbatch, copied_batch(microbatch)
                 twice = self._record_twice(call, variants[0], batches, carried)
                 pairs = alike(variants[0].recording.graph, whole.recording.graph)
                 carried.refuse(kept, variants[0], pairs, whole, twice)
@@ -344,7 +342,3 @@ class Bookkeeping:
                 continue
             joined[value] = parts[-1] if join is None else join(parts, shares)
         return joined
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

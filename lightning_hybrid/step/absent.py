@@ -21,8 +21,7 @@ from lightning_hybrid.patching import MARK as OF_PACKAGE
 from lightning_hybrid.step.graph import Value
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
-# Torch's own memory of its kernels has no end where batches come in ever new sizes; `KnownKernels` is one that has.
-FAKE_MODE.cache_enabled = False
+_MOST_KERNELS = 1 << 14  # some 2 KB each
 
 _STOCK = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes that users did not give it
 WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank holds a part: the shape of the whole
@@ -61,26 +60,10 @@ def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
     return _absent(meta, torch.device(value.device) if value.device else device, value.requires_grad)
 
 
-def make_fresh(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> FakeTensor:
-    """A stand-in for what a kernel makes, below autograd."""
-    with torch._C._DisableTorchDispatch():
-        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return FakeTensor(FAKE_MODE, meta, device)
-
-
-def make_view(
-    base: FakeTensor,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    offset: int,
-) -> FakeTensor:
-    """A stand-in for a view of another, below autograd; it shares its memory."""
-    with torch._C._DisableTorchDispatch():
-        meta = torch.empty((0,), dtype=dtype, device="meta")
-        meta.set_(base.untyped_storage(), offset, shape, stride)
-    return FakeTensor(FAKE_MODE, meta, device)
+def forget_kernels() -> None:
+    """Bound torch's own memory of its fake kernels, which grows with each new size of a batch."""
+    if len(FakeTensorMode.cache) > _MOST_KERNELS:
+        FakeTensorMode.cache_clear()
 
 
 def _absent(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:

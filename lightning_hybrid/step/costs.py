@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hybrid.step.known_kernels import KnownKernels, asked_on_meta
+from lightning_hybrid.step.absent import forget_kernels
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, kernel_on_stand_ins
 from lightning_hybrid.step.tree import map_leaves
 from lightning_hybrid.step.user_tensors import as_plain
@@ -31,11 +31,10 @@ class CostWatch(TorchDispatchMode):
         read_aside: How many of them had reached their unit on a side way.
     """
 
-    _known: ClassVar = KnownKernels()
-
     def __init__(self, root: nn.Module) -> None:
         """Args: root: the module whose FQNs are meant."""
         super().__init__()
+        forget_kernels()
         self.flops = 0.0
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
@@ -53,21 +52,14 @@ class CostWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.given_to is not None:
             self.read_aside += self.given_to(args)
-        key = self._known.key_of(func, args, kwargs)
-        out = None if key is None else self._known.again(key, args)
-        if out is None:
-            try:
-                out = None if key is None else asked_on_meta(func, args, kwargs)
-                if out is None:
-                    out = func(*args, **kwargs)
-                if key is not None:
-                    self._known.learn(key, (*args, *kwargs.values()), out, is_view=func.is_view)
-            except TypeError:  # fake kernels pass over tensors of a class of the user's
-                plain_args, plain_kwargs = map_leaves(as_plain, (args, kwargs))
-                out = func(*plain_args, **plain_kwargs)
-            except NO_FAKE_KERNEL as error:
-                out = kernel_on_stand_ins(func, args, kwargs, error)
-                self.guessed |= isinstance(error, DynamicOutputShapeException)
+        try:
+            out = func(*args, **kwargs)
+        except TypeError:  # fake kernels pass over tensors of a class of the user's
+            plain_args, plain_kwargs = map_leaves(as_plain, (args, kwargs))
+            out = func(*plain_args, **plain_kwargs)
+        except NO_FAKE_KERNEL as error:
+            out = kernel_on_stand_ins(func, args, kwargs, error)
+            self.guessed |= isinstance(error, DynamicOutputShapeException)
         kind = self._kinds.get(func)
         if kind is None:
             may_draw = torch.Tag.nondeterministic_seeded in func.tags

@@ -35,6 +35,11 @@ def is_linear(node: Node) -> bool:
     return node.name in _LINEAR and node.averages != "inverse" and (node.name not in _PRODUCTS or len(node.inputs) == 1)
 
 
+def leads_to_loss(index: int, graph: StepGraph) -> bool:
+    """Whether the loss depends on the result of an operation."""
+    return graph.loss is None or index in _ancestors(graph.loss, graph)
+
+
 def reached_by(index: int, graph: StepGraph) -> set[int]:
     """The operations that follow from one, on the way to the loss if there is one."""
     behind = set(range(len(graph.nodes))) if graph.loss is None else _ancestors(graph.loss, graph)

@@ -7,6 +7,7 @@ scales) goes to each microbatch as it is.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.step.joined import join
-from lightning_hybrid.step.tree import children_of, flatten, tensors_inside
+from lightning_hybrid.step.tree import children_of, flatten, map_leaves, tensors_inside
 from lightning_hybrid.step.user_tensors import of_class
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
@@ -140,6 +141,20 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     each, more = divmod(size, count)
     counts = [each + (index < more) for index in range(count)]
     return _cut(batch, size, counts), [part / size for part in counts]
+
+
+def copied_batch(batch: Any) -> Any:
+    """A batch of its own for a run of the step that may write into it; objects that cannot be copied are the same."""
+    return map_leaves(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # an object of the user's, which need not know how
+        return leaf
 
 
 def join_batches(batches: Sequence[Any]) -> Any:

@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
-from lightning_hybrid.pipeline.mixed_samples import describe_mixing, weighing_of
+from lightning_hybrid.pipeline.mixed_samples import agreed_by, describe_mixing, weighing_of
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
@@ -141,11 +141,14 @@ def warn_of_mixing(
     uncompiled.on()
     try:
         with current_hook(module, "training_step"):
-            found = weighing_of(module, step, some, 2, None, randomness, context).differing
+            found = weighing_of(module, step, some, 2, None, randomness, context)
     finally:
         uncompiled.off()
-    if found is not None:
-        rank_zero_warn(describe_mixing(found))
+    runner.weighing = found = agreed_by(None, found)
+    if found.mixes and found.differing is not None:
+        rank_zero_warn(describe_mixing(found.differing))
+    elif found.counts:
+        rank_zero_info(str(found))
 
 
 def _on_batch(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:

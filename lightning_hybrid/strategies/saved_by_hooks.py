@@ -22,11 +22,14 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Held
+from lightning_hybrid.pipeline.global_reads import SAVING
 from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, Held)
+# What `save_hyperparameters` has noted of the module and of the data module.
+_HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
 _DEEPEST = 4  # containers in containers
 _ADVICE = (
     "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
@@ -66,9 +69,8 @@ class SavedByHooks:
                 name,
                 self._noted(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
             )
-        if hooks:
-            connector = trainer._checkpoint_connector
-            yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
+        connector = trainer._checkpoint_connector
+        yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
 
     def _noted(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
         """A hook of which is known what it adds."""
@@ -107,7 +109,7 @@ class SavedByHooks:
                     checkpoint = original(*args, **kwargs)
                     if self._is_cut_off:
                         return checkpoint
-                    with self._reads.hook("trainer.save_checkpoint"), torch._C.DisableTorchFunction():
+                    with self._reads.hook(SAVING), torch._C.DisableTorchFunction():
                         return self._whole(checkpoint, self._added)
             finally:
                 self._added = None
@@ -126,16 +128,20 @@ class SavedByHooks:
             CheckpointError: A content cannot be had, or some ranks add what others do not; on every rank of the copy.
         """
         tensors: dict[int, Tensor] = {}
-        here: dict[int, Tensor] = {}
+        objects: dict[int, Any] = {}
+        here: dict[int, Any] = {}
         named: list[str] = []
         refused: list[str] = []
         for path, leaf in _leaves(checkpoint):
-            if id(leaf) not in added:
+            is_noted = path[:1] in _HYPER_PARAMETERS and not isinstance(leaf, _PLAIN)
+            if id(leaf) not in added and not is_noted:
                 continue
-            name = f"checkpoint{''.join(f'[{key!r}]' for key in path)}, which {added[id(leaf)][1]} adds,"
+            adds = added[id(leaf)][1] if id(leaf) in added else "save_hyperparameters"
+            name = f"checkpoint{''.join(f'[{key!r}]' for key in path)}, which {adds} adds,"
             if not isinstance(leaf, Tensor):
-                if any(self._reads.is_here(tensor) is not True for tensor in _inside(leaf)):
-                    refused.append(f"{name} is a {type(leaf).__name__} that holds tensors of other ranks, or parts")
+                if id(leaf) not in objects and _holds_tensors(leaf):
+                    objects[id(leaf)] = leaf
+                    named.append(name)
                 continue
             is_here = self._reads.is_here(leaf)
             if is_here is None:
@@ -157,6 +163,9 @@ class SavedByHooks:
         wholes = self._reads.for_file(list(tensors.values()), keep=writes)
         for (key, leaf), whole in zip(tensors.items(), wholes, strict=True):
             here[key] = _bare(leaf, whole)
+        if objects:
+            with torch._C._EnableTorchFunction():  # pickles are of full contents there
+                here.update(zip(objects, _copies(list(objects.values()), keep=writes), strict=True))
         return _rebuilt(checkpoint, here)
 
     @property
@@ -185,7 +194,7 @@ def _leaves(
         yield from _leaves(child, (*path, key), (*around, id(value)))
 
 
-def _rebuilt(value: Any, contents: dict[int, Tensor], around: tuple[int, ...] = ()) -> Any:
+def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ()) -> Any:
     """The same with other tensors; containers that hold none of them stay the user's own objects."""
     if type(value) not in _CONTAINERS or id(value) in around:
         return contents.get(id(value), value)
@@ -204,9 +213,9 @@ def _rebuilt(value: Any, contents: dict[int, Tensor], around: tuple[int, ...] = 
 
 
 class _Finder(pickle.Pickler):
-    """Goes through an object as the file would, and keeps the objects of one kind that it comes by."""
+    """Goes through an object as the file would, and keeps the objects of some kinds that it comes by."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: tuple[type, ...]) -> None:
         super().__init__(io.BytesIO())
         self._kind = kind
         self.found: list[Any] = []
@@ -218,17 +227,28 @@ class _Finder(pickle.Pickler):
         return None
 
 
-def has_modules(value: Any) -> bool:
-    """Whether a value would bring modules into the file."""
-    return bool(_inside(value, nn.Module))
-
-
-def _inside(value: Any, kind: type = Tensor) -> list[Any]:
-    """What an object would bring into the file of one kind, as far as it can be pickled at all."""
-    finder = _Finder(kind)
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object would bring modules or tensors into the file, as far as it can be pickled at all."""
+    finder = _Finder((Tensor, nn.Module))
     with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
         finder.dump(value)
-    return finder.found
+    return bool(finder.found)
+
+
+def _copies(values: list[Any], *, keep: bool) -> list[Any]:
+    """Copies of objects as the file has them; a rank that does not keep them only takes part."""
+    if keep:
+        copies: list[Any] = pickle.loads(pickle.dumps(values))
+        return copies
+    pickle.Pickler(_Nowhere()).dump(values)
+    return values
+
+
+class _Nowhere:
+    """A file that forgets what is written."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 def tensors_kept_by(owners: Sequence[Any]) -> list[Tensor]:

@@ -147,7 +147,7 @@ class FolderStrategy(StagedStrategy):
             self.wait_for_checkpoint()
             waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_last(path)
             beside = self._saves_beside and self._is_running and not self.broadcast(waited_for)
-            state = {**self._with_full_objects(checkpoint), "hybrid3d": {"seed": self._seed}}
+            state = {**checkpoint, "hybrid3d": {"seed": self._seed}}
             about = self._about(checkpoint)
             buffers = self._buffers if beside else None
             drawn = generator_states(self.root_device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -40,14 +39,11 @@ from lightning_hybrid.strategies.epoch_metrics import EpochMetrics
 from lightning_hybrid.strategies.failures import Failures, check_connections, warn_of_missing_checkpoint
 from lightning_hybrid.strategies.hook_reads import HookReads
 from lightning_hybrid.strategies.on_mesh import MeshStrategy
-from lightning_hybrid.strategies.saved_by_hooks import has_modules, tensors_kept_by
+from lightning_hybrid.strategies.saved_by_hooks import tensors_kept_by
 from lightning_hybrid.strategies.tuning import refuse_callbacks, search_by_mean_loss
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.shared_steps import SharedSteps
-
-# What `save_hyperparameters` has noted of the module and of the data module.
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class StagedStrategy(MeshStrategy):
@@ -333,23 +329,8 @@ class StagedStrategy(MeshStrategy):
         if self._cut_off and not self._is_whole:
             warn_of_missing_checkpoint(filepath)
             return
-        checkpoint = self._with_full_objects(checkpoint)
         own = {"hybrid3d": {"seed": self._seed}} if self.layout.world_size > 1 or self._needs_runner() else {}
         super().save_checkpoint({**checkpoint, **own}, filepath, storage_options)
-
-    def _with_full_objects(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint with full modules and metrics in the hyperparameters, on the rank that writes; collective."""
-        if self._cut_off or (self._parts is None and not self._has_stages):
-            return checkpoint
-        found = {key: checkpoint[key] for key in _HYPER_PARAMETERS if has_modules(checkpoint.get(key))}
-        if not found:
-            return checkpoint
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch._C._EnableTorchFunction())
-            if not self._is_whole and self._hook_reads is not None:
-                stack.enter_context(self._hook_reads.hook("trainer.save_checkpoint"))
-            written = pickle.dumps(found)
-        return {**checkpoint, **pickle.loads(written)} if self.is_global_zero else checkpoint
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the file on every rank; a resumed run draws what the saved one would have drawn."""

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_hybrid.pipeline import choice
 from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.step import absent
 from lightning_hybrid.step.recent import Recent
 
 
@@ -57,10 +58,14 @@ def test_one_batch_may_have_more_sizes_than_are_remembered(monkeypatch):
     assert [form.assignment.graph.values[0].shape[0] for form in forms] == [2, 3, 4, 5, 2]
 
 
-def test_torch_remembers_no_sizes(monkeypatch):
+def test_torch_forgets_kernels_of_many_sizes(monkeypatch):
     module = make(Layers)
     choose = choosing(module, 3, monkeypatch)
-    before = len(FakeTensorMode.cache)
-    for size in range(20, 24):
-        choose({"x": torch.randn(size, WIDTH), "label": torch.zeros(size, dtype=torch.long)})
-    assert len(FakeTensorMode.cache) == before
+    FakeTensorMode.cache_clear()
+    known = []
+    for most in (1 << 14, 0):
+        monkeypatch.setattr(absent, "_MOST_KERNELS", most)
+        for size in range(20, 24):
+            choose({"x": torch.randn(size + bool(most), WIDTH), "label": torch.zeros(size + bool(most)).long()})
+        known.append(len(FakeTensorMode.cache))
+    assert 0 < known[1] < known[0] / 2

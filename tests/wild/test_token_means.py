@@ -76,6 +76,26 @@ class Masked(Language):
         return (found == labels)[mask]
 
 
+class Criterion(nn.Module):
+    """A loss with a parameter is one unit, whose mean nobody sees from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(self.scale * logits.flatten(0, 1), labels.flatten())
+
+
+class Inside(Language):
+    def __init__(self):
+        super().__init__()
+        self.criterion = Criterion()
+
+    def loss(self, logits, labels, mask):
+        return self.criterion(logits, labels)
+
+
 class Branching(Language):
     """No pipeline can run it."""
 
@@ -144,6 +164,7 @@ CASES = [
     *((module, name, TP, False) for module in (Language, Shifted, Masked) for name in ("uneven", "first full")),
     (Masked, "uneven", TP, True),
     (Language, "a microbatch of nothing", TP, False),
+    (Inside, "uneven", PP, False),
     *((Branching, name, PP, False) for name in DATA),
 ]
 
@@ -158,7 +179,7 @@ def test_as_plain_lightning_on_whole_batches(worlds, module, name, options, diff
     for found, logged, is_shared in worlds.run(2, trained, module, name, options, differ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
         assert logged == pytest.approx(metrics, rel=1e-9)
-        assert is_shared == (options is PP)
+        assert is_shared == (module is Branching)
 
 
 def test_a_count_must_give_the_loss_of_the_batch():
