@@ -263,7 +263,7 @@ def signature_of(name: str, microbatch: Any) -> Hashable:
         else (type(leaf), *((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_inside(leaf)))
         for leaf in leaves
     )
-    keys = tuple(microbatch) if isinstance(microbatch, Mapping) else None
+    keys = tuple(microbatch.keys()) if isinstance(microbatch, Mapping) else None
     return name, type(microbatch), keys, shapes, torch.is_grad_enabled()
 
 

@@ -120,9 +120,12 @@ def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
 
 
 def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    keys = list(value)
+    keys = list(value.keys())  # what a TensorDict iterates over is its samples
 
     def build(children: list[Any]) -> Any:
+        if hasattr(value, "auto_batch_size_"):  # a TensorDict holds its members to one number of samples
+            members: Any = type(value)(dict(zip(keys, children, strict=True)), batch_size=[])
+            return members.auto_batch_size_(value.batch_dims)
         # A shallow copy keeps what else the object carries (an encoding's tokenizer data, a ModelOutput's class).
         result = copy.copy(value)
         if not isinstance(result, MutableMapping):

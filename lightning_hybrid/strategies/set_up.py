@@ -229,7 +229,7 @@ class SetUpStrategy(CutStrategy):
             Contents(self._shard_mesh.group("holders"), self.root_device, "layer's"),
             over_replicas=bool(self._zero_cuts) or self._experts is not None,
         )
-        for callback in trainer.callbacks if self._parts is not None else ():  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary):
                 self._stop_reads.callback(summarize_wholes(callback, reads))
         assert self._runner is not None

@@ -219,6 +219,25 @@ def shown(run):
     return run.numbers(trainer, module)
 
 
+class ShownDistribution(Net):
+    """Its forward checks values of the model where the summary runs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.ones(2, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.training else torch.distributions.Normal(out, out.exp()).mean
+
+
+def shown_distribution(run):
+    module = ShownDistribution()
+    trainer = run.trainer(callbacks=[ModelSummary(-1)], enable_model_summary=True)
+    trainer.fit(module, run.data())
+    return run.numbers(trainer, module)
+
+
 def graph(run):
     module = Shown()
     trainer = run.trainer(logger=TensorBoardLogger(run.folder, log_graph=True))
@@ -294,6 +313,7 @@ CALLBACKS = [
     early_stopping,
     best_and_last,
     shown,
+    shown_distribution,
     graph,
     throughput,
     device_stats,
