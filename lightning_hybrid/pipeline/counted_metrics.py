@@ -66,7 +66,7 @@ class CountedMetrics:
     def weigh_means(self, sink: nn.Module) -> None:
         """Let means of numbers in a metric, or in a copy of one, weigh microbatches."""
         for metric in sink.modules():
-            if isinstance(metric, MeanMetric):
+            if isinstance(metric, MeanMetric) and type(metric).update is MeanMetric.update:
                 self._undo.append(replace(metric, "update", self._weighed(metric.update)))
 
     def _weighed(self, update: Callable[..., Any]) -> Callable[..., Any]:

@@ -147,6 +147,8 @@ class Executor:
                 step = job.variants[0].assignment.graph.step
                 note(error, place_of(instruction, self._rank, job.program, step))
                 raise
+        for variant in job.variants if job.seeds else ():
+            variant.no_gradients.is_new = False
         return Outcome(run.results, run.spans, run.broken)
 
 
@@ -314,20 +316,21 @@ class _Run:
         for source, target in self._job.program.portals.backward:
             if target == stage:
                 indices = variant.gradient_portals.get((source, target), ())
-                leaves = [received[index] for index in indices]
-                grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+                grads = [variant.no_gradients.sent((target, source, index), received[index]) for index in indices]
                 self._gradients[Message("backward", stage, source, microbatch)] = grads
 
     def _run_backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         made = self._made.pop((stage, microbatch))
         gradients: dict[int, Tensor] = {}
+        variant = self._job.variants[microbatch]
         for message, tensors in arrived.items():
             for value, tensor in zip(self.values_of(message), tensors, strict=True):
-                known = gradients.get(value.index)
-                gradients[value.index] = tensor if known is None else known + tensor
+                key = message.source, message.target, value.index
+                if (sent := variant.no_gradients.received(key, tensor)) is not None:
+                    known = gradients.get(value.index)
+                    gradients[value.index] = sent if known is None else known + sent
         roots = [made[index] for index in gradients]
         seeds: list[Tensor] = list(gradients.values())
-        variant = self._job.variants[microbatch]
         if stage == variant.assignment.loss_stage:
             assert variant.assignment.graph.loss is not None
             loss = made[variant.assignment.graph.loss]

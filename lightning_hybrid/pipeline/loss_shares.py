@@ -138,6 +138,21 @@ class LossShares:
         even = self._even.get(tuple(variants))
         return _holds(batch, _IGNORED if even is None else even.ignored)
 
+    def weights_of_terms(
+        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
+    ) -> list[list[float]]:
+        """The weights of microbatches by samples, and by each term of the loss; arguments as for ``of``."""
+        graph = variants[0].assignment.graph
+        shares = self.of(call, variants, batch, microbatches, weights, apart=False)
+        terms = [term for term in frozenset[int]().union(*shares) if leads_to_loss(term, graph)]
+        return [
+            list(weights),
+            *(
+                [weight * (of[term].factor if term in of else 1.0) for weight, of in zip(weights, shares, strict=True)]
+                for term in terms
+            ),
+        ]
+
     def are_incomparable(self, variants: Sequence[Variant]) -> bool:
         """Whether microbatches do different operations, and some average over what the content of the batch decides."""
         graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]

@@ -22,7 +22,7 @@ from lightning_hybrid.patching import replace
 from lightning_hybrid.pipeline.counted_metrics import CountedMetrics
 from lightning_hybrid.step.graph import SINK
 from lightning_hybrid.step.sinks import find_sinks
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.step.tree import flatten, map_leaves
 
 
 class MetricSync:
@@ -143,7 +143,8 @@ class MetricSync:
             return
         home = self._home[name]
         # A tensor that was pickled on one device of the node would come up on that device of it everywhere.
-        states = {state: map_leaves(partial(_on, "cpu"), getattr(metric, state)) for state in metric._defaults}
+        names = (*metric._defaults, *_plain_attributes(metric))
+        states = {name: map_leaves(partial(_on, "cpu"), getattr(metric, name)) for name in names}
         box = [(states, metric._update_count)] if self._pipeline.rank() == home else [None]
         dist.broadcast_object_list(box, group=self._pipeline, group_src=home)
         assert box[0] is not None
@@ -158,6 +159,19 @@ class MetricSync:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+
+
+def _plain_attributes(metric: Metric) -> list[str]:
+    """Those in which a metric may count beside its states."""
+    return [
+        name
+        for name, value in vars(metric).items()
+        if not name.startswith("_") and name not in metric._defaults and all(map(_is_plain, flatten(value)[0]))
+    ]
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is Tensor or leaf is None or isinstance(leaf, bool | int | float | str)
 
 
 def _on(device: torch.device | str, leaf: Any) -> Any:

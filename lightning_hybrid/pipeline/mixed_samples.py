@@ -28,6 +28,7 @@ from lightning_hybrid.step.recording import find_loss
 # Relative differences that rounding may make, by the kind of numbers.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
+_APART = 0.1  # beyond what terms that weigh in several ways make of a loss
 
 
 class Weighing(NamedTuple):
@@ -37,11 +38,13 @@ class Weighing(NamedTuple):
         counts: By any of these counts, which are the same so far; none by their samples.
         keys: What the step logs that weighs by samples even so, as the batch has shown.
         differing: The loss of the batch, and the mean of its parts' by samples, if they are not the same.
+        loss: Of the batch and its parts; None where that could not be tried.
     """
 
     counts: tuple[Count, ...] = ()
     keys: frozenset[Key] = frozenset()
     differing: tuple[float, float] | None = None
+    loss: Mean | None = None
 
     @property
     def mixes(self) -> bool:
@@ -121,7 +124,7 @@ def weighing_of(
     mean = _mean([float(loss) for loss, _ in found], by_samples)
     known, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, by_samples, dtype)
     if not known:
-        return Weighing(differing=differing)
+        return Weighing(differing=differing, loss=mean)
     by_count = [known[0].weights(parts) or weights for parts, weights in partitions]
 
     def is_by_samples(key: Key) -> bool:
@@ -129,7 +132,7 @@ def weighing_of(
         return not worth_finding(logged, by_samples, dtype) and bool(worth_finding(logged, by_count, dtype))
 
     keys = frozenset[Key].intersection(*(frozenset(logs) for _, logs in found))
-    return Weighing(known, frozenset(key for key in keys if is_by_samples(key)), differing)
+    return Weighing(known, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:
@@ -151,6 +154,19 @@ def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tu
         if math.isfinite(loss.whole) and not math.isclose(loss.whole, mean, rel_tol=near, abs_tol=near * 1e-3):
             return loss.whole, mean
     return None
+
+
+def outside(loss: Mean, weights: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The loss of a batch and the nearest mean of its parts', if none of several weights nor what lies between fits.
+
+    Args:
+        loss: Of the batch, and of the parts of its first partition.
+        weights: That may be those of the parts: each stands for one of the terms of the loss.
+    """
+    known = loss.parts[0]
+    means = [sum(one * weight for one, weight in zip(known, of, strict=True) if weight) for of in weights]
+    near = min(max(loss.whole, min(means)), max(means))
+    return (loss.whole, near) if abs(near - loss.whole) > _APART * abs(loss.whole) else None
 
 
 def describe_mixing(found: tuple[float, float], then: str = "") -> str:

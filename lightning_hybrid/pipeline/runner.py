@@ -123,6 +123,16 @@ class StepRunner(MicrobatchRunner):
                 step_once = partial(call.on, microbatches[0])
                 self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
 
+    def weights_of_terms(
+        self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
+    ) -> list[list[float]]:
+        """How two parts of a batch may weigh in its training loss; arguments as for ``record``."""
+        batch, *rest = args
+        parts, weights = split(batch, 2, self.splitter)
+        call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
+        variants = self._choice.choose(call, parts)
+        return self._loss_shares.weights_of_terms(call, variants, batch, parts, weights)
+
     def run(
         self,
         name: str,
@@ -365,7 +375,7 @@ class StepRunner(MicrobatchRunner):
                 outputs.append(map_leaves(detached, run.result))
         loss = None
         if train:
-            parts = [values[_loss_of(variant)] for values, variant in zip(content, variants, strict=True)]
+            parts = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
         name = variants[0].recording.graph.step
@@ -386,9 +396,3 @@ class StepRunner(MicrobatchRunner):
 _POST_AHEAD = {"queue": 1, "tags": 2}
 # Receives of small messages are posted while a rank is idle, as long as those of one peer take no more than this.
 _EARLY_BYTES = 1 << 20
-
-
-def _loss_of(variant: Variant) -> int:
-    loss = variant.assignment.graph.loss
-    assert loss is not None
-    return loss

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from lightning_hybrid.pipeline.no_gradients import NoGradients
 from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.partition import Assignment
 from lightning_hybrid.step.recording import Recording
@@ -40,6 +41,17 @@ class Variant:
                 names.append(node.name)
         sent = [(pair, [graph.values[v].shape for v in values]) for pair, values in self.assignment.portals.items()]
         return zlib.crc32(repr((names, sent)).encode())
+
+    @property
+    def loss(self) -> int:
+        """The value that is the loss of a training step."""
+        assert self.assignment.graph.loss is not None
+        return self.assignment.graph.loss
+
+    @cached_property
+    def no_gradients(self) -> NoGradients:
+        """The values without a gradient, as far as they are known."""
+        return NoGradients()
 
     @property
     def recording(self) -> Recording:

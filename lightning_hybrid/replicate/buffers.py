@@ -74,4 +74,4 @@ def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _bytes_of(buffer: Tensor, device: torch.device) -> Tensor:
-    return buffer.to(device).reshape(-1).view(torch.uint8)
+    return buffer.to(device).reshape(-1).contiguous().view(torch.uint8)

@@ -64,7 +64,8 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
 
     Args:
         batch: The batch.
-        wanted: The user's number; None chooses at most four times the number of stages.
+        wanted: The user's number; None chooses at most four times the number of stages, and at least two samples each
+            where there are enough: layers and metrics take statistics of them.
         num_stages: Number of pipeline stages.
         splitter: The user's own splitter; then ``wanted`` is taken as it is.
 
@@ -80,7 +81,7 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
         return max(1, min(wanted, size))
     if num_stages == 1:
         return 1
-    most = max(1, min(size, 4 * num_stages))
+    most = max(1, min(size // 2 if size >= 2 * num_stages else size, 4 * num_stages))
     even = [count for count in range(num_stages, most + 1) if size % count == 0]
     return even[-1] if even else most
 

@@ -35,15 +35,10 @@ from lightning_hybrid.step.recording import Leaf, Recording, Template, no_loss, 
 from lightning_hybrid.step.side_ways import SideWays, event_on_stand_ins
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.sizes_read import SizesRead
-from lightning_hybrid.step.stand_in import (
-    NO_FAKE_KERNEL,
-    SIZED_BY_DATA,
-    index_by_numbers,
-    quiet_fakes,
-)
+from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, SIZED_BY_DATA, index_by_numbers, quiet_fakes
 from lightning_hybrid.step.transaction import ArgumentState, ModuleState
 from lightning_hybrid.step.transforms import refuse_transforms
-from lightning_hybrid.step.tree import flatten, memory_of
+from lightning_hybrid.step.tree import ClassOpened, flatten, memory_of, open_class
 from lightning_hybrid.step.units import BufferOf, buffers_of, owned_members
 from lightning_hybrid.step.user_functions import unseen_functions_refused
 from lightning_hybrid.step.watch import TEXT_READS, Current, StepWatch, user_line
@@ -118,6 +113,9 @@ def record(
             return replace(watch.finish(root, name, result, units, owned, loss_required=loss_required), bound=bound)
     except GraphWanted:
         assert not whole_graph
+        whole_graph = True
+    except ClassOpened:
+        pass
     finally:
         if watch is not None:
             watch.opened.undo()
@@ -130,7 +128,7 @@ def record(
         randomness=randomness,
         loss_required=loss_required,
         tracked_buffers=tracked,
-        whole_graph=True,
+        whole_graph=whole_graph,
         looks=looks,
         draws_as=draws_as,
         guesses=guesses,
@@ -212,6 +210,8 @@ class RecordWatch(StepWatch):
         leaves, spec = flatten((args, kwargs))
         given = len(leaves)
         is_unit = name.startswith("@")
+        for leaf in leaves if is_unit else ():
+            open_class(leaf)
         held = found_on(self.units[name[1:]], self.mark_of, self.parameters, owned) if is_unit else []
         leaves += [tensor for _, tensor in held]  # a unit reads what lies on its modules as it does its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -330,6 +330,7 @@ class RecordWatch(StepWatch):
                 mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
                 return Leaf(value=mark, input=place)
         if not isinstance(leaf, Tensor):
+            open_class(leaf)
             return Leaf(constant=leaf)
         return Leaf(value=self._new_value(leaf, dynamic))
 

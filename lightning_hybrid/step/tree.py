@@ -114,9 +114,33 @@ def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
         return _mapping(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _with_members(value, [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)])
-    if isinstance(value, Distribution):
+    if isinstance(value, Distribution) or kind in _OPENED:
         return _with_members(value, list(vars(value)))
     return None
+
+
+_OPENED: set[type] = set()  # classes of the user's that hand values on from layer to layer
+
+
+class ClassOpened(BaseException):
+    """Objects of a further class are containers from now on; no exception that user code might catch."""
+
+
+def open_class(leaf: Any) -> None:
+    """See that values of the model do not hide in an object.
+
+    Args:
+        leaf: What a layer takes or returns.
+
+    Raises:
+        ClassOpened: They did.
+    """
+    kind = type(leaf)
+    if kind in _LEAF_TYPES or kind in _OPENED or isinstance(leaf, Tensor | nn.Module) or not hasattr(leaf, "__dict__"):
+        return
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_inside(leaf)):
+        _OPENED.add(kind)
+        raise ClassOpened
 
 
 def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -124,8 +148,8 @@ def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]],
 
     def build(children: list[Any]) -> Any:
         if hasattr(value, "auto_batch_size_"):  # a TensorDict holds its members to one number of samples
-            members: Any = type(value)(dict(zip(keys, children, strict=True)), batch_size=[])
-            return members.auto_batch_size_(value.batch_dims)
+            kind: Any = type(value)
+            return kind(dict(zip(keys, children, strict=True)), batch_size=[]).auto_batch_size_(value.batch_dims)  # type: ignore[attr-defined]
         # A shallow copy keeps what else the object carries (an encoding's tokenizer data, a ModelOutput's class).
         result = copy.copy(value)
         if not isinstance(result, MutableMapping):

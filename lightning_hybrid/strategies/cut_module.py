@@ -149,7 +149,7 @@ class CutStrategy(VerifyingStrategy):
         try:
             self._plan_layers(trainer, module, *planners, recorded=has_step)
         except LayoutError as error:  # on every rank
-            if not is_fitting or self.options.tensor_parallel_plan is not None or self.layout.expert_parallel_size > 1:
+            if self.options.tensor_parallel_plan is not None or self.layout.expert_parallel_size > 1:
                 raise
             self._tries *= arguments is None  # what the start hooks set may let layers be seen
             self._share_instead(["pp", "cp", "tp"], str(error), error)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
-from lightning_hybrid.pipeline.mixed_samples import agreed_by, describe_mixing, weighing_of
+from lightning_hybrid.pipeline.mixed_samples import Weighing, agreed_by, describe_mixing, outside, weighing_of
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
@@ -96,9 +96,10 @@ def record_first_step(
             else:
                 try:
                     record()
-                except UnfitError:
-                    raise
                 except Exception as reason:  # what is wrong with the step itself shows when it runs whole
+                    strategy: Any = trainer.strategy
+                    if isinstance(reason, UnfitError) and strategy.options.pipeline_cuts:
+                        raise
                     runner.uncut.adopt(name, reason)
                     runner.plan.cut_by_size()
                     return None
@@ -131,7 +132,7 @@ def warn_of_mixing(
     batch, *rest = arguments
     count = runner.count("training_step", batch)
     is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    is_tried = count > 1 and not (runner.weighs_means or is_empty or runner.plan.first.written)
+    is_tried = count > 1 and not (is_empty or runner.plan.first.written)
     if not trainer.strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
         return
     some = split(batch, max(1, count // 2))[0][0]
@@ -144,7 +145,14 @@ def warn_of_mixing(
             found = weighing_of(module, step, some, 2, None, randomness, context)
     finally:
         uncompiled.off()
-    runner.weighing = found = agreed_by(None, found)
+    if trainer.strategy.reduce_boolean_decision(runner.weighs_means, all=False):
+        differing = None
+        if found.loss is not None:
+            weights = runner.weights_of_terms(module.training_step, [some, *rest], context)
+            differing = outside(found.loss, weights)
+        found = agreed_by(None, Weighing(differing=differing))
+    else:
+        runner.weighing = found = agreed_by(None, found)
     if found.mixes and found.differing is not None:
         rank_zero_warn(describe_mixing(found.differing))
     elif found.counts:

@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 
 from lightning_hybrid.experts.sharded import SharedExperts
 from lightning_hybrid.memory.recompute import Recompute
+from lightning_hybrid.pipeline.conversions import pass_over_absent
 from lightning_hybrid.pipeline.global_reads import GlobalReads
 from lightning_hybrid.pipeline.known import Contents
 from lightning_hybrid.pipeline.plan import StagePlan
@@ -221,6 +222,7 @@ class SetUpStrategy(CutStrategy):
         stages = None
         if plan.num_ranks > 1:
             group, homes = self.mesh.group("pp"), plan.buffer_homes
+            self._stop_reads.callback(pass_over_absent(module))
             stages = self._reads = GlobalReads(parameters, holders, group, self.root_device, buffer_homes=homes)
         self._hook_reads = reads = HookReads(
             stages,

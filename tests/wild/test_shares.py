@@ -404,3 +404,28 @@ def test_what_a_step_leaves_behind(case):
     left = LeftBehind(module, by_content=True)
     step(module)
     assert left.something() is leaves
+
+
+class Series(Straight):
+    """Its samples are series, which the model takes together: fewer of them broadcast against the others' targets."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        mask = torch.ones_like(y)
+        found = self(x).T  # one row of all series
+        return ((found - y).abs() * mask).sum() / mask.sum()
+
+
+class WithBalance(Straight):
+    """A mean over some rows beside one over the samples: each weighs as it should."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        return F.mse_loss(out[y > 0.2], y[y > 0.2]) + out.square().mean()
+
+
+@pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0)])
+def test_stages_that_weigh_means_warn_of_what_is_none(worlds, module, count):
+    first, second = worlds.run(2, warned, module, PP)
+    assert len(first[1]) == count and second[1] == [], first[1]
