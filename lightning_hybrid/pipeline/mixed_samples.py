@@ -108,17 +108,22 @@ def weighing_of(
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         before = GeneratorStates(randomness.device)
         try:
-            for part in (batch, *(part for parts, _ in partitions for part in parts)):
-                logs = LogCapture(1)
-                with torch.no_grad(), context(), logs.microbatch(root, 0):
-                    loss = find_loss(step(part))
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    return Weighing()
-                found.append((loss, _numbers(logs)))
+            for parts in ([batch], *(parts for parts, _ in partitions)):
+                of_parts = []
+                for part in parts:
+                    logs = LogCapture(1)
+                    with torch.no_grad(), context(), logs.microbatch(root, 0):
+                        loss = find_loss(step(part))
+                    if not isinstance(loss, Tensor) or loss.numel() != 1:
+                        return Weighing()
+                    of_parts.append((loss, _numbers(logs)))
+                found += of_parts
             if not before.still_stand():
                 return Weighing()
-        except Exception:  # the step asks for gradients, or for more memory than there is
-            return Weighing()
+        except Exception:  # the step asks for gradients, for more samples, or for more memory than there is
+            if len(found) <= count or not before.still_stand():
+                return Weighing()
+            partitions = partitions[:1]
     dtype = found[0][0].dtype
     by_samples = [weights for _, weights in partitions]
     mean = _mean([float(loss) for loss, _ in found], by_samples)

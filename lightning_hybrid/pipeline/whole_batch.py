@@ -123,6 +123,8 @@ class WholeBatch:
         tensors = [place for variant in variants for place, _ in variant.recording.kept] if len(variants) > 1 else []
         returned = share_output and len(variants) > 1 and self._returns_doubtful(variants, microbatches)
         parts = tuple(variants)
+        if any(place.attribute == "_buffers" for place in tensors):  # microbatches find what the one before has bound
+            self._unfit[parts] = None
         if not (numbers or tensors or returned) or (parts in self._unfit and not numbers):
             return None
         kept = numbers or (f"{tensors[0]} keeps a tensor of the model" if tensors else f"{call.name} returns a list")

@@ -113,7 +113,8 @@ def split_unevenly(batch: Any) -> tuple[list[Any], list[float]]:
     size = batch_size_of(batch)
     if size is None or size < 2:
         return [], []
-    few = next(few for few in range(max(1, size // 3), size) if math.gcd(few, size) == 1)
+    least = max(2 if size > 4 else 1, size // 3)  # layers may take statistics of several samples
+    few = next(few for few in range(least, size) if math.gcd(few, size) == 1)
     return _cut(batch, size, [few, size - few]), [few / size, 1 - few / size]
 
 

@@ -210,8 +210,6 @@ class RecordWatch(StepWatch):
         leaves, spec = flatten((args, kwargs))
         given = len(leaves)
         is_unit = name.startswith("@")
-        for leaf in leaves if is_unit else ():
-            open_class(leaf)
         held = found_on(self.units[name[1:]], self.mark_of, self.parameters, owned) if is_unit else []
         leaves += [tensor for _, tensor in held]  # a unit reads what lies on its modules as it does its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -127,10 +127,10 @@ class ClassOpened(BaseException):
 
 
 def open_class(leaf: Any) -> None:
-    """See that values of the model do not hide in an object.
+    """See that values of the model do not hide in an object that a layer returns.
 
     Args:
-        leaf: What a layer takes or returns.
+        leaf: The object. One with further objects inside, such as a cache that layers write into, is left alone.
 
     Raises:
         ClassOpened: They did.
@@ -138,7 +138,10 @@ def open_class(leaf: Any) -> None:
     kind = type(leaf)
     if kind in _LEAF_TYPES or kind in _OPENED or isinstance(leaf, Tensor | nn.Module) or not hasattr(leaf, "__dict__"):
         return
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors_inside(leaf)):
+    inside = flatten(list(vars(leaf).values()))[0]
+    if any(isinstance(one, FakeTensor) for one in inside) and all(
+        isinstance(one, Tensor) or not tensors_inside(one) for one in inside
+    ):
         _OPENED.add(kind)
         raise ClassOpened
 

@@ -1,5 +1,6 @@
 """Objects that hooks put into a checkpoint, with metrics and modules inside: full, whatever the layout."""
 
+import copy
 import io
 
 import pytest
@@ -54,6 +55,7 @@ class Saves(LightningModule):
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["special"] = {"metric": self.mae, "module": self.head, "holder": Holder(self.body[1])}
+        checkpoint["special"]["copies"] = [copy.deepcopy(layer) for layer in self.body]
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
@@ -83,11 +85,12 @@ def numbers(path):
     special, hyper = checkpoint["special"], checkpoint["hyper_parameters"]
     kept = next(state for key, state in checkpoint["callbacks"].items() if "Keeps" in key)
     metrics = [special["metric"], hyper["criterion"], kept["metric"]]
-    modules = [special["module"], special["holder"].module, kept["modules"][0]]
+    modules = [special["module"], special["holder"].module, kept["modules"][0], *special["copies"]]
     assert torch.equal(special["holder"].weight, special["holder"].module.weight)
     assert all(type(p) is nn.Parameter for module in modules for p in module.parameters())
     state = checkpoint["state_dict"]
-    for name, module in zip(("head", "body.1", "body.0"), modules, strict=True):
+    names = ("head", "body.1", "body.0", *(f"body.{place}" for place in range(4)))
+    for name, module in zip(names, modules, strict=True):
         torch.testing.assert_close(module.state_dict(), {key: state[f"{name}.{key}"] for key in module.state_dict()})
     torch.save(checkpoint, io.BytesIO())
     return [float(metric.sum_abs_error) for metric in metrics], [int(metric.total) for metric in metrics]

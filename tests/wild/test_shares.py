@@ -328,6 +328,15 @@ class Pairs(Straight):
     training_step = Contrasts.training_step
 
 
+class Correlates(Straight):
+    """Normalizes over its batch whatever the mode, which one sample alone cannot do."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        h = F.batch_norm(self.body(x), None, None, training=True)
+        return ((h.T @ h) / len(x) - torch.eye(h.shape[1])).square().sum() + self.head(h).square().mean()
+
+
 class Rows(Straight):
     """Its mean is known to a pipeline, which weighs microbatches by it."""
 
@@ -354,6 +363,7 @@ MIXED = {
     "contrasts in microbatches": (Contrasts, TP, False, "as with gradient accumulation"),
     "stages": (Straight, PP, False, ""),
     "contrasts in stages": (Pairs, PP, False, "as with gradient accumulation"),
+    "correlations in stages": (Correlates, PP, False, "as with gradient accumulation"),
     "rows in stages": (Rows, PP, False, ""),
 }
 
