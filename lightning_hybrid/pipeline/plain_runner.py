@@ -359,7 +359,8 @@ class PlainRunner(MicrobatchRunner):
         is_alone = self._shares.size == 1
         if (is_alone and (self.splitter is not None or (self._wanted or 1) < 2)) or self._leaves:
             return
-        if not self._weighing.now.mixes and not self.is_undecided:
+        now = self._weighing.now  # the same on all ranks
+        if not now.mixes and len(now.counts) != 1 and not self.is_undecided:
             count = self.count("training_step", batch) * self._shares.size
             if self._shares.on_any(self._weighing.is_open(batch, count)):
                 self._leaves, self.is_undecided = None, True
