@@ -28,7 +28,7 @@ class Branching(SmallGPT):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if loss > 100:  # never so, but nobody knows before the loss is there
+        if loss > 100:  # never so, which is known only once the loss is there
             loss = loss.clamp(max=100)
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,10 @@ def pass_over_absent(root: nn.Module) -> Callable[[], None]:
     Args:
         root: The user's module.
     """
-    undo = [replace(module, "_apply", _of_what_is_here(module)) for module in root.modules()]
-
-    def undo_all() -> None:
-        for each in reversed(undo):
-            each()
-
-    return undo_all
+    undo = contextlib.ExitStack()
+    for module in root.modules():
+        undo.callback(replace(module, "_apply", _of_what_is_here(module)))
+    return undo.close
 
 
 def _of_what_is_here(module: nn.Module) -> Callable[..., nn.Module]:

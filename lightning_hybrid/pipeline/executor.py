@@ -332,8 +332,7 @@ class _Run:
         roots = [made[index] for index in gradients]
         seeds: list[Tensor] = list(gradients.values())
         if stage == variant.assignment.loss_stage:
-            assert variant.assignment.graph.loss is not None
-            loss = made[variant.assignment.graph.loss]
+            loss = made[variant.loss]
             roots.append(loss)
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]

@@ -93,6 +93,11 @@ class Entry:
         return {**self.kwargs, "batch_size": sum(known)} if known else self.kwargs
 
 
+def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
+    """Entries of one step with their keys, in the order of its calls."""
+    return zip(keys_of(entry.name for entry in entries), entries, strict=True)
+
+
 # Key, what was logged if it is not a number, number, other arguments, dtype, which value of the step it is.
 _Call = tuple[str, Any, float, dict[str, Any], torch.dtype, int | None]
 

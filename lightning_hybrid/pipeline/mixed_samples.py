@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.logs import Key, LogCapture, keys_of
+from lightning_hybrid.pipeline.logs import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.step_start import StepStart
 from lightning_hybrid.step.loss_counts import Count, Mean, find_counts, worth_finding
 from lightning_hybrid.step.microbatch import BatchSplitter, copied_batch, split, split_unevenly
@@ -141,9 +141,8 @@ def weighing_of(
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:
-    entries = logs.entries()
-    keyed = zip(keys_of(entry.name for entry in entries), entries, strict=True)
-    return {key: entry.values[0] for key, entry in keyed if entry.how == "mean" and math.isfinite(entry.values[0])}
+    means = ((key, entry) for key, entry in keyed(logs.entries()) if entry.how == "mean")
+    return {key: entry.values[0] for key, entry in means if math.isfinite(entry.values[0])}
 
 
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:

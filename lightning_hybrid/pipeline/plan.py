@@ -64,7 +64,6 @@ class StagePlan:
         self.rank = group.rank()
         self.stages_per_rank = stages_per_rank
         self.num_stages = self.num_ranks * stages_per_rank
-        self.root_stage = self.rank
         self.homes: dict[str, int] = {}
         self.first: Variant | None = None
         self._root = root

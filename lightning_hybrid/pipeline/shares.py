@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.appended import Rows, merged
-from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
+from lightning_hybrid.pipeline.logs import Entry, Key, keyed, keys_of
 from lightning_hybrid.pipeline.mixed_samples import Weighing, agreed_by
 from lightning_hybrid.pipeline.returned import Results
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, split
@@ -180,10 +180,9 @@ class Given:
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the whole batch, of the microbatches that have logged it."""
-        keyed = zip(keys_of(entry.name for entry in self.entries), self.entries, strict=True)
         return [
             (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights))
-            for key, entry in keyed
+            for key, entry in keyed(self.entries)
         ]
 
 

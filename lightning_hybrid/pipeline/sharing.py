@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.exchange import NumberExchange, digest, share_tensor
-from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keys_of
+from lightning_hybrid.pipeline.logs import Entry, Key, LogCapture, keyed
 from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.batch_metrics import BatchMetrics
 from lightning_hybrid.step.replay import StageRun
@@ -144,7 +144,7 @@ class StepSharing:
         numbers = iter(self._numbers)
         logged = []
         keys, weights = self._by_samples
-        for key, entry in zip(keys_of(entry.name for entry in self._entries), self._entries, strict=True):
+        for key, entry in keyed(self._entries):
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
             if math.isnan(of_batch):
                 combined = entry.with_values(values, entry.sizes)

@@ -77,7 +77,7 @@ class Masked(Language):
 
 
 class Criterion(nn.Module):
-    """A loss with a parameter is one unit, whose mean nobody sees from outside."""
+    """A loss with a parameter is one unit, whose mean is not seen from outside."""
 
     def __init__(self):
         super().__init__()
