@@ -7,17 +7,18 @@ modules is as gradient accumulation leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_hybrid.step.absent import AbsentFloat
 from lightning_hybrid.step.joined import join
-from lightning_hybrid.step.transaction import is_state
+from lightning_hybrid.step.kept_values import ListPlace, lists_of
 from lightning_hybrid.step.tree import map_leaves
 
-Place: TypeAlias = tuple[str, str, Any]  # FQN of the module, its attribute, and the key where that is a dict of lists
-Rows: TypeAlias = dict[Place, list[list[Any]]]  # what each microbatch has appended
+Rows: TypeAlias = dict[ListPlace, list[list[Any]]]  # what each microbatch has appended
 
 
 class AppendedEntries:
@@ -41,18 +42,24 @@ class AppendedEntries:
                 new = [map_leaves(_detached, entry) for entry in entries[begin:]]
                 self.rows.setdefault(place, earlier).append(new)
 
-    def evenly(self, count: int) -> Rows:
+    def evenly(self, count: int, contents: Sequence[Mapping[int, Tensor]] = ()) -> Rows:
         """What so many microbatches have appended, each as much as the others.
 
         Args:
             count: Of the microbatches, which are over.
+            contents: By microbatch, the values of the model that numbers among the entries were read from, by index.
         """
         rows: Rows = {}
         for place, entries in lists_of(self._root).items():
-            grown = [map_leaves(_detached, entry) for entry in entries[self._before.get(place, 0) :]]
+            grown = entries[self._before.get(place, 0) :]
             each, rest = divmod(len(grown), count)
-            if each and not rest:
-                rows[place] = [grown[first : first + each] for first in range(0, len(grown), each)]
+            if not each or rest:
+                continue
+            rows[place] = []
+            for number in range(count):
+                known = partial(_known, contents[number] if contents else {})
+                mine = grown[number * each : (number + 1) * each]
+                rows[place].append([map_leaves(known, entry) for entry in mine])
         return rows
 
     def put(
@@ -106,16 +113,12 @@ def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
     return found
 
 
-def lists_of(root: nn.Module) -> dict[Place, list[Any]]:
-    """The lists that modules hold in an attribute, or in a dict there."""
-    found: dict[Place, list[Any]] = {}
-    for fqn, module in root.named_modules():
-        for name, value in module.__dict__.items():
-            if type(value) is list and is_state(name):
-                found[fqn, name, None] = value
-            elif type(value) is dict and value and is_state(name) and not name.endswith("_hooks"):
-                found |= {(fqn, name, key): held for key, held in value.items() if type(held) is list}
-    return found
+def _known(content: Mapping[int, Tensor], leaf: Any) -> Any:
+    """A leaf without its graph; a number that was read on another rank becomes what was read."""
+    if isinstance(leaf, AbsentFloat) and len(leaf.values & content.keys()) == 1:
+        [value] = leaf.values
+        return content[value].item()
+    return _detached(leaf)
 
 
 def _detached(leaf: Any) -> Any:

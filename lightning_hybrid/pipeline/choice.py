@@ -69,6 +69,25 @@ class Call:
         return self.step(batch, *self.rest)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What is known of the step on a batch before it runs.
+
+    Attributes:
+        batch: The whole batch.
+        number: Of the batch in the run.
+        microbatches: Its parts.
+        weights: Of the parts.
+        variants: The recorded form of each part.
+    """
+
+    batch: Any
+    number: int
+    microbatches: Sequence[Any]
+    weights: list[float]
+    variants: list[Variant]
+
+
 @dataclass(eq=False)
 class _Known:
     """Batches of one signature.
@@ -98,13 +117,12 @@ class VariantChoice:
         self._known: Recent[Hashable, _Known] = Recent(_MOST_SIGNATURES)
         self._writes_batch: set[str] = set()
 
-    def choose(self, call: Call, microbatches: Sequence[Any], *, apart: bool = False) -> list[Variant]:
+    def choose(self, call: Call, microbatches: Sequence[Any]) -> list[Variant]:
         """The form of each microbatch; what is new is recorded.
 
         Args:
             call: The call.
             microbatches: What the step runs on, one after the other.
-            apart: Whether each finds the modules as the first one does.
 
         Raises:
             StepError: The step cannot be recorded.
@@ -122,7 +140,7 @@ class VariantChoice:
         of_each = [known[key] for key in keys]
         if all(self._does_the_same(each) for each in known.values()):
             return [each.latest for each in of_each]
-        return self._rehearse(call, microbatches, of_each, apart=apart)
+        return self._rehearse(call, microbatches, of_each)
 
     def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
         """Whether the forms that these take are known without a look at the step."""
@@ -173,9 +191,7 @@ class VariantChoice:
         if _is_written(versions):
             self._writes_batch.add(call.name)
 
-    def _rehearse(
-        self, call: Call, microbatches: Sequence[Any], of_each: Sequence[_Known], *, apart: bool
-    ) -> list[Variant]:
+    def _rehearse(self, call: Call, microbatches: Sequence[Any], of_each: Sequence[_Known]) -> list[Variant]:
         """Which ways they take, one after the other; everything is as before afterwards."""
         units = self._plan.units()
         inside = {part for unit in units.values() for part in unit.modules()}
@@ -185,9 +201,7 @@ class VariantChoice:
         chosen: list[Variant] = []
         try:
             for place, (microbatch, known) in enumerate(zip(microbatches, of_each, strict=True)):
-                if apart:
-                    start.restore()
-                before = start if apart or not place else ModuleState(self._root, without=inside, unhooked=inside)
+                before = ModuleState(self._root, without=inside, unhooked=inside) if place else start
                 try:
                     variant = self._way(call, microbatch, place, known, units, names, before)
                 except NotKnown:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.appended import lists_of
+from lightning_hybrid.step.kept_values import entry_of, lists_of
 from lightning_hybrid.step.transaction import Place, reachable
 from lightning_hybrid.step.tree import memory_of
 
@@ -38,7 +38,7 @@ class LeftBehind:
     def something(self) -> bool:
         """Whether the step has written a buffer, or kept a tensor or a float that was not there."""
         lists = {place: self._lengths.get(place, 0) for place in lists_of(self._root)}
-        return any(not (isinstance(key, Place) and _is_appended(key, lists)) for key in self._changed())
+        return any(not (isinstance(key, Place) and entry_of(key, lists) is not None) for key in self._changed())
 
     def rows(self, samples: int | None) -> bool:
         """Whether a tensor among it may have a row for each sample of the batch, so that a microbatch needs some.
@@ -65,15 +65,6 @@ class LeftBehind:
 def _is_same(before: Any, now: Any) -> bool:
     is_counter = type(now) is int and (now - before == 1 if type(before) is int else now in (0, 1))
     return is_counter or bool(before == now)
-
-
-def _is_appended(place: Place, lengths: dict[tuple[str, str, Any], int]) -> bool:
-    path = place.path
-    if len(path) > 0 and (place.module, place.attribute, None) in lengths:
-        return bool(path[0] >= lengths[place.module, place.attribute, None])
-    if len(path) > 1 and (place.module, place.attribute, path[0]) in lengths:
-        return bool(path[1] >= lengths[place.module, place.attribute, path[0]])
-    return False
 
 
 def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:

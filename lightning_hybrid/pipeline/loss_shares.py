@@ -23,14 +23,13 @@ from lightning_hybrid.pipeline.choice import Call, VariantChoice
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.pipeline.variant import Variant
 from lightning_hybrid.step.averages import Share
-from lightning_hybrid.step.bookkeeping import alike
 from lightning_hybrid.step.counting import CountingReplay
 from lightning_hybrid.step.graph import StepGraph
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.loss_terms import leads_to_loss, reached_by, terms_of
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recent import Recent
-from lightning_hybrid.step.totals import total_over_samples
+from lightning_hybrid.step.totals import alike, is_total_over_samples
 from lightning_hybrid.step.transaction import ModuleState
 from lightning_hybrid.step.tree import memory_of, tensors_inside
 
@@ -72,8 +71,6 @@ class LossShares:
         batch: Any,
         microbatches: Sequence[Any],
         weights: Sequence[float],
-        *,
-        apart: bool,
     ) -> Shares:
         """By microbatch, how the operations that average weigh, by node.
 
@@ -83,7 +80,6 @@ class LossShares:
             batch: The whole batch.
             microbatches: Its parts.
             weights: By which everything else is averaged.
-            apart: Whether each microbatch finds the modules as the first one does.
         """
         terms = self._terms_of(variants) if len(variants) > 1 else frozenset()
         if not terms:
@@ -95,7 +91,7 @@ class LossShares:
         if even is not None and even.state == state and not _holds(batch, even.ignored):
             return ()
         labels: list[dict[int, tuple[int, int]]] = []
-        found = self._counted(call, list(zip(variants, microbatches, strict=True)), apart=apart, labels=labels)
+        found = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
         if found is None:
             return ()
         if _are_even(terms, labels, weights) and not any(_is_unsettled(variant, terms) for variant in variants):
@@ -131,7 +127,7 @@ class LossShares:
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> bool:
         """Whether losses of microbatches weigh by other numbers than samples, or may; arguments as for ``of``."""
-        shares = self.of(call, variants, batch, microbatches, weights, apart=False)
+        shares = self.of(call, variants, batch, microbatches, weights)
         graph = variants[0].assignment.graph
         if any(shares):
             return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
@@ -143,7 +139,7 @@ class LossShares:
     ) -> list[list[float]]:
         """The weights of microbatches by samples, and by each term of the loss; arguments as for ``of``."""
         graph = variants[0].assignment.graph
-        shares = self.of(call, variants, batch, microbatches, weights, apart=False)
+        shares = self.of(call, variants, batch, microbatches, weights)
         terms = [term for term in frozenset[int]().union(*shares) if leads_to_loss(term, graph)]
         return [
             list(weights),
@@ -180,7 +176,7 @@ class LossShares:
             self._sums[key] = _sums(variants[0].assignment.graph, whole.assignment.graph, divisions)
         if not self._sums[key]:
             return {}
-        found = self._counted(call, [(whole, batch)], apart=False)
+        found = self._counted(call, [(whole, batch)])
         return {} if found is None else {n: count for n, count in found[0].items() if n in self._sums[key]}
 
     def _counted(
@@ -188,7 +184,6 @@ class LossShares:
         call: Call,
         parts: Sequence[tuple[Variant, Any]],
         *,
-        apart: bool,
         labels: list[dict[int, tuple[int, int]]] | None = None,
     ) -> list[dict[int, float]] | None:
         """What each microbatch counts, by node; None if the step cannot run without the model's arithmetic."""
@@ -198,8 +193,6 @@ class LossShares:
         counted = []
         try:
             for place, (variant, part) in enumerate(parts):
-                if apart:
-                    start.restore()
                 replay = self._replay(variant)
                 with (
                     self._choice.copy_for_rehearsal(call, part) as copied,
@@ -278,8 +271,5 @@ def _sums(part: StepGraph, whole: StepGraph, divisions: set[int]) -> frozenset[i
         return frozenset()
     pairs = alike(part, whole)
     return frozenset(
-        node
-        for node in divisions
-        if (total := total_over_samples(whole.nodes[node].inputs[0], part, whole, pairs)) is not None
-        and not total.bases
+        node for node in divisions if is_total_over_samples(whole.nodes[node].inputs[0], part, whole, pairs)
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.appended import AppendedEntries
-from lightning_hybrid.pipeline.choice import Call, VariantChoice
+from lightning_hybrid.pipeline.choice import Call, Chosen, VariantChoice
 from lightning_hybrid.pipeline.exchange import StepBroken
 from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, fill_placeholders
 from lightning_hybrid.pipeline.logs import LogCapture
@@ -26,16 +26,18 @@ from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.mixed_samples import Weighing
 from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.returned import EachMicrobatch, Results, check_content, detached, handed_back
+from lightning_hybrid.pipeline.programs import Programs
+from lightning_hybrid.pipeline.returned import check_content, detached, handed_back
 from lightning_hybrid.pipeline.sharing import StepSharing
+from lightning_hybrid.pipeline.side_effect_run import SideEffectRun
 from lightning_hybrid.pipeline.step_start import StepStart
+from lightning_hybrid.pipeline.steps_at_once import StepsAtOnce
 from lightning_hybrid.pipeline.transport import Transport
 from lightning_hybrid.pipeline.uncut import UncutSteps
-from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.pipeline.whole_batch import Bookkeeping, Chosen, WholeBatch
-from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
 from lightning_hybrid.step.batch_metrics import BatchMetrics
-from lightning_hybrid.step.microbatch import BatchSplitter, sizes_of, split
+from lightning_hybrid.step.joined import join
+from lightning_hybrid.step.kept_values import refuse_absent_numbers
+from lightning_hybrid.step.microbatch import BatchSplitter, copied_batch, sizes_of, split
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.replay import StageRun
 from lightning_hybrid.step.sinks import find_sinks
@@ -66,13 +68,28 @@ class StepRunner(MicrobatchRunner):
         replica: int,
         metrics: MetricSync,
         uncut: UncutSteps,
+        tell_at_once: Callable[[str, str], None],
     ) -> None:
-        """Args: root: the user's module. plan: who holds what. group: this pipeline's ranks. replica: data rank."""
+        """Set up for one module.
+
+        Args:
+            root: The user's module.
+            plan: Who holds what.
+            transport: Carries messages between stages.
+            group: This pipeline's ranks.
+            randomness: Keys what steps draw.
+            schedule: Name of the schedule.
+            num_microbatches: The user's; None chooses.
+            splitter: The user's.
+            replica: Data rank.
+            metrics: Of the module.
+            uncut: Runs steps of evaluation that cannot be cut.
+            tell_at_once: Called once with the name of a step whose batches are not split, and the reason.
+        """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
         self._root = root
         self._group = group
         self._randomness = randomness
-        self._schedule = schedule
         self._replica = replica
         self._metrics = metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
@@ -81,12 +98,11 @@ class StepRunner(MicrobatchRunner):
         self._executor.around_backward = self.guards.off
         self._executor.after_forward = lambda: self.settle()
         self._choice = VariantChoice(root, plan, randomness)
-        self._whole = WholeBatch(root, plan, self._choice, randomness)
         self._loss_shares = LossShares(root, plan, self._choice, randomness)
         self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
         self._transport = transport
-        self._programs: dict[Any, Program] = {}
-        self._in_one: set[str] = set()  # steps of evaluation whose batches are one microbatch each
+        self._programs = Programs(plan, transport, schedule)
+        self._at_once = StepsAtOnce(self._choice, tell_at_once)
         self._chosen: Chosen | None = None  # for the training batch that comes next
         self.agree_broken: Callable[[bool], bool] | None = None
         self.weighs_means = False
@@ -99,7 +115,12 @@ class StepRunner(MicrobatchRunner):
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches."""
-        return 1 if name in self._in_one else super().count(name, batch)
+        return 1 if name in self._at_once.names else super().count(name, batch)
+
+    @property
+    def steps_at_once(self) -> frozenset[str]:
+        """Names of steps whose batches are not split into microbatches."""
+        return frozenset(self._at_once.names)
 
     def record(
         self,
@@ -110,11 +131,10 @@ class StepRunner(MicrobatchRunner):
     ) -> None:
         """Record a step on an example batch before the run; the first one decides the cut."""
         batch, *rest = args
-        count = self.count(name, batch)
-        microbatches, weights = split(batch, count, self.splitter)
         train = name == "training_step"
         call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
-        variants, _ = self._choose(call, batch, microbatches, share_output=False)
+        chosen = self._choice_for(call, batch, share_output=False)
+        microbatches, weights, variants = chosen.microbatches, chosen.weights, chosen.variants
         self.weighs_means = train and self._loss_shares.weighs(call, variants, batch, microbatches, weights)
         if self.watching_units:
             with contextlib.ExitStack() as watching:
@@ -152,8 +172,7 @@ class StepRunner(MicrobatchRunner):
         """
         assert not by_hand, "such a step is never cut into stages"
         batch, *rest = args
-        count = self.count(name, batch)
-        first = self._replica * count
+        first = self._replica * self.count(name, batch)
         call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
         if name in self.uncut.names:
             return self._run_uncut(call, batch)
@@ -165,21 +184,21 @@ class StepRunner(MicrobatchRunner):
                 raise
             self.uncut.adopt(name, reason)
             return self._run_uncut(call, batch)
-        microbatches, weights = chosen.microbatches, chosen.weights
-        variants, bookkeeping = chosen.variants, chosen.bookkeeping
+        microbatches, weights, variants = chosen.microbatches, chosen.weights, chosen.variants
+        count = len(microbatches)
+        first = self._replica * count
+        call = dataclasses.replace(call, first=first)
         if train is not None and train.weigh is not None:
             weights = train.weigh(microbatches)
         elif is_weighed:
             weights = self.weighing.of(microbatches, weights)
         if train is None and self._loss_shares.are_incomparable(variants):
             # Such means have no common weights; evaluation needs no backward, so it runs on whole batches from now on.
-            self._in_one.add(name)
+            self._at_once.names.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
         logs, total = LogCapture(count), sum(weights) or 1.0
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
-            if bookkeeping is not None:
-                bookkeeping.before_microbatch()
             keyed = self._randomness.microbatch(step_number, first + index)
             weighed = self._metrics.counted.microbatch(weights[index] / total)
             with context(), keyed, logs.microbatch(self._root, index), weighed:
@@ -187,9 +206,8 @@ class StepRunner(MicrobatchRunner):
 
         shares: Shares = ()
         if not is_weighed:
-            apart = bookkeeping is not None
             with self._metrics.copied_alone():
-                shares = self._loss_shares.of(call, variants, batch, microbatches, weights, apart=apart)
+                shares = self._loss_shares.of(call, variants, batch, microbatches, weights)
         steps = [self._choice.runs_on(call, microbatch, len(self.plan.stages)) for microbatch in microbatches]
         sharing = StepSharing(
             self._group,
@@ -214,7 +232,7 @@ class StepRunner(MicrobatchRunner):
         if train is not None and self.agree_broken is not None:
             start = StepStart(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
         job = Job(
-            program=self._program(variants, train=train is not None),
+            program=self._programs.of(variants, train=train is not None),
             variants=variants,
             steps=steps,
             around=around,
@@ -225,20 +243,21 @@ class StepRunner(MicrobatchRunner):
             may_break=start is not None and not self._choice.writes_batch(name),
             **more,
         )
-        keeps = len(variants) > 1 and any(variant.recording.kept for variant in variants)
-        appended = AppendedEntries(self._root) if keeps and bookkeeping is None else None
+        appended = AppendedEntries(self._root) if count > 1 else None
+        side_effects = None
+        if count == 1 and variants[0].recording.numbers_kept:
+            again = copied_batch(batch) if self._choice.writes_batch(name) else batch
+            side_effects = SideEffectRun(self._root, self.plan.names(), call, again, variants[0], self._randomness)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
         self._meet(sharing, outcome, start)
         for variant in dict.fromkeys(variants):
             self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
-        result = self._result(variants, outcome, sharing, weights, batch, microbatches, train is not None, bookkeeping)
+        result = self._result(
+            chosen, outcome, sharing, weights, train=train is not None, appended=appended, side_effects=side_effects
+        )
         self._batch_metrics.begin(0)
-        if bookkeeping is None:
-            self._whole.check(variants, outcome.runs.values())
-        if appended is not None:
-            appended.put(appended.evenly(len(variants)), weights, sizes_of(microbatches))
         self.plan.share_buffers(variants)
         self.uncut.others_are_old = True
         return result
@@ -307,65 +326,26 @@ class StepRunner(MicrobatchRunner):
             return chosen
         microbatches, weights = split(batch, self.count(call.name, batch), self.splitter)
         with self._metrics.copied_alone(), around(self._choice.is_known(call, microbatches)):
-            variants, bookkeeping = self._choose(call, batch, microbatches, share_output)
-        return Chosen(batch, call.number, microbatches, weights, variants, bookkeeping)
-
-    def _choose(
-        self, call: Call, batch: Any, microbatches: Sequence[Any], share_output: bool
-    ) -> tuple[list[Variant], Bookkeeping | EachMicrobatch | None]:
-        """The recorded form of each microbatch, and how what they keep becomes that of the batch."""
-        variants = self._choice.choose(call, microbatches)
-        bookkeeping = self._whole.begin(call, variants, batch, microbatches, share_output=share_output)
-        if bookkeeping is not None and len(variants) > 1:
-            # Then each microbatch finds the modules as the batch does.
-            apart = self._choice.choose(call, microbatches, apart=True)
-            if apart != variants:
-                return apart, self._whole.begin(call, apart, batch, microbatches, share_output=share_output)
-        return variants, bookkeeping
-
-    def _program(self, variants: Sequence[Variant], *, train: bool) -> Program:
-        kinds = dict.fromkeys(variants)
-        forward = frozenset(pair for variant in kinds for pair in variant.assignment.portals)
-        backward = frozenset(pair for variant in kinds for pair in variant.gradient_portals) if train else frozenset()
-        dynamic = any(
-            variant.assignment.graph.values[index].dynamic
-            for variant in kinds
-            for sent in variant.assignment.portals.values()
-            for index in sent
-        )
-        key = train, len(variants), forward, backward, dynamic
-        if key not in self._programs:
-            ranks, each = self.plan.num_ranks, self.plan.stages_per_rank
-            if train:
-                schedule = make_schedule(self._schedule, ranks, len(variants), each)
-            else:
-                schedule = forward_only(ranks, len(variants), each)
-            # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
-            ahead = 0 if dynamic else _POST_AHEAD[self._transport.channel]
-            within = 0 if dynamic else _EARLY_BYTES // max(1, *(variant.largest_message for variant in kinds))
-            portals = Portals(forward, backward)
-            program = lower(schedule, portals, post_ahead=ahead, channel=self._transport.channel, idle_within=within)
-            check_program(program)
-            self._transport.connect(
-                (schedule.rank_of(source), schedule.rank_of(target))
-                for source, target in forward | backward
-                if schedule.rank_of(source) != schedule.rank_of(target)
-            )
-            self._programs[key] = program
-        return self._programs[key]
+            variants = self._choice.choose(call, microbatches)
+            is_split = len(variants) > 1
+            if is_split and self._at_once.adopts(call, variants, batch, microbatches, is_returned=share_output):
+                microbatches, weights = split(batch, 1, self.splitter)
+                variants = self._choice.choose(dataclasses.replace(call, first=self._replica), microbatches)
+        return Chosen(batch, call.number, microbatches, weights, variants)
 
     def _result(
         self,
-        variants: Sequence[Variant],
+        chosen: Chosen,
         outcome: Outcome,
         sharing: StepSharing,
         weights: Sequence[float],
-        batch: Any,
-        microbatches: Sequence[Any],
+        *,
         train: bool,
-        bookkeeping: Bookkeeping | EachMicrobatch | None,
+        appended: AppendedEntries | None,
+        side_effects: SideEffectRun | None,
     ) -> StepResult:
         """Share what the ranks know, fill what is absent, and join the microbatches."""
+        variants, microbatches = chosen.variants, chosen.microbatches
         runs = [outcome.runs[index] for index in range(len(variants))]
         logged, content = sharing.finish(outcome.runs, self.plan.num_ranks)
         outputs = []
@@ -379,20 +359,17 @@ class StepRunner(MicrobatchRunner):
             total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
             loss = parts[0].new_tensor(total)
         name = variants[0].recording.graph.step
-        results = Results(name, outputs, content, weights, sizes_of(microbatches) if outputs else ())
-        if bookkeeping is None:
-            output = results.joined()
-        else:
+        sizes = sizes_of(microbatches)
+        output = join(outputs, weights, sizes, step=name) if outputs else None
+        if side_effects is not None:
             with torch.set_grad_enabled(train or torch.is_grad_enabled()):
-                output = bookkeeping.finish(results)
+                output = map_leaves(detached, side_effects.returned(content[0]))
+        if appended is not None:
+            appended.put(appended.evenly(len(variants), content), weights, sizes)
         if not outputs:
             output = loss
         check_content(name, output)
-        output = handed_back(batch, microbatches, [run.result for run in runs], output)
+        if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
+            refuse_absent_numbers(self._root, [variant.recording for variant in variants], read_at)
+        output = handed_back(chosen.batch, microbatches, [run.result for run in runs], output)
         return StepResult(output, loss, logged, outcome.spans)
-
-
-# Posting a receive early pays where the sender is told of it by a message, as in gloo; buffers are the price.
-_POST_AHEAD = {"queue": 1, "tags": 2}
-# Receives of small messages are posted while a rank is idle, as long as those of one peer take no more than this.
-_EARLY_BYTES = 1 << 20

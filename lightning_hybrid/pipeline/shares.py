@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hybrid.pipeline.appended import Rows, merged
 from lightning_hybrid.pipeline.logs import Entry, Key, keyed, keys_of
 from lightning_hybrid.pipeline.mixed_samples import Weighing, agreed_by
-from lightning_hybrid.pipeline.returned import Results
+from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.tree import map_leaves
 
@@ -169,7 +169,7 @@ class Given:
         Args:
             step: Its name.
         """
-        return Results(step, self.outputs, [], self.weights, self.sizes).joined()
+        return join(self.outputs, self.weights, self.sizes, step=step) if self.outputs else None
 
     @property
     def loss(self) -> float | None:

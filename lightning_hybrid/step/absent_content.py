@@ -1,6 +1,7 @@
 """Stand-ins for what ``tolist()`` and ``numpy()`` read of an absent tensor: they can be kept, and nothing else.
 
-What is kept is replaced after the step (``bookkeeping``); anything computed from it would be made of nothing.
+What is kept is replaced after the step (``pipeline.side_effect_run``); anything computed from it would be made of
+nothing.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.graph import Picks
-
 _DESCRIBED = (bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -46,19 +44,16 @@ def asked_of(
     return tuple(asked), tuple(sizes)
 
 
-def picks_of(name: str, args: Sequence[Any]) -> Picks | None:
-    """What an operation picks along the first dimension: a number, or a slice; None if it is none of these.
+def picks_rows(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation picks rows of the first dimension by their numbers: one of them, or a slice.
 
     Args:
         name: Of the operation.
         args: Its arguments.
     """
     if name != "__getitem__":
-        return None
+        return False
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     plain = all(entry is None or entry is ... or type(entry) in (int, slice) for entry in index)
     first = index[0] if plain and index else None
-    if isinstance(first, slice):
-        ends = first.start, first.stop, first.step
-        return ends if all(end is None or type(end) is int for end in ends) else None
-    return first if type(first) is int else None
+    return type(first) is int or (isinstance(first, slice) and first != slice(None))

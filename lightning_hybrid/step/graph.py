@@ -41,7 +41,6 @@ class Value:
 
 SizedBy: TypeAlias = Literal["", "the content of the batch", "values of the model"]
 Averages: TypeAlias = Literal["", "classes", "elements", "rows", "divisor", "product", "inverse", "sum"]
-Picks: TypeAlias = int | tuple[int | None, int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Node:
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
         line: Where in the user's code it was called, ``file:line``.
-        picks: The rows that it picks by their numbers along the first dimension: one, or a slice's start, stop, step.
+        picks_rows: Whether it picks rows of the first dimension by their numbers.
         sized_by: What the size of its result depends on but shapes; empty if that is known.
         averages: What of the batch it averages over or multiplies by (see ``step.averages``); empty if nothing.
     """
@@ -78,7 +77,7 @@ class Node:
     flops: float = 0.0
     moved_bytes: float = 0.0
     line: str = ""
-    picks: Picks | None = None
+    picks_rows: bool = False
     sized_by: SizedBy = ""
     averages: Averages = ""
 

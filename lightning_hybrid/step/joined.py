@@ -1,7 +1,6 @@
 """Join what a step returned for each microbatch to what one process returns for the whole batch.
 
-The number of samples of each microbatch says what is one entry per sample. Where that leaves a doubt, what the step
-returned for the whole batch, if it could run there without the model's arithmetic, decides.
+The number of samples of each microbatch says what is one entry per sample.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from lightning_hybrid.step.absent import is_absent, values_behind
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.tree import children_of
 
-UNKNOWN = object()  # what the step returns for the whole batch
-
 
 def join(
     parts: Sequence[Any],
     weights: Sequence[float],
     counts: Sequence[int | None],
     *,
-    whole: Any = UNKNOWN,
     step: str = "",
 ) -> Any:
     """One result out of what the microbatches returned.
@@ -41,7 +37,6 @@ def join(
         parts: What each microbatch returned.
         weights: Share of the samples of each.
         counts: Number of samples of each, if known.
-        whole: What the step returned for the whole batch, tensors without content among it, if known.
         step: Its name, if tensors that cannot be put together are an error.
 
     Raises:
@@ -49,7 +44,7 @@ def join(
     """
     if len(parts) == 1:
         return parts[0]
-    return _Join(tuple(weights), tuple(counts), step).of(list(parts), whole)
+    return _Join(tuple(weights), tuple(counts), step).of(list(parts))
 
 
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -69,24 +64,24 @@ class _Join:
     step: str
     path: str = ""
 
-    def of(self, parts: list[Any], whole: Any) -> Any:
+    def of(self, parts: list[Any]) -> Any:
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
         if all(isinstance(part, Tensor) for part in parts):
-            return self._tensors(parts, whole)
+            return self._tensors(parts)
         if any(type(part) is not type(first) for part in parts):
             return parts[-1]
         if isinstance(first, list) or type(first) is tuple:
-            return self._lists(parts, whole)
+            return self._lists(parts)
         if isinstance(first, Mapping):
-            return self._mappings(parts, whole)
+            return self._mappings(parts)
         if isinstance(first, numpy.ndarray):
-            return self._arrays(parts, whole)
+            return self._arrays(parts)
         if isinstance(first, set | frozenset):
             return type(first)().union(*parts)
         if children_of(first) is not None:
-            return self._entries(parts, whole)
+            return self._entries(parts)
         return self._plain(parts)
 
     def _at(self, key: Any) -> _Join:
@@ -102,38 +97,32 @@ class _Join:
 
     # --- containers --------------------------------------------------------------------------------------------------
 
-    def _lists(self, parts: list[Any], whole: Any) -> Any:
+    def _lists(self, parts: list[Any]) -> Any:
         lengths = [len(part) for part in parts]
-        if self._is_per_sample(parts, lengths, whole):
+        if self._is_per_sample(parts, lengths):
             found = children_of(parts[-1])
             assert found is not None
             return found[1]([entry for part in parts for entry in part])
-        return self._entries(parts, whole)
+        return self._entries(parts)
 
-    def _is_per_sample(self, parts: list[Any], lengths: list[int], whole: Any) -> bool:
+    def _is_per_sample(self, parts: list[Any], lengths: list[int]) -> bool:
         if len(set(lengths)) > 1:
             return True  # also where what is in the samples decides how many there are
-        if isinstance(whole, list | tuple) and len(whole) in (sum(lengths), lengths[0]):
-            return len(whole) != lengths[0]
         if lengths != list(self.counts):
             return False
         return isinstance(parts[0], list) or not any(has_rows(entry, lengths[0]) for entry in parts[0])
 
-    def _entries(self, parts: list[Any], whole: Any) -> Any:
+    def _entries(self, parts: list[Any]) -> Any:
         """Containers of one form, entry by entry."""
         found = [children_of(part) for part in parts]
         columns = [each[0] for each in found if each is not None]
         if len({len(column) for column in columns}) != 1:
             return parts[-1]
-        inside = children_of(whole) if type(whole) is type(parts[-1]) else None
-        wholes = inside[0] if inside is not None and len(inside[0]) == len(columns[0]) else [UNKNOWN] * len(columns[0])
-        entries = [
-            self._at(place).of(list(column), wholes[place]) for place, column in enumerate(zip(*columns, strict=True))
-        ]
+        entries = [self._at(place).of(list(column)) for place, column in enumerate(zip(*columns, strict=True))]
         assert found[-1] is not None
         return found[-1][1](entries)
 
-    def _mappings(self, parts: list[Any], whole: Any) -> Any:
+    def _mappings(self, parts: list[Any]) -> Any:
         entries: dict[Any, Any] = {}
         for key in dict.fromkeys(key for part in parts for key in part):
             having = [place for place, part in enumerate(parts) if key in part]
@@ -145,8 +134,7 @@ class _Join:
                 else self.weights,
                 counts=tuple(self.counts[place] for place in having),
             )
-            known = whole[key] if isinstance(whole, Mapping) and key in whole else UNKNOWN
-            entries[key] = within.of([parts[place][key] for place in having], known)
+            entries[key] = within.of([parts[place][key] for place in having])
         last = parts[-1]
         if type(last) is dict or not isinstance(last, MutableMapping):
             return entries
@@ -160,13 +148,12 @@ class _Join:
 
     # --- tensors and arrays ------------------------------------------------------------------------------------------
 
-    def _arrays(self, parts: list[Any], whole: Any) -> Any:
+    def _arrays(self, parts: list[Any]) -> Any:
         if any(part.dtype.kind not in "biufc" for part in parts):
             return numpy.concatenate(parts) if all(part.ndim for part in parts) else parts[-1]
-        known = torch.as_tensor(whole) if isinstance(whole, numpy.ndarray) else whole
-        return self._tensors([torch.as_tensor(part) for part in parts], known).numpy()
+        return self._tensors([torch.as_tensor(part) for part in parts]).numpy()
 
-    def _tensors(self, parts: list[Tensor], whole: Any) -> Tensor:
+    def _tensors(self, parts: list[Tensor]) -> Tensor:
         if any(is_absent(part) for part in parts):
             return parts[-1]
         first = parts[0]
@@ -174,7 +161,7 @@ class _Join:
             if first.is_floating_point() or first.is_complex():
                 return weighted_mean(parts, self.weights)
             return torch.stack(parts).sum() if first.dtype != torch.bool else parts[-1]
-        dim = self._dim_of_samples(parts, whole)
+        dim = self._dim_of_samples(parts)
         if dim is not None:
             return torch.cat(parts, dim)
         same_shape = all(part.shape == first.shape for part in parts)
@@ -192,15 +179,9 @@ class _Join:
             )
         return parts[-1]
 
-    def _dim_of_samples(self, parts: list[Tensor], whole: Any) -> int | None:
+    def _dim_of_samples(self, parts: list[Tensor]) -> int | None:
         shapes = [tuple(part.shape) for part in parts]
         dims = [dim for dim in range(len(shapes[0])) if _agree_but_for(shapes, dim)]
-        if isinstance(whole, Tensor) and whole.dim() == parts[0].dim():
-            sums = [dim for dim in dims if _grown(shapes, dim) == tuple(whole.shape)]
-            if len(sums) == 1 or 0 in sums:
-                return sums[0]
-            if tuple(whole.shape) == shapes[0]:
-                return None
         fitting = [dim for dim in dims if all(c in (None, s[dim]) for s, c in zip(shapes, self.counts, strict=True))]
         if 0 in fitting:
             return 0
@@ -221,7 +202,3 @@ def has_rows(entry: Any, count: int) -> bool:
 
 def _agree_but_for(shapes: list[tuple[int, ...]], dim: int) -> bool:
     return len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1 and all(len(s) > dim for s in shapes)
-
-
-def _grown(shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...]:
-    return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])

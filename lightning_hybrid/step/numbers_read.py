@@ -159,7 +159,7 @@ def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collectio
         if value is not None or isinstance(leaf, FakeTensor):
             if isinstance(place, Place) and value is not None:
                 places.append((place, value))
-        elif watch.numbers_read and not numbers and _is_absent_number(leaf):
+        elif watch.numbers_read and not numbers and is_absent_number(leaf):
             line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
             numbers = f"{line}: {place} keeps a number read from the model"
     places += _rebound_buffers(root, watch, without)
@@ -183,7 +183,7 @@ def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[n
         for member, buffer in module._buffers.items() if module not in without else ():
             if buffer is None or isinstance(buffer, FakeTensor) or before.holds(buffer):
                 continue
-            if _is_absent_number(buffer):
+            if is_absent_number(buffer):
                 return f"{name}.{member}" if name else member
     return ""
 
@@ -216,7 +216,7 @@ def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.M
                     yield Place(name, "_buffers", (member,)), value
 
 
-def _is_absent_number(leaf: Any) -> bool:
+def is_absent_number(leaf: Any) -> bool:
     """Whether a leaf was read from an absent tensor, or computed from what was: then it is, or holds, a NaN."""
     if isinstance(leaf, float | numpy.floating):
         return isnan(leaf)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.absent import absent_members, make_absent, owned_by
 from lightning_hybrid.step.alike import LikeUnits
-from lightning_hybrid.step.asked import asked_of, picks_of
+from lightning_hybrid.step.asked import asked_of, picks_rows
 from lightning_hybrid.step.averages import averages
 from lightning_hybrid.step.bound_functions import bound_functions
 from lightning_hybrid.step.costs import CostWatch
@@ -27,6 +27,7 @@ from lightning_hybrid.step.finite import Answer, taken_for
 from lightning_hybrid.step.graph import Node, SizedBy, StepGraph, Value
 from lightning_hybrid.step.held import found_on
 from lightning_hybrid.step.installed import asking
+from lightning_hybrid.step.kept_values import find_appended
 from lightning_hybrid.step.looks import Looks, modules_around
 from lightning_hybrid.step.numbers_read import find_kept, numbers_among, refuse_number_in_buffer
 from lightning_hybrid.step.opened import OpenedForWriting, written_statistics
@@ -36,7 +37,7 @@ from lightning_hybrid.step.side_ways import SideWays, event_on_stand_ins
 from lightning_hybrid.step.sinks import SinkRehearsal, find_sinks
 from lightning_hybrid.step.sizes_read import SizesRead
 from lightning_hybrid.step.stand_in import NO_FAKE_KERNEL, SIZED_BY_DATA, index_by_numbers, quiet_fakes
-from lightning_hybrid.step.transaction import ArgumentState, ModuleState
+from lightning_hybrid.step.transaction import ArgumentState, ModuleState, reachable
 from lightning_hybrid.step.transforms import refuse_transforms
 from lightning_hybrid.step.tree import ClassOpened, flatten, memory_of, open_class
 from lightning_hybrid.step.units import BufferOf, buffers_of, owned_members
@@ -82,6 +83,7 @@ def record(
     owners = owned_by(root, tracked)
     state, looks = ModuleState(root), Looks() if looks is None else looks
     around_units, bound = modules_around(root, units), bound_functions(root)
+    old = [leaf for _, leaf in reachable(root)]
     costs = CostWatch(root)
     watch: RecordWatch | None = None
     try:
@@ -110,7 +112,8 @@ def record(
                 stack.enter_context(watch)
                 result = step()
             refuse_number_in_buffer(root, state, "" if guesses else watch.numbers_read)
-            return replace(watch.finish(root, name, result, units, owned, loss_required=loss_required), bound=bound)
+            recording = watch.finish(root, name, result, units, owned, loss_required=loss_required)
+            return replace(recording, bound=bound, **find_appended(root, state, old, watch, recording)._asdict())
     except GraphWanted:
         assert not whole_graph
         whole_graph = True
@@ -293,7 +296,7 @@ class RecordWatch(StepWatch):
                 flops=self._costs.flops - flops,
                 moved_bytes=self._costs.moved_bytes - moved,
                 line=user_line(),
-                picks=picks_of(name, args),
+                picks_rows=picks_rows(name, args),
                 sized_by=sized_by,
                 averages=averages(name, args, kwargs, self.is_of_the_model, numbers_read=self._sized_by_data),
             )

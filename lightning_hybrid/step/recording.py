@@ -73,6 +73,9 @@ class Recording:
         values_read: The values that numbers were read from.
         looks_at: What the step looks at that may be another one in the next batch; empty if nothing is known.
         returns: What the step returned, with a ``ReturnedTensor`` in place of each tensor.
+        appended: By list of its modules, the entries with values of the model that the step appends, likewise.
+        kept_otherwise: The first place where it keeps something of the model in another way; empty if there is none.
+        rows_kept: Where it keeps tensors made of the batch alone in another way, and their shapes.
         bound: Where the user's code keeps the ``apply`` of autograd functions.
         entered: Units that read values of the step that they were not given as tensors; they should be opened.
         left: Units that read what an earlier call of them has left on them; likewise.
@@ -90,6 +93,9 @@ class Recording:
     values_read: tuple[int, ...] = ()
     looks_at: str = ""
     returns: Any = None
+    appended: tuple[Any, ...] = ()
+    kept_otherwise: str = ""
+    rows_kept: tuple[tuple[Place, tuple[int, ...]], ...] = ()
     bound: Sequence[BoundFunction] = ()
     entered: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()

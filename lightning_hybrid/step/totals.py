@@ -1,18 +1,9 @@
-"""Sums over the samples of a batch, also once more is done with them: counts per class, matrices of confusion.
-
-What is a sum in each microbatch is the sum of these in the batch. A step may add it to what it found on its module
-(``self.counts = self.counts + new``); that is in each microbatch's result, and once in the batch's.
-"""
+"""Sums over the samples of a batch: what is a sum in each microbatch is the sum of these in the batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from collections.abc import Mapping
 
 from lightning_hybrid.step.graph import Node, StepGraph
 
@@ -24,7 +15,6 @@ HANDED_ON = frozenset(
 )
 # Sums over the samples if these are no dimension of the result.
 _CONTRACTIONS = SUMS | {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "tensordot", "bincount", "histc"}
-_SCATTERED = frozenset({"scatter_add", "scatter_add_", "index_add", "index_add_"})
 _NEGATED = frozenset({"neg", "__neg__"})
 _ADDED = frozenset({"add", "__add__", "__radd__"})
 ARRANGED = frozenset(
@@ -33,20 +23,20 @@ ARRANGED = frozenset(
 )
 
 
-class Total(NamedTuple):
-    """How a value is a sum over the samples.
+def alike(part: StepGraph, whole: StepGraph) -> dict[int, int]:
+    """The values of a step on the whole batch that it makes on a microbatch too, each with that.
 
-    Attributes:
-        bases: Nodes that add it to something else.
-        is_arranged: Whether what came of these was put into another shape.
+    Operations that make a value per sample (``list(output)``) make more on the whole batch: those have no counterpart.
     """
+    pairs: dict[int, int] = {}
+    for small, large in zip(part.nodes, whole.nodes, strict=True):
+        if len(small.outputs) == len(large.outputs):
+            pairs.update(zip(large.outputs, small.outputs, strict=True))
+    return pairs
 
-    bases: frozenset[int] = frozenset()
-    is_arranged: bool = False
 
-
-def total_over_samples(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[int, int]) -> Total | None:
-    """Whether a value is a sum over the samples; None if that is not known.
+def is_total_over_samples(value: int, part: StepGraph, whole: StepGraph, pairs: Mapping[int, int]) -> bool:
+    """Whether a value is known to be a sum over the samples, and nothing else beside.
 
     Args:
         value: In the graph of the whole batch.
@@ -55,65 +45,32 @@ def total_over_samples(value: int, part: StepGraph, whole: StepGraph, pairs: Map
         pairs: The values of ``whole`` that are in ``part`` too.
     """
     makers = {output: node for node in reversed(whole.nodes) for output in node.outputs}
-    known: dict[int, Total | None] = {}
+    known: dict[int, bool] = {}
 
     def has_samples(one: int) -> bool:
         large = whole.values[one]
         return large.dynamic or part.values[pairs.get(one, one)].shape != large.shape
 
-    def total(one: int) -> Total | None:
+    def is_total(one: int) -> bool:
         if one not in known:
-            known[one] = None
+            known[one] = False
             node = makers.get(one)
-            if node is not None and (node.name == "bincount" or not has_samples(one) or is_of_bincount(one)):
+            if node is not None and (node.name == "bincount" or not has_samples(one)):
                 known[one] = of(node, one)
         return known[one]
 
-    def is_of_bincount(one: int) -> bool:
-        """Its length depends on the data, and is the same in each microbatch if the user said how long it is."""
-        while (node := makers.get(one)) is not None and len(node.inputs) == 1:
-            if node.name == "bincount":
-                return True
-            (one,) = node.inputs
-            if node.name not in HANDED_ON | ARRANGED | _ADDED:
-                return False
-        return False
-
-    def of(node: Node, made: int) -> Total | None:
+    def of(node: Node, made: int) -> bool:
         if node.unit is not None or node.parameters or not node.inputs:
-            return None
+            return False
         if node.name in _CONTRACTIONS or node.averages == "sum":
-            return Total() if all(has_samples(one) for one in node.inputs) else None
-        rest = node.inputs
-        if node.name in _SCATTERED:
-            rest = tuple(one for one in rest if not has_samples(one))
-            if not rest:
-                return Total(frozenset({node.index}))
-        elif node.name not in _ADDED | ARRANGED | HANDED_ON | _NEGATED:
-            return None
-        totals = [total(one) for one in rest]
-        bases: set[int] = set()
-        for one in totals:
-            if one is None:
-                return None
-            bases |= one.bases
-        is_arranged = any(one is not None and one.is_arranged for one in totals)
+            return all(has_samples(one) for one in node.inputs)
+        if node.name not in _ADDED | ARRANGED | HANDED_ON | _NEGATED or not all(map(is_total, node.inputs)):
+            return False
         if node.name in _ADDED:
-            return Total(frozenset(bases | {node.index} if len(rest) == 1 else bases), is_arranged)
-        if node.name in ARRANGED:
-            sizes = [math.prod(whole.values[one].shape) for one in rest]
-            if len(rest) > 1 and sum(sizes) != math.prod(whole.values[made].shape):
-                return None  # other values are among them
-            return Total(frozenset(bases), is_arranged or bool(bases))
-        return Total(frozenset(bases), is_arranged) if len(rest) == 1 else None
+            return len(node.inputs) > 1  # the other is no value of the model otherwise
+        if node.name in ARRANGED and len(node.inputs) > 1:
+            sizes = [math.prod(whole.values[one].shape) for one in node.inputs]
+            return sum(sizes) == math.prod(whole.values[made].shape)  # otherwise others are among them
+        return len(node.inputs) == 1 or node.name in ARRANGED
 
-    return total(value)
-
-
-def summed(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of what the microbatches made; counts that no sample of one has are missing at its end."""
-    del weights
-    if parts[0].dim() == 1:
-        longest = max(len(part) for part in parts)
-        parts = [F.pad(part, (0, longest - len(part))) for part in parts]
-    return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
+    return is_total(value)

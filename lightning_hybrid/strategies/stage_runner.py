@@ -22,6 +22,7 @@ from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.transport import transport_of
 from lightning_hybrid.pipeline.uncut import UncutSteps
 from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.verify.memory import free_bytes
 
@@ -93,12 +94,31 @@ def runner_of_stages(
         )
         return plan, runner
     transport = transport_of(pipeline, device)
-    return plan, StepRunner(module, plan, transport, pipeline, randomness, schedule=options.schedule, **common)
+    tell = partial(_tell_at_once, pipeline.size(), options.strict_layout)
+    further: dict[str, Any] = {"schedule": options.schedule, "tell_at_once": tell}
+    return plan, StepRunner(module, plan, transport, pipeline, randomness, **further, **common)
 
 
 def _room_to_lend(device: torch.device, num_processes: int) -> int:
     """Bytes that parameters of other ranks may take on this rank during a step; processes share a host's memory."""
     return int(min(_SHARE * free_bytes(device) / num_processes, 2.0**62))
+
+
+def _tell_at_once(num_ranks: int, is_strict: bool, name: str, reason: str) -> None:
+    """Say that the batches of a training step are not split; evaluation loses nothing that matters.
+
+    Raises:
+        StepError: The user wants the layout or nothing.
+    """
+    if name != "training_step":
+        return
+    told = f"{reason}: what that is for the whole batch cannot be told from microbatches"
+    if is_strict:
+        raise StepError(told)
+    rank_zero_warn(
+        f"{told}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows of"
+        " samples and means over samples that a step appends to a list of its module, or logs, can be told"
+    )
 
 
 def _warn_of_uncut(name: str, reason: Exception) -> None:

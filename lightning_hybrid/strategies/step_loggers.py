@@ -68,22 +68,13 @@ def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
         trainer._loggers = loggers
 
 
-def tell_loggers(module: pl.LightningModule, num_microbatches: int) -> None:
-    """Make the calls that a step noted.
-
-    Args:
-        module: The user's.
-        num_microbatches: How often the step ran. A step that told nothing of the model has noted each call as often.
-    """
+def tell_loggers(module: pl.LightningModule) -> None:
+    """Make the calls that a step noted: lists that microbatches append to have an entry per batch."""
     calls = vars(module).get(_CALLS)
     if not calls:
         return
     noted = list(calls)
     calls.clear()
-    first = noted[: len(noted) // num_microbatches]
-    each = [call[:2] for call in noted]
-    if len(noted) % num_microbatches == 0 and each == [call[:2] for call in first] * num_microbatches:
-        noted = first
     for place, name, args, kwargs in noted:
         target: Any = module.trainer.loggers[place[0]]
         for attribute in place[1:]:

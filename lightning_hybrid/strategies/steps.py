@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.shared import SharedParameters
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
-from lightning_hybrid.schedule import Kind, Span
+from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.absent import ControlFlowError, is_absent
 from lightning_hybrid.step.members import modules_in, parameters_of
 from lightning_hybrid.step.randomness import KeyedRandomness
@@ -245,8 +245,7 @@ class SteppingStrategy(PrecisionStrategy):
                 share_output=share,
                 by_hand=by_hand,
             )
-            counted = {span.action.microbatch for span in result.spans if span.action.kind is Kind.F}
-            tell_loggers(module, len(counted) or 1)
+            tell_loggers(module)
         self.spans = result.spans
         if result.is_undone:
             return result

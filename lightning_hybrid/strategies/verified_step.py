@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.looks import modules_around
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.strategies.start_table import activation_bytes
 from lightning_hybrid.strategies.steps import SteppingStrategy
@@ -80,11 +80,9 @@ class VerifyingStrategy(SteppingStrategy):
         return isinstance(self._runner, PlainRunner) and self._runner.is_shared
 
     @property
-    def modules_around(self) -> frozenset[str]:
-        """FQNs of the modules inside the user's whose attributes each microbatch finds as the batch found them."""
-        if self._plan is None or self.lightning_module is None or isinstance(self._runner, PlainRunner):
-            return frozenset()
-        return frozenset(name for name in modules_around(self.lightning_module, self._plan.units()) if name)
+    def steps_at_once(self) -> frozenset[str]:
+        """Names of steps whose batches are not split into microbatches, so far."""
+        return self._runner.steps_at_once if isinstance(self._runner, StepRunner) else frozenset()
 
     def _start_over(self) -> None:
         self._losses, self._alone = [], None

@@ -13,8 +13,11 @@ from lightning_hybrid.pipeline.appended import AppendedEntries, Rows, merged
 from lightning_hybrid.step.transaction import ModuleState
 
 
-class PlainParts:
-    """What the parts of a batch leave on a module where each rank runs the step as it is: what the first rank has."""
+class PartsKept:
+    """What the parts of a batch leave on a module: entries of lists are joined, all else counts once per part.
+
+    Where ranks run shares of the batch, it is what the first rank has.
+    """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
         """Args: module: of the replica. shares: ranks that each run some of the parts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 from lightning_hybrid.verify.compare import compare, noise_of, unmoved
@@ -43,8 +42,7 @@ class Verification:
     def reference(
         self,
         layout: Layout,
-        uncut: frozenset[str] = frozenset(),
-        around: frozenset[str] = frozenset(),
+        steps_at_once: frozenset[str] = frozenset(),
         shares: int = 1,
         *,
         in_shares: bool = False,
@@ -55,8 +53,7 @@ class Verification:
 
         Args:
             layout: To run under.
-            uncut: Steps of evaluation that run on whole batches there.
-            around: Modules in the module whose attributes each microbatch finds there as the batch found them.
+            steps_at_once: Steps that run on whole batches there.
             shares: Ranks that hold shards there, instead of stages.
             in_shares: Whether they run training steps on shares of a batch.
             at_once: Whether each replica's batch is one part: what means over tokens and metrics are compared with.
@@ -64,7 +61,7 @@ class Verification:
         """
         cut = cut_of(self.experiment, layout)
         if not cut.plain:
-            cut = replace(cut, uncut=uncut, around=around)
+            cut = replace(cut, at_once=steps_at_once)
         if shares > 1:
             cut = replace(cut, shares=shares if in_shares else 1, plain=True, start=pipelined[0], end=pipelined[1])
             cut = cut if in_shares or pipelined[1] else replace(cut, num_microbatches=1)
@@ -99,17 +96,14 @@ class Verification:
             return Report(layout.name, "failed", _text(error), notes=notes)
         failed = _failed(layout, ranks)
         first = ranks[0]
-        as_run = partial(self.reference, layout, first.uncut, pipelined=first.pipelined)
-        if failed is None and (first.uncut or first.shares > 1 or first.pipelined != (0, None)):
-            reference = as_run(shares=first.shares, in_shares=first.in_shares)
+        steps_at_once = first.uncut | first.at_once
+        if failed is None and (steps_at_once or first.shares > 1 or first.pipelined != (0, None)):
+            given = {"shares": first.shares, "in_shares": first.in_shares, "pipelined": first.pipelined}
+            reference = self.reference(layout, steps_at_once, **given)
         report = failed or self._compared(layout, ranks, reference)
-        if report.outcome == "different" and first.around and first.shares == 1:
-            # Only the layout knows which modules lie around its units, and few keep anything of the model.
-            reference = as_run(first.around)
-            report = report if reference.failure is not None else self._compared(layout, ranks, reference)
         is_split = cut_of(self.experiment, layout).num_microbatches != 1 or first.in_shares
         if report.outcome == "different" and is_split:
-            at_once = self.reference(layout, first.uncut, at_once=True)
+            at_once = self.reference(layout, steps_at_once, at_once=True)
             runs_differ = reference.irreproducible is not None or at_once.irreproducible is not None
             if at_once.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, at_once):
                 notes = *report.notes, "means over tokens and metrics are those of each replica's whole batch"
@@ -132,6 +126,8 @@ class Verification:
             notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks hold shards")
         elif ranks[0].uncut and layout.num_stages > 1:
             notes.append(f"{', '.join(sorted(ranks[0].uncut))}: run whole on every rank, as no cut can be made of it")
+        if "training_step" in ranks[0].at_once:
+            notes.append("training_step keeps what microbatches do not tell: each batch was one microbatch")
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
         floor = noise_of(reference.observed, reference.noisy)
         if still := unmoved(reference.observed):

@@ -17,10 +17,9 @@ class Cut:
         num_stages: Which that choice depends on.
         splitter: The user's ``batch_splitter``.
         weight: The user's ``microbatch_weight``.
-        uncut: Steps of evaluation that run on the whole batch of a replica, whatever the number of parts.
-        around: FQNs of modules in the module whose attributes each part finds as the batch found them.
+        at_once: Steps that run on the whole batch of a replica, whatever the number of parts.
         shares: Ranks that each run training steps on a share of a replica's batch, and its parts.
-        plain: Whether what parts leave on modules is as gradient accumulation leaves it, but for lists.
+        plain: Whether each rank runs the step as it is.
         start: Training batches before this one are not cut: their step did not run in stages yet.
         end: From this one on the step does not any more: on shares then, or whole if there is one. None if it does.
     """
@@ -30,8 +29,7 @@ class Cut:
     num_stages: int
     splitter: Callable[[Any, int], Sequence[Any]] | None = None
     weight: Callable[[Any], float] | None = None
-    uncut: frozenset[str] = frozenset()
-    around: frozenset[str] = frozenset()
+    at_once: frozenset[str] = frozenset()
     shares: int = 1
     plain: bool = False
     start: int = 0

@@ -72,7 +72,7 @@ class Observed:
         buffers: All buffers after the run.
         trained: FQNs of the parameters that want gradients.
         uncut: Names of steps of evaluation that each rank ran whole.
-        around: FQNs of modules in the module whose attributes each microbatch finds as the batch found them.
+        at_once: Names of steps whose batches were one microbatch each.
         shares: Ranks that hold shards instead of stages.
         in_shares: Whether they ran training steps on shares of a batch, but for the first.
         pipelined: The first training batch that ran in stages, and the first after them that did not, if the layout
@@ -96,7 +96,7 @@ class Observed:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     uncut: frozenset[str] = frozenset()
-    around: frozenset[str] = frozenset()
+    at_once: frozenset[str] = frozenset()
     shares: int = 1
     in_shares: bool = False
     pipelined: tuple[int, int | None] = (0, None)
@@ -180,7 +180,7 @@ class Notes:
 
     def _note_steps(self, trainer: Any) -> None:
         self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
-        self.observed.around |= getattr(trainer.strategy, "modules_around", frozenset())
+        self.observed.at_once |= getattr(trainer.strategy, "steps_at_once", frozenset())
         self.observed.shares = max(self.observed.shares, getattr(trainer.strategy, "batch_shares", 1))
         self.observed.pipelined = getattr(trainer.strategy, "pipelined_batches", (0, None))
         self.observed.in_shares |= getattr(trainer.strategy, "shares_batches", False)

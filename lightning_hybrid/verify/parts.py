@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +25,7 @@ from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join_batches, sizes_of, split
 from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.sinks import find_sinks
-from lightning_hybrid.verify.between_parts import GradientDeposit, PlainParts
-from lightning_hybrid.verify.bookkeeping import BatchBookkeeping
+from lightning_hybrid.verify.between_parts import GradientDeposit, PartsKept
 from lightning_hybrid.verify.cut import Cut
 from lightning_hybrid.verify.dealt import DealtLoader, deal
 from lightning_hybrid.verify.observed import Observed, held, leaves_of
@@ -195,40 +193,25 @@ class PartsReference:
             metric._forward_cache = None
         self._replicas.before_step(parts[-1].replica)
         self._replicas.share_buffers(name)
-        for replica, batch in enumerate(batches):
+        for replica in range(len(batches)):
             mine = [(place, part) for place, part in enumerate(parts) if part.replica == replica]
             if not mine:
                 continue
-            module, first = self._replicas.in_step(replica), mine[0][1]
-
-            def once_more(batch: Any, module: Any = module, first: _Part = first) -> Any:
-                with self._draws(number, first), self._as_model(module), contextlib.redirect_stdout(io.StringIO()):
-                    return _detached(_loss_of(self._plain[name](batch, *rest)))
-
-            several, plain = len(mine) > 1, self._cut.has_ended(self._latest)
-            kept = BatchBookkeeping(module, once_more, batch, self._cut.around) if several and not plain else None
-            trains = name == "training_step"
-            apart = PlainParts(module, self._cut.shares) if several and plain and trains else None
+            module = self._replicas.in_step(replica)
+            in_shares = self._cut.has_ended(self._latest) and name == "training_step"
+            kept = PartsKept(module, self._cut.shares if in_shares else 1) if len(mine) > 1 else None
             counted, share = CountedMetrics(find_sinks(module)), sum(part.weight for _, part in mine)
             for place, part in mine:
-                if apart is not None:
-                    apart.before_part(part.share)
                 if kept is not None:
-                    kept.before_part()
+                    kept.before_part(part.share)
                 weighed = counted.microbatch(part.weight / share)
                 with self._draws(number, part), logs.microbatch(module, place), self._as_model(module), weighed:
                     outputs.append(after(part, self._plain[name](part.batch, *rest)))
                 if kept is not None:
-                    kept.after_part(part.batch)
-                if apart is not None:
-                    apart.after_part()
-            if apart is not None:
-                apart.finish([part.weight for _, part in mine], sizes_of([part.batch for _, part in mine]))
-            counted.close()
+                    kept.after_part()
             if kept is not None:
-                losses = [_loss_of(outputs[place]) for place, _ in mine] if name == "training_step" else []
-                numbers = [float(loss) for loss in losses if loss is not None]
-                kept.finish(numbers if len(numbers) == len(mine) else [], [p.weight / share for _, p in mine])
+                kept.finish([part.weight for _, part in mine], sizes_of([part.batch for _, part in mine]))
+            counted.close()
         self._replicas.after_step()
         self._log(logs.entries(), parts)
         return outputs
@@ -290,7 +273,7 @@ class PartsReference:
     def _parts(self, name: str, batches: list[Any], shares: list[float]) -> list[_Part]:
         cut, parts = self._cut, []
         for replica, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            if name in cut.uncut:
+            if name in cut.at_once:
                 parts.append(_Part(replica, replica, batch, share))
                 continue
             try:

@@ -47,11 +47,11 @@ def cut_of(experiment: Experiment, layout: Layout) -> Cut:
     count = None if wanted == "auto" else int(wanted)
     # Evaluation without stages runs on whole batches, and training steps as they are.
     is_plain = layout.strategy_name.startswith("hybrid") and int(options.get("pipeline_parallel_size", 1)) == 1
-    uncut = EVALUATIONS if is_plain else frozenset()
+    at_once = EVALUATIONS if is_plain else frozenset()
     # Only a count that the strategy chooses depends on the stages.
     num_stages = layout.num_stages if count is None and not is_plain else 1
     splitter, weight = options.get("batch_splitter"), options.get("microbatch_weight")
-    return Cut(layout.replicas, count, num_stages, splitter, weight, uncut, plain=is_plain)
+    return Cut(layout.replicas, count, num_stages, splitter, weight, at_once, plain=is_plain)
 
 
 def observe_reference(experiment: Experiment, cut: Cut) -> Reference:

@@ -73,7 +73,6 @@ def test_sizes_of_all_microbatches_decide_whether_a_list_has_an_entry_per_sample
 
     assert same(joined(columns, [2, 2, 2, 1, 1]), columns(ROWS, NAMES))
     assert len(joined(columns, EVEN)) == 8  # as many as samples in each of them: an entry per sample
-    assert same(joined(columns, EVEN, whole=columns(ROWS, NAMES)), columns(ROWS, NAMES))
 
 
 def test_tuples_of_as_many_columns_as_samples_stay():

@@ -283,7 +283,7 @@ def test_a_time_that_is_kept_is_no_decision():
     assert record(make(Timed)).loss is not None
 
 
-def test_reads_for_bookkeeping_are_allowed():
+def test_reads_for_side_effects_are_allowed():
     def read(loss):
         assert math.exp(float(loss)) != 2.0 and (float(loss) != float(loss) or math.sqrt(float(loss)) > 0)
         text = f"{loss.item():.3f} {loss} {loss:.2f}"

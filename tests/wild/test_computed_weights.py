@@ -95,7 +95,7 @@ class NewCritic(Critic):
 
 
 class Diary(Critic):
-    """Keeps numbers, so that its step runs once more for its bookkeeping."""
+    """Keeps numbers, so that its step runs once more for its side effects."""
 
     def __init__(self):
         super().__init__()

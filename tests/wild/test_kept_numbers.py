@@ -1,6 +1,7 @@
 """Numbers read from the model in a step and kept on the module: as in one process, once per batch, on every rank."""
 
 import math
+import warnings
 from collections import defaultdict, deque
 
 import numpy
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from wild.suite import FEATURES, LAYOUTS, regression_data
 from wild.suite import check_there_and_back as check
 
+from lightning_hybrid.schedule import Kind
 from lightning_hybrid.verify import Layout
 
 SAMPLES, BATCH = 20, 8  # the last batch is a short one
@@ -251,7 +253,27 @@ class PicksRows(Keeps):
         self.last = out[-1].detach()
 
 
-_KEEP = [Appends, Meters, Contents, SteersNext, Centre, Tensors, Returns, PicksRows]
+class AppendsLosses(Keeps):
+    """Lightning's idiom, with numbers, tensors and what is known of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.outputs, self.by_name = [], [], {"target": []}
+
+    def keep(self, loss, out, batch, batch_idx):
+        self.losses.append((batch_idx, loss.item()))
+        self.outputs.append({"out": out.detach(), "loss": loss.detach(), "error": (out - batch[1]).abs().mean().item()})
+        self.by_name["target"].append(batch[1])
+
+
+class WritesItsBatch(Keeps):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step([batch[0].mul_(2), batch[1]], batch_idx)
+        self.logged["loss"] = loss.item()
+        return loss
+
+
+_KEEP = [AppendsLosses, WritesItsBatch, Appends, Meters, Contents, SteersNext, Centre, Tensors, Returns, PicksRows]
 
 
 _CUTS = {"pp2-m1": (PP2, 1), "pp2-m3": (PP2, 3), "pp2 x 2 stages-m2": (INTERLEAVED, 2)}
@@ -306,13 +328,6 @@ class KeepsAMemory(Keeps):
         return loss
 
 
-class WritesItsBatch(Keeps):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step([batch[0].mul_(2), batch[1]], batch_idx)
-        self.logged["loss"] = loss.item()
-        return loss
-
-
 class BuildsLazily(Keeps):
     """A mask of the first batch's shape, used ever after, and a number."""
 
@@ -339,19 +354,36 @@ class PicksScatteredRows(Keeps):
         self.shown = out[::3].detach()
 
 
-_REFUSED = {
-    PicksScatteredRows: (2, "rows of the batch that it picks by their numbers, of which a microbatch picks others"),
-    KeepsLargest: (2, "keeps a number read from the model, one that argmax made"),
-    WritesItsBatch: (1, "writes into its batch in place"),
+_AT_ONCE = {
+    PicksScatteredRows: "self.shown keeps a tensor of the model",
+    KeepsLargest: "self.logged['likeliest'] keeps a number read from the model",
+    BuildsLazily: "self.mask keeps a row for each sample",
+    Appends: "keeps a number read from the model",
 }
 
 
-@pytest.mark.parametrize("make", _REFUSED, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", _AT_ONCE, ids=lambda make: make.__name__)
 def test_what_microbatches_cannot_tell_is_named_where_the_layout_is_strict(worlds, make):
-    num_microbatches, message = _REFUSED[make]
     strict = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": True})
-    report = check(worlds, make, strict, num_microbatches=num_microbatches)
-    assert report.outcome == "refused" and message in report.message, str(report)
+    report = check(worlds, make, strict, num_microbatches=2)
+    assert report.outcome == "refused" and _AT_ONCE[make] in report.message, str(report)
+
+
+def fit_warned(size, make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of(size, size, strategy_options={"num_microbatches": 2}, limit_train_batches=2)
+        trainer.fit(make(), data())
+    counts = {span.action.microbatch for span in trainer.strategy.spans if span.action.kind is Kind.F}
+    return [str(warning.message) for warning in caught if "one microbatch" in str(warning.message)], len(counts)
+
+
+@pytest.mark.parametrize(("make", "count"), [(KeepsLargest, 1), (AppendsLosses, 2)])
+def test_a_step_that_appends_to_lists_alone_has_microbatches(worlds, make, count):
+    for rank, (told, microbatches) in enumerate(worlds.run(2, fit_warned, 2, make)):
+        assert microbatches == count
+        assert len(told) == (count == 1 and rank == 0), told
+        assert not told or "self.logged['likeliest'] keeps a number read from the model" in told[0]
 
 
 def fit_remembering(size, make):

@@ -110,7 +110,6 @@ def test_numbers_that_are_read_take_part(worlds, layout):
 
 
 def test_a_memory_of_later_stages(worlds):
-    report = check(worlds, FeedsBack, PP2, steps=2, num_microbatches=1)
-    assert report.outcome == "same", str(report)
-    # Its microbatches would need it earlier; the rank that sees it says so and stops the others.
-    assert check(worlds, FeedsBack, PP2, steps=2).outcome == "refused"
+    for count in (1, 2):  # two microbatches would need it earlier, so that there is one
+        report = check(worlds, FeedsBack, PP2, steps=2, num_microbatches=count)
+        assert report.outcome == "same", str(report)

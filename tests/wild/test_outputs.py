@@ -350,14 +350,14 @@ def test_a_step_that_some_replicas_skip_is_refused_on_all(worlds):
 
 @under([LAYOUTS[0], *LAYOUTS[2:], COMBINED])
 def test_steps_that_are_skipped_in_the_first_batch_are_a_pipeline_after_it(worlds, layout):
-    size, pp = layout.devices, layout.strategy["pipeline_parallel_size"]
+    size, pp = layout.devices, layout.strategy.get("pipeline_parallel_size", 1)
     for shares, trained in worlds.run(size, fit_skipping_first, size, pp, dict(layout.strategy)):
         assert shares == 1 and trained == [False, True, True, True]
 
 
 def fit_skipping_first(size, pp, options):
     ignore_warnings()
-    options.pop("pipeline_parallel_size")
+    options.pop("pipeline_parallel_size", None)
     trainer = trainer_of(size, pp, strategy_options=options, limit_train_batches=4)
     trained = []
     module = SkipsFirst().double()

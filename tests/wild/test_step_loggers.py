@@ -58,6 +58,17 @@ class Tells(Regression):
         return loss
 
 
+class TellsTwoNumbers(Regression):
+    """The same method twice: two calls of one batch, not one of two microbatches."""
+
+    def training_step(self, batch, batch_idx):
+        h = self.layers[0](batch[0])
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("loss", loss.item(), self.global_step)
+        self.logger.experiment.add_scalar("first", h.detach().mean(), self.global_step)
+        return loss
+
+
 class TellsNoNumbers(Regression):
     """Nothing of the model, by a call per microbatch."""
 
@@ -81,7 +92,9 @@ def run_over_stages(module, num_microbatches, stages):
     return run_told(module, Hybrid3DStrategy(**options), 2)
 
 
-@pytest.mark.parametrize(("module", "num_microbatches"), [(Tells, 2), (Tells, 1), (TellsNoNumbers, 2)])
+@pytest.mark.parametrize(
+    ("module", "num_microbatches"), [(Tells, 2), (Tells, 1), (TellsTwoNumbers, 2), (TellsNoNumbers, 2)]
+)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_loggers_are_told_once_and_with_numbers(worlds, module, num_microbatches, stages):
     [expected] = worlds.run(1, run_told, module, "auto", 1)
