@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.same_host.rows import begin_to_gather
 from lightning_hybrid.step.graph import Value
+from lightning_hybrid.step.user_tensors import as_plain
 
 _HEADER = 4
 _BROKEN = -1.0  # in place of the form of the step
@@ -162,7 +163,7 @@ def digest(leaves: Sequence[object]) -> int:
     total = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            flat = leaf.detach().reshape(-1)
+            flat = as_plain(leaf).detach().reshape(-1)
             part = flat[:: max(1, flat.numel() // _DIGESTED)].contiguous()
             if part.is_complex() or part.is_conj():
                 part = torch.view_as_real(part.resolve_conj())

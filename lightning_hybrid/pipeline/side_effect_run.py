@@ -54,7 +54,7 @@ class SideEffectRun:
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self._variant, self._randomness = variant, randomness
         self._without = without_state(root, [variant.recording])
-        self._start = ModuleState(root, buffers=False, without=self._without)
+        self._start = ModuleState(root, without=self._without)
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
     def returned(self, contents: Mapping[int, Tensor]) -> Any:
@@ -72,8 +72,8 @@ class SideEffectRun:
         kept = self._variant.recording.numbers_kept
         if any(tensor._version != version for tensor, version in self._watched):
             raise StepError(f"{kept}, and the step writes into its batch in place; let it write into a copy")
-        buffers = _Buffers(self._root, self._without)
-        self._start.restore()
+        written = _Buffers(self._root, self._without)
+        self._start.restore()  # the step may have gone by a buffer that it has written since
         replay = SideEffectReplay(self._variant.recording, self._variant.assignment, self._root, self._randomness)
         replay.contents = contents
         try:
@@ -91,13 +91,13 @@ class SideEffectRun:
                 f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error})"
             ) from error
         finally:
-            buffers.restore()
+            written.restore()
         fill_placeholders(run, contents)
         return run.result
 
 
 class _Buffers:
-    """The buffers that the user's code around layers may write; the step has done that."""
+    """The buffers that the user's code around layers may write, as the step has left them."""
 
     def __init__(self, root: nn.Module, without: set[nn.Module]) -> None:
         holders = [module._buffers for module in root.modules() if module not in without]
