@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_hybrid.step.kept_values import entry_of, lists_of
 from lightning_hybrid.step.transaction import Place, reachable
 from lightning_hybrid.step.tree import memory_of
+from lightning_hybrid.step.user_tensors import as_plain
 
 _NOTHING = object()
 
@@ -86,6 +87,7 @@ def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
 
 def _known(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:
     known = id(tensor), tensor._version, memory_of(tensor)
+    tensor = as_plain(tensor)
     if not by_content or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_quantized:
         return known
     numbers = torch.nan_to_num(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))

@@ -261,6 +261,28 @@ class OnLabelled(Regression):
         return loss
 
 
+class KeepsLabelled(Regression):
+    """Keeps tensors that need what `detach` does not hand on, in a step that cannot be cut (pina's solvers)."""
+
+    class Points(torch.Tensor):
+        def to(self, *args, **kwargs):
+            out = super().to(*args, **kwargs)
+            out.labels = self.labels
+            return out
+
+    def __init__(self):
+        super().__init__()
+        self.points = torch.linspace(0, 1, FEATURES, dtype=torch.float64).as_subclass(self.Points)
+        self.points.labels = "xyz"
+
+    def shared_step(self, batch):
+        x, y = batch
+        loss = F.mse_loss(self(x + self.points.as_subclass(torch.Tensor)), y)
+        if loss.item() > 1e9:
+            raise ValueError
+        return loss
+
+
 class WritesIntoIts(Regression):
     """Changes its samples in place, as augmentations do; a layer saves the result for its backward."""
 
@@ -332,6 +354,7 @@ SPLIT = [
     (OnListsOfNumbers, as_list_of_numbers),
     (OnPictures, as_pictures),
     (OnLabelled, as_labelled),
+    (KeepsLabelled, as_pair),
     (OnPassengers, as_passengers),
 ]
 
