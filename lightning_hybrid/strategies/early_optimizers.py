@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.randomness import GeneratorStates
 from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.strategies.example_batch import hand_out_once
 
 
 class _AskedForOptimizers(BaseException):
@@ -54,11 +56,28 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
         except _AskedForOptimizers:
             pass
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        with _undone(module, strategy.root_device):
+        with _undone(module, strategy.root_device), _loaders_set_up_later(trainer.fit_loop):
             strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         record()
     finally:
         strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = before
+
+
+@contextlib.contextmanager
+def _loaders_set_up_later(loop: Any) -> Iterator[None]:
+    """Inside, `trainer.estimated_stepping_batches` sets up the training data; that draws, so it happens again later."""
+    was_set_up = loop._combined_loader is not None
+    yield
+    combined = loop._combined_loader
+    if was_set_up or combined is None or not all(map(_can_be_read_again, combined.flattened)):
+        return
+    loop._data_fetcher.teardown()
+    loop._combined_loader = None
+    hand_out_once(loop._data_source, lambda: combined)
+
+
+def _can_be_read_again(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 @contextlib.contextmanager

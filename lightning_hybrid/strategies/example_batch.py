@@ -32,15 +32,8 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         loop: Its fit, evaluation or prediction loop.
         mode: How the loop combines several loaders.
     """
-    source = loop._data_source
-    loaders = _request_dataloader(source)
-    request = source.dataloader
-
-    def dataloader_once() -> Any:
-        source.dataloader = request
-        return loaders
-
-    source.dataloader = dataloader_once
+    loaders = _request_dataloader(loop._data_source)
+    hand_out_once(loop._data_source, lambda: loaders)
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     states = GeneratorStates(trainer.strategy.root_device)
     try:
@@ -69,6 +62,22 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
     finally:
         states.restore()
+
+
+def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
+    """Have a loop's source of loaders give these the next time, and what the user's hook makes from then on.
+
+    Args:
+        source: Of the loop.
+        loaders: Returns them when they are asked for.
+    """
+    request = source.dataloader
+
+    def dataloader_once() -> Any:
+        source.dataloader = request
+        return loaders()
+
+    source.dataloader = dataloader_once
 
 
 def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, Any]:

@@ -271,6 +271,14 @@ class WarmsUp(Regression):
         return [optimizer], [{"scheduler": warmup, "interval": "step", "frequency": 1}]
 
 
+class OneCycleAndRates(OneCycle):
+    """Its step asks for optimizers, so that it is recorded with some that are built early."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
 class AsksForBatches(Regression):
     def configure_optimizers(self):
         assert self.trainer.num_training_batches != float("inf") or self.trainer.max_steps == -1
@@ -281,7 +289,7 @@ class AsksForBatches(Regression):
         self.log("batches", float(self.trainer.num_training_batches))
 
 
-@each_under("module", [OneCycle, WarmsUp, AsksForBatches], [STAGES, BOTH])
+@each_under("module", [OneCycle, OneCycleAndRates, WarmsUp, AsksForBatches], [STAGES, BOTH])
 def test_schedulers_know_the_length_of_the_run(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
