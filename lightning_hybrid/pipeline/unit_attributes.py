@@ -26,7 +26,7 @@ def share_attributes(plan: StagePlan, root: nn.Module) -> None:
     """
     mine = io.BytesIO()
     homes = _homes(plan)
-    modules = dict(root.named_modules())
+    modules = dict(root.named_modules(remove_duplicate=False))
     torch.save({fqn: _plain(modules[fqn]) for fqn, home in homes.items() if home == plan.rank}, mine)
     rows: list[Any] = [None] * plan.num_ranks
     dist.all_gather_object(rows, mine.getvalue(), group=plan.group)
