@@ -42,7 +42,7 @@ from lightning_hybrid.step.graph import Value
 from lightning_hybrid.step.installed import installed
 from lightning_hybrid.step.randomness import KeyedRandomness
 from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.replay import StageRun
+from lightning_hybrid.step.replay import ReplayWatch, StageRun
 from lightning_hybrid.step.watch import Current
 
 
@@ -120,6 +120,12 @@ class Executor:
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_forward: Callable[[], None] = lambda: None
+        self._current: Current | None = None
+
+    def has_guessed_size(self) -> bool:
+        """Whether the step that runs was told a size that depends on values of another rank, as it was recorded."""
+        watch = None if self._current is None else self._current.watch
+        return isinstance(watch, ReplayWatch) and watch.changes.has_guessed
 
     def run(self, job: Job) -> Outcome:
         """Run one step's program; what goes wrong inside an action carries a note of its place."""
@@ -127,6 +133,7 @@ class Executor:
         later = WeightsLater()
         split = later.installed if job.program.split else nullcontext
         with self.around_units(), installed(replays, self._randomness) as current, split(current):
+            self._current = current
             run = _Run(self._root, self._rank, self._transport, job, current, later, self)
             instruction: Instruction | None = None
             try:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class Entry:
     Attributes:
         name: The logged key.
         metric: The Metric object logged, if it was one; its value is that of the step.
+        guesses: By microbatch, a number of Python's that this rank logs where another may know better; NaN otherwise.
         other: What was logged, if it was no number at all, which is for an overridden ``log`` to understand.
         value: Which value of the step it is, if it is one.
         kwargs: The other arguments of the call, those of the last microbatch.
@@ -52,6 +53,7 @@ class Entry:
     values: list[float]
     sizes: list[int | None]
     dtype: torch.dtype = torch.float32
+    guesses: list[float] = dataclasses.field(default_factory=list)
     other: Any = _NUMBER
     value: int | None = None
 
@@ -98,43 +100,61 @@ def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
     return zip(keys_of(entry.name for entry in entries), entries, strict=True)
 
 
-# Key, what was logged if it is not a number, number, other arguments, dtype, which value of the step it is.
-_Call = tuple[str, Any, float, dict[str, Any], torch.dtype, int | None]
+class _Call(NamedTuple):
+    """One call of ``self.log`` in one microbatch; attributes as of an ``Entry``, for this microbatch.
+
+    Attributes:
+        what: What was logged, if it is not a number.
+        place: Which value of the step it is.
+    """
+
+    name: str
+    what: Any
+    value: float
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    place: int | None
+    guess: float
 
 
 class LogCapture:
     """Takes the place of ``LightningModule.log`` while stages run."""
 
-    def __init__(self, num_microbatches: int) -> None:
-        """Args: num_microbatches: how often the step runs."""
-        self._count = num_microbatches
+    def __init__(self, num_microbatches: int, has_guessed: Callable[[], bool] = bool) -> None:
+        """Args: num_microbatches: how often the step runs. has_guessed: whether a number may be made of a guess now."""
+        self._count, self._has_guessed = num_microbatches, has_guessed
         self._calls: dict[int, list[_Call]] = {}
 
     def microbatch(self, root: nn.Module, index: int) -> AbstractContextManager[None]:
         """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
-        return _Catching(self._calls, root, index)
+        return _Catching(self._calls, root, index, self._has_guessed)
 
     def entries(self) -> list[Entry]:
         """One entry per key and call, where some microbatches need not have logged it: their values are NaN."""
         found: dict[Key, Entry] = {}
         for index in range(self._count):
             calls = self._calls.get(index, [])
-            for key, (name, what, value, kwargs, dtype, place) in zip(keys_of(c[0] for c in calls), calls, strict=True):
+            for key, call in zip(keys_of(call.name for call in calls), calls, strict=True):
+                what = call.what
                 metric, other = (what, _NUMBER) if isinstance(what, Metric) else (None, what)
                 if key not in found:
-                    nothing: list[int | None] = [None] * self._count
-                    found[key] = Entry(name, metric, kwargs, [math.nan] * self._count, nothing, dtype, other)
+                    values, guesses = [math.nan] * self._count, [math.nan] * self._count
+                    sizes: list[int | None] = [None] * self._count
+                    found[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
                 entry = found[key]
-                entry.kwargs, entry.values[index], entry.sizes[index] = kwargs, value, kwargs.get("batch_size")
-                entry.value = place
+                entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
+                entry.values[index], entry.guesses[index] = call.value, call.guess
+                entry.value = call.place
         return list(found.values())
 
 
 class _Catching(AbstractContextManager[None]):
     """Takes the place of ``root.log``. A class, not a generator: it is entered before every forward."""
 
-    def __init__(self, rows: dict[int, list[_Call]], root: nn.Module, index: int) -> None:
-        self._rows, self._root, self._index = rows, root, index
+    def __init__(
+        self, rows: dict[int, list[_Call]], root: nn.Module, index: int, has_guessed: Callable[[], bool]
+    ) -> None:
+        self._rows, self._root, self._index, self._has_guessed = rows, root, index, has_guessed
         self._calls: list[_Call] = []
 
     def __enter__(self) -> None:
@@ -145,7 +165,8 @@ class _Catching(AbstractContextManager[None]):
         if error is None:
             calls, earlier = self._calls, self._rows.get(self._index)
             if earlier is not None and len(earlier) == len(calls):
-                calls = [new if not math.isnan(new[2]) else old for old, new in zip(earlier, calls, strict=True)]
+                pairs = zip(earlier, calls, strict=True)
+                calls = [old if math.isnan(new.value) and not math.isnan(old.value) else new for old, new in pairs]
             self._rows[self._index] = calls
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +176,10 @@ class _Catching(AbstractContextManager[None]):
             number = _number(name, value)
             what = value if number is None or isinstance(value, Metric) else _NUMBER
             _, index = getattr(value, MARK, None) or (None, None)
-            self._calls.append((name, what, math.nan if number is None else number, kwargs, _dtype(value), index))
+            known, guess = math.nan if number is None else number, math.nan
+            if not isinstance(value, Tensor | Metric) and self._has_guessed():
+                known, guess = guess, known
+            self._calls.append(_Call(name, what, known, kwargs, _dtype(value), index, guess))
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -196,7 +196,7 @@ class StepRunner(MicrobatchRunner):
             # Such means have no common weights; evaluation needs no backward, so it runs on whole batches from now on.
             self._at_once.names.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
-        logs, total = LogCapture(count), sum(weights) or 1.0
+        logs, total = LogCapture(count, self._executor.has_guessed_size), sum(weights) or 1.0
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
             keyed = self._randomness.microbatch(step_number, first + index)

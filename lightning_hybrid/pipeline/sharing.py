@@ -67,6 +67,7 @@ class StepSharing:
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
+        self._has_guesses = any(v.dynamic for variant in variants for v in variant.assignment.graph.values)
         self._scalars: list[tuple[int, int]] = []
         self._tensors: list[tuple[int, int]] = []
         for index, variant in enumerate(variants):
@@ -96,6 +97,9 @@ class StepSharing:
             if made is not None and value != self._variants[index].assignment.graph.loss and not batch.is_mean(value):
                 made = batch.value(value)
             numbers.append(math.nan if made is None else float(made))
+        if self._has_guesses:
+            is_last = self._group.rank() == self._group.size() - 1  # it has most values; one number is shared of each
+            numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
             numbers,
@@ -141,17 +145,20 @@ class StepSharing:
         Returns:
             Each logged entry with its number, and by microbatch the shared values by index.
         """
-        numbers = iter(self._numbers)
-        logged = []
+        numbers, logged = iter(self._numbers), []
+        guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
         keys, weights = self._by_samples
         for key, entry in keyed(self._entries):
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
+            if self._has_guesses:
+                guesses = [next(guessed) for _ in values]
+                values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
             if math.isnan(of_batch):
                 combined = entry.with_values(values, entry.sizes)
                 of_batch = combined.combine(weights if key in keys else self._weights)
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
-        for (index, value), number in zip(self._scalars, numbers, strict=True):
+        for (index, value), number in zip(self._scalars, numbers, strict=False):
             known = self._variants[index].assignment.graph.values[value]
             dtype, device = getattr(torch, known.dtype), known.device or self._device
             content[index][value] = torch.tensor(number, dtype=dtype, device=device)

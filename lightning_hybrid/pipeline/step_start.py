@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.recording import StepError
 from lightning_hybrid.step.transaction import Content, ModuleState, can_be_put_back, reachable
+from lightning_hybrid.step.user_tensors import detached_copy
 
 _MOST_COPIED = 2**24  # before every step
 
@@ -29,7 +30,7 @@ class StepStart:
             copied: Elements of the largest tensor kept as an attribute that is copied.
         """
         named = root.named_parameters() if written else ()
-        self._written = [(p, p.detach().clone()) for name, p in named if name in written and not is_absent(p)]
+        self._written = [(p, detached_copy(p)) for name, p in named if name in written and not is_absent(p)]
         self._metrics = [module for module in root.modules() if isinstance(module, Metric)]
         inside = {inner for metric in self._metrics for inner in metric.modules()}
         self._modules = ModuleState(root, without=inside)

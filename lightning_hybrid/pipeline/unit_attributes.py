@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.plan import StagePlan
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.step.user_tensors import detached_copy
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -55,7 +56,7 @@ def _plain(module: nn.Module) -> Mapping[str, Any]:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return detached_copy(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.graph import Node, StepGraph
 from lightning_hybrid.step.recording import StepError, returned_by
 
@@ -26,25 +27,31 @@ class StepChanged(StepError):
 
 
 class Changes:
-    """What one run of a step does otherwise than its recording."""
+    """What one run of a step does otherwise than its recording.
+
+    Attributes:
+        has_guessed: Whether the step was told a size that depends on values of another rank, as it was recorded.
+    """
 
     def __init__(self, graph: StepGraph) -> None:
         """Args: graph: the recording."""
         self._graph = graph
+        self.has_guessed = False
         self._read: dict[int, tuple[tuple[int, ...], str]] = {}
 
-    def size_read(self, value: int, shape: tuple[int, ...], line: Callable[[], str]) -> None:
+    def size_read(self, value: int, tensor: Tensor, line: Callable[[], str]) -> None:
         """The step asks for the size of a value; if it is another one than in the recording, it may decide by it.
 
         Args:
             value: In the graph.
-            shape: That it has now.
+            tensor: That it is now.
             line: Says where the step asks.
         """
         known = self._graph.values[value]
-        if known.dynamic and shape != known.shape:
+        self.has_guessed |= known.dynamic and is_absent(tensor)
+        if known.dynamic and tensor.shape != known.shape:
             self._read.pop(value, None)
-            self._read[value] = tuple(shape), line()
+            self._read[value] = tuple(tensor.shape), line()
 
     def error(self, change: str) -> StepChanged:
         """The error to raise.

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.step.user_tensors import detached_copy
+
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-def copied(
-    value: Any, new: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone(), *, modules: bool = True
-) -> Any:
+def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modules: bool = True) -> Any:
     """A deep copy of anything, with new tensors for its tensors, results of others among them.
 
     A cache that a unit fills must be copied before each call of it.

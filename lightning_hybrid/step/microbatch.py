@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.tree import children_of, flatten, map_leaves, tensors_inside
-from lightning_hybrid.step.user_tensors import of_class
+from lightning_hybrid.step.user_tensors import detached_copy, of_class
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
@@ -152,7 +152,7 @@ def copied_batch(batch: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return detached_copy(leaf).requires_grad_(leaf.requires_grad)
     try:
         return copy.deepcopy(leaf)
     except Exception:  # an object of the user's, which need not know how

@@ -109,12 +109,10 @@ class StageReplay:
         # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches. What
         # validation or prediction returns is.
         only_loss = graph.step == "training_step" and graph.returned == (graph.loss,)
-        handed = () if only_loss else graph.returned
-        self.held_by_user = frozenset((*handed, *graph.kept))
-        modules = dict(root.named_modules())
+        self.held_by_user = frozenset((*(() if only_loss else graph.returned), *graph.kept))
         self.sinks = find_sinks(root)
         self.drawing_functions = users_functions() if graph.draws else []
-        self.drawing = {fqn: modules[fqn] for fqn in graph.draws if fqn}
+        self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
         self.device = randomness.device
         self.scalar_nodes = scalar_nodes(graph)
 
@@ -191,7 +189,7 @@ class ReplayWatch(StepWatch):
         self.metrics: BatchMetrics | None = None
         self.scalars = ScalarResults()
         self._next = 0
-        self._changes = Changes(replay.recording.graph)
+        self.changes = Changes(replay.recording.graph)
         self.made: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
@@ -224,9 +222,8 @@ class ReplayWatch(StepWatch):
 
     def size_read(self, tensor: Tensor) -> None:
         """Keep in mind what a step that takes another way may have gone by."""
-        mark = self.mark_of(tensor)
-        if mark is not None:
-            self._changes.size_read(mark, tensor.shape, user_line)
+        if (mark := self.mark_of(tensor)) is not None:
+            self.changes.size_read(mark, tensor, user_line)
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
@@ -283,7 +280,7 @@ class ReplayWatch(StepWatch):
                 if isinstance(leaf, Tensor):
                     self.size_read(leaf)
             now = f"returned {len(out_leaves)} leaves instead of {len(template.leaves)}"
-            raise self._changes.of_operation(node, now)
+            raise self.changes.of_operation(node, now)
         for leaf, described in zip(out_leaves, template.leaves, strict=True):
             if described.value is not None:
                 self._note(leaf, described.value)
@@ -385,10 +382,10 @@ class ReplayWatch(StepWatch):
     def _match(self, name: str, inputs: list[int]) -> Node:
         if self._next >= len(self._nodes):
             change = f"the step goes on with {name} at {user_line()} where it ended when it was recorded"
-            raise self._changes.error(change)
+            raise self.changes.error(change)
         node = self._nodes[self._next]
         if node.name != name or node.inputs != tuple(inputs):
-            raise self._changes.of_operation(node, f"is now {name} of the values {inputs} at {user_line()}")
+            raise self.changes.of_operation(node, f"is now {name} of the values {inputs} at {user_line()}")
         self._next += 1
         return node
 
@@ -396,5 +393,5 @@ class ReplayWatch(StepWatch):
         """The step must have come to its recorded end, and return what it returned there."""
         if self._next != len(self._nodes):
             node = self._nodes[self._next]
-            raise self._changes.of_operation(node, "is missing now")
-        self._changes.check_returned(result, self.mark_of)
+            raise self.changes.of_operation(node, "is missing now")
+        self.changes.check_returned(result, self.mark_of)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.step.absent import is_absent
 from lightning_hybrid.step.tree import memory_of
+from lightning_hybrid.step.user_tensors import detached_copy
 
 # What belongs to the machinery around a module and not to its own state.
 _NOT_STATE = frozenset(
@@ -126,7 +127,7 @@ class Content:
     def __init__(self, tensor: Tensor) -> None:
         """Args: tensor: a buffer."""
         self._tensor, self._memory, self._version = tensor, tensor.detach(), tensor._version
-        self._content = tensor.detach().clone()
+        self._content = detached_copy(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the content of a tensor."""

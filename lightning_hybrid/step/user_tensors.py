@@ -36,3 +36,8 @@ def of_class(original: Tensor, part: Tensor) -> Tensor:
         part = part.as_subclass(type(original))
     part.__dict__.update(original.__dict__)
     return part
+
+
+def detached_copy(tensor: Tensor) -> Tensor:
+    """A copy without the graph, of the same class and attributes; no method of the user's class is called."""
+    return of_class(tensor, as_plain(tensor).detach().clone())

@@ -270,6 +270,11 @@ class KeepsLabelled(Regression):
             out.labels = self.labels
             return out
 
+        def clone(self, *args, **kwargs):
+            out = super().clone(*args, **kwargs)
+            out.labels = self.labels
+            return out
+
     def __init__(self):
         super().__init__()
         self.points = torch.linspace(0, 1, FEATURES, dtype=torch.float64).as_subclass(self.Points)

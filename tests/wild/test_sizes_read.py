@@ -56,6 +56,20 @@ class ReturnsByRows(Regression):
         return error if out[out.detach()[:, 0] > 100.0].shape[0] == 0 else large
 
 
+class LogsRows(Regression):
+    """Numbers of rows that the model picks, on the first stage and on the last, and what Python makes of them."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.layers[0](x)
+        self.log("first", float(len(h[h.detach()[:, 0] > 0])))
+        out = self.head(self.layers[2](self.layers[1](h)))
+        rows = out[out.detach()[:, 0] > out.detach().mean()]
+        self.log("share", rows.shape[0] / len(x))
+        self.log("rows", rows.shape[0], reduce_fx="sum")
+        return F.mse_loss(out, y)
+
+
 class DecidesByMaskOfBatch(Regression):
     """A size that the batch decides: a recording has seen that of another batch."""
 
@@ -93,6 +107,13 @@ def test_a_size_is_a_number_on_every_stage(worlds, module, layout):
 
 
 DECIDING = [(LoopsOverClasses, "unique"), (DecidesByRows, "__getitem__"), (ReturnsByRows, "__getitem__")]
+
+
+@each_under("module", [LogsRows], [PP2, COMBINED])
+def test_a_size_is_logged_as_it_is(worlds, module, layout):
+    report = check(worlds, module, layout, steps=4)
+    assert report.outcome == "same", str(report)
+    assert not any("sharded instead of" in note for note in report.notes), report.notes
 
 
 @pytest.mark.parametrize("layout", ONE_STAGE, ids=lambda layout: layout.name)
