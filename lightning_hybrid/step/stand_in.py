@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import increment_version
 from torch.distributions import Distribution
 
-from lightning_hybrid.step.absent import MARK, make_absent
+from lightning_hybrid.step.absent import FAKE_MODE, MARK, make_absent
 from lightning_hybrid.step.copies import copied
 from lightning_hybrid.step.graph import SizedBy
 from lightning_hybrid.step.tree import flatten, map_leaves, tensors_inside, unflatten
@@ -147,7 +147,11 @@ def _run_on_stand_ins(
         if id(leaf) in originals:
             return originals[id(leaf)]
         if isinstance(leaf, Tensor):
-            return make_absent(leaf)
+            absent = make_absent(leaf)
+            if not absent.requires_grad:
+                return absent
+            with torch._C.DisableTorchFunction(), torch.enable_grad(), FAKE_MODE:
+                return absent.clone()  # no leaf, so that the step may write into it
         # An object of another class, such as a distribution, holds values of the step as well.
         return copied(leaf, made_absent, modules=False) if tensors_inside(leaf) else leaf
 

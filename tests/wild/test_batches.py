@@ -261,6 +261,29 @@ class OnLabelled(Regression):
         return loss
 
 
+class WeighsPictures(Regression):
+    """Operations that know no fake kernels for the class, and writes into what they gave (monai's DiceLoss)."""
+
+    def shared_step(self, batch):
+        x, y = batch
+        out = self(x.as_subclass(torch.Tensor))
+        hits = torch.sum(y * out, dim=[0])
+        misses = torch.sum(out, dim=[0]) - hits
+        wrong = torch.sum(y, dim=[0]) - hits
+        wrong *= 0.5
+        misses *= 0.5
+        return (hits - misses * 0.1 + wrong).square().mean()
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def as_named_targets(samples):
+    x, y, _ = columns(samples)
+    return x.as_subclass(Named), y.as_subclass(Named)
+
+
 class KeepsLabelled(Regression):
     """Keeps tensors that need what `detach` does not hand on, in a step that cannot be cut (pina's solvers)."""
 
@@ -360,6 +383,7 @@ SPLIT = [
     (OnPictures, as_pictures),
     (OnLabelled, as_labelled),
     (KeepsLabelled, as_pair),
+    (WeighsPictures, as_named_targets),
     (OnPassengers, as_passengers),
 ]
 
@@ -368,6 +392,8 @@ SPLIT = [
 def test_containers_are_split(worlds, module, collate, layout):
     report = check(worlds, module, layout, make_data=Loaders(collate))
     assert report.outcome == "same", str(report)
+    is_sharded = any("sharded instead of" in note for note in report.notes)
+    assert is_sharded == (module is KeepsLabelled and "pp" in layout.name), report.notes
 
 
 # --- batches that are no stack of samples ----------------------------------------------------------------------------
