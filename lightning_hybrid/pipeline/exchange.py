@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.same_host.rows import begin_to_gather
 from lightning_hybrid.step.graph import Value
+from lightning_hybrid.step.tree import tensors_inside
 from lightning_hybrid.step.user_tensors import as_plain
 
 _HEADER = 4
@@ -24,6 +25,15 @@ _COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set
 
 class RanksDisagree(RuntimeError):
     """The ranks of one replica do not see the same batch, or do not do the same."""
+
+
+def other_batches(checksums: Sequence[float]) -> RanksDisagree:
+    """The error where ranks of one replica have other batches; args: checksums: of the batches, by rank."""
+    return RanksDisagree(
+        f"the batch differs between the ranks of one replica (checksums {checksums} on pipeline ranks 0 to"
+        f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before data are made"
+        " at random, and seed samplers and augmentation without the rank"
+    )
 
 
 class StepBroken(Exception):
@@ -93,15 +103,13 @@ class NumberExchange:
         for place, what in _COMPARED:
             seen = [row[place] for row in rows]
             if len(set(seen)) > 1:
+                if place == 2:
+                    raise other_batches(seen)
                 raise RanksDisagree(
                     f"what the step does differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
                     f" {len(seen) - 1}): a condition on the rank, or on random numbers that are not seeded alike,"
                     " decides; let all ranks decide alike"
                     if place == 3
-                    else f"the {what} differs between the ranks of one replica (checksums {seen} on pipeline ranks 0 to"
-                    f" {len(seen) - 1}); every rank must draw the same samples: call seed_everything(...) before data"
-                    " are made at random, and seed samplers and augmentation without the rank"
-                    if place == 2
                     else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
                 )
         rows = [row[_HEADER:] for row in rows]
@@ -171,6 +179,8 @@ def digest(leaves: Sequence[object]) -> int:
             total = hash((total, tuple(leaf.shape), zlib.crc32(content)))
         elif isinstance(leaf, int | float):
             total = hash((total, leaf))
+        elif inside := [] if isinstance(leaf, Tensor) else tensors_inside(leaf):
+            total = hash((total, digest(inside)))
     return total & 0xFFFFFFFFFFFF  # exact in float64
 
 

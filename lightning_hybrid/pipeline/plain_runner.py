@@ -266,6 +266,7 @@ class PlainRunner(MicrobatchRunner):
             given.calls = frozenset(calls)
             given.news = LEAVES if left.something() else BRANCHES if calls - self._calls else 0
         if part.ranks > 1:
+            given.checksum = part.checksum
             given = self._shares.together(given)
         if self.is_undecided:
             self._left, self._calls = left, self._calls | calls

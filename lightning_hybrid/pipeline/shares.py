@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.pipeline.appended import Rows, merged
+from lightning_hybrid.pipeline.exchange import digest, other_batches
 from lightning_hybrid.pipeline.logs import Entry, Key, keyed, keys_of
 from lightning_hybrid.pipeline.mixed_samples import Weighing, agreed_by
 from lightning_hybrid.step.joined import join
 from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, split
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.step.tree import flatten, map_leaves
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -35,6 +36,7 @@ class Part:
         first: Number of the first microbatch among those of the whole batch.
         total: How many these are.
         ranks: How many share the batch; 1 if each of them runs all of it.
+        checksum: Of the whole batch.
     """
 
     microbatches: Sequence[Any]
@@ -43,6 +45,7 @@ class Part:
     first: int
     total: int
     ranks: int
+    checksum: int = 0
 
 
 class Shares:
@@ -74,7 +77,8 @@ class Shares:
             return self.whole(batch)
         parts, weights = split(batch, self.size * count, splitter)
         own, of_loss = slice(self.rank * count, (self.rank + 1) * count), weighing.of(parts, weights)
-        return Part(parts[own], weights[own], of_loss[own], self.rank * count, self.size * count, self.size)
+        checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
+        return Part(parts[own], weights[own], of_loss[own], self.rank * count, self.size * count, self.size, checksum)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
         """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
@@ -111,6 +115,9 @@ class Shares:
 
         Args:
             mine: What this rank has.
+
+        Raises:
+            RanksDisagree: They have other batches.
         """
         rows: list[Any] = [None] * self.size
         entries: Any = [_plain(entry) for entry in mine.entries]
@@ -118,6 +125,8 @@ class Shares:
         sent = replace(mine, entries=entries, outputs=outputs, appended=appended)
         dist.all_gather_object(rows, sent, group=self._group)
         rows[self.rank] = mine
+        if len({row.checksum for row in rows}) > 1:
+            raise other_batches([row.checksum for row in rows])
         return Given(
             weights=[weight for row in rows for weight in row.weights],
             loss_weights=[weight for row in rows for weight in row.loss_weights],
@@ -150,6 +159,7 @@ class Given:
         news: ``LEAVES`` if it has left something else of its batch on them; ``BRANCHES`` if it has run other lines of
             code than before; else 0.
         calls: The lines of code that it has run.
+        checksum: Of the whole batch.
     """
 
     weights: list[float]
@@ -162,6 +172,7 @@ class Given:
     appended: Rows = field(default_factory=dict)
     news: int = 0
     calls: frozenset[int] = frozenset()
+    checksum: int = 0
 
     def joined_output(self, step: str) -> Any:
         """What the step returned for the whole batch.

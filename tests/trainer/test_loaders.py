@@ -383,9 +383,9 @@ def test_all_ranks_of_one_replica_see_the_same_batch_and_the_same_random_glue(wo
         assert results[first][:3] == results[second][:3]
     # Two replicas share each epoch's 16 samples.
     for epoch in range(2):
-        dealt = [index for rank in (0, 1) for step in results[rank][0][epoch * 4 : epoch * 4 + 4] for index in step]
+        dealt = [index for rank in (0, 1) for step in results[rank][0][epoch * 2 : epoch * 2 + 2] for index in step]
         assert sorted(dealt) == list(range(16))
-    assert results[0][0][:4] != results[0][0][4:]
+    assert results[0][0][:2] != results[0][0][2:]
     for result in results:
         assert_same(result[3], results[0][3])
 
@@ -450,18 +450,48 @@ def test_random_augmentation_is_alike_within_a_replica(worlds):
     assert results[0] == results[2] and results[1] == results[3]
 
 
-def run_differing():
+class Branches(Tiny):
+    """Its step runs on shares of the batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if loss.item() > 1e9:
+            raise ValueError
+        return loss
+
+
+class Held:
+    """A batch of a class of its own."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def to(self, device, **_):
+        return self
+
+
+class OnObjects(Tiny):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch.held, batch_idx)
+
+
+def as_object(samples):
+    return Held(torch.utils.data.default_collate(samples))
+
+
+def run_differing(make, collate):
     samples = torch.randperm(16, generator=torch.Generator().manual_seed(torch.distributed.get_rank())).tolist()
-    model = Tiny()
+    model = make()
     before = weights_of(model)
     try:
-        trainer_of(2, 2).fit(model, loader(4, sampler=samples))
+        trainer_of(2, 2).fit(model, loader(4, sampler=samples, collate_fn=collate))
     except Exception as error:
         return type(error).__name__, str(error)
     return before
 
 
-def test_a_loader_that_differs_between_the_ranks_of_a_replica_is_caught(worlds):
-    for name, message in worlds.run(2, run_differing):
+@pytest.mark.parametrize(("make", "collate"), [(Tiny, None), (Branches, None), (OnObjects, as_object)])
+def test_a_loader_that_differs_between_the_ranks_of_a_replica_is_caught(worlds, make, collate):
+    for name, message in worlds.run(2, run_differing, make, collate):
         assert name == "RanksDisagree"
         assert "batch differs" in message and "pipeline ranks 0 to 1" in message and "seed" in message
