@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.memory.recompute import Recomputation, Recompute, layer_policies
-from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 
 class Made(TorchDispatchMode):

@@ -5,7 +5,7 @@
 
 A GPT of 6 to 48 layers, hand-written and Hugging Face's GPT-2 (from a config, nothing is downloaded), narrow, since
 recording computes nothing. `StagePlan` plans its stages as the strategy lets it, on one of `--stages` ranks: it records
-the step with `lightning_hybrid.step.record.record`, once or as often as it needs to balance the cut, and assigns homes.
+the step, once or as often as it needs to balance the cut, and assigns homes.
 Median of `--times` after one that warms up; CPU seconds of one thread, which other processes disturb less than wall.
 
 Must be reached, at 48 layers: one recording < 1 s, and all of planning < 1 s.
@@ -29,8 +29,8 @@ from side_by_side import quartiles, verdict
 from small_gpt import SmallGPT, batch_of
 from torch import Tensor
 
-from lightning_hybrid.pipeline import plan as planning
-from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.pipeline.stages import stage_plan as planning
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 
 WIDTH, LENGTH = 64, 32
 

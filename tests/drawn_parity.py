@@ -11,9 +11,9 @@ from drawn import Drawn, make
 from one_process.in_process import Outcome, keyed, pipeline, reference
 from torch import Tensor
 
-from lightning_hybrid.step.absent import ControlFlowError
-from lightning_hybrid.step.partition import PartitionError
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.graph.partition import PartitionError
+from lightning_hybrid.step.standins.absent_tensors import ControlFlowError
+from lightning_hybrid.step.tracing.recording import StepError
 
 REFUSALS = (StepError, ControlFlowError, PartitionError)
 TOLERANCE, LOOSEST = {torch.float64: 1e-10, torch.float32: 1e-5}, 1e-3

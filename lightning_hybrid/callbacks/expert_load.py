@@ -24,8 +24,8 @@ from lightning_hybrid.experts.layer import MoE
 from lightning_hybrid.experts.load_picture import LoadHistory, draw_loads
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.upcycled import UpcycledMLP
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.asides import give_aside, taking_asides
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.side_outputs import give_aside, taking_asides
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 

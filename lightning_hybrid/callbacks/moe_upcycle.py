@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.wrapped_methods import wrap_method
 from lightning_hybrid.experts.upcycled import AuxiliaryLoss, UpcycledMLP, upcycled
-from lightning_hybrid.step.asides import taking_asides
+from lightning_hybrid.step.tracing.side_outputs import taking_asides
 
 
 class MoEUpcycle(Callback):

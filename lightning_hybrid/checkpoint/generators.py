@@ -1,6 +1,6 @@
 """The states of the generators that user code draws from, as plain values: a run goes on drawing where it was saved.
 
-What steps draw is keyed by seed and step (``step/randomness.py``) under stages and microbatches and needs no state.
+What steps draw under stages and microbatches is keyed by seed and step (``randomness``) and needs no state.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.parts.spans import Part, Shape, part_of
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent, whole_shape
-from lightning_hybrid.step.tree import flatten, map_leaves
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent, whole_shape
 
 # Who has the same boxes as this rank, among whom one is to write: all replicas, or only the first replica, where others
 # have something else. What is cut over replicas is there again along another axis of the mesh.

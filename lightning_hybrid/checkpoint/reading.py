@@ -34,8 +34,8 @@ from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, p
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Holdings
 from lightning_hybrid.parts.spans import Part
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 @dataclass(frozen=True, eq=False)

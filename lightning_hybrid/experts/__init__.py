@@ -5,6 +5,7 @@ from lightning_hybrid.experts.grouped import GroupedExperts
 from lightning_hybrid.experts.layer import MoE
 from lightning_hybrid.experts.registry import register_experts
 from lightning_hybrid.experts.routing import ExpertChoiceRouter, Report, Routing, TopKRouter
+from lightning_hybrid.step.tracing.side_outputs import give_aside, taking_asides
 
 __all__ = [
     "ExpertChoiceRouter",
@@ -14,5 +15,7 @@ __all__ = [
     "Report",
     "Routing",
     "TopKRouter",
+    "give_aside",
     "register_experts",
+    "taking_asides",
 ]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.dispatch import all_pairs, combine, take_rows
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.tree import flatten, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # Of rows [P, D] sorted by expert and how many there are of each expert [E]: what the experts make of them, [P, D'].
 Exchange = Callable[[Tensor, Tensor], Tensor]

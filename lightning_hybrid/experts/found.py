@@ -16,10 +16,10 @@ from lightning_hybrid.experts.lists import ExpertList
 from lightning_hybrid.experts.proof import prove
 from lightning_hybrid.experts.registry import recognised
 from lightning_hybrid.experts.widths import Width, possible_widths
-from lightning_hybrid.step.alike import UnitKinds, each_alone
-from lightning_hybrid.step.copies import copied
-from lightning_hybrid.step.randomness import replaced_forwards
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.recording.unit_dedup import UnitKinds, each_alone
 
 
 @dataclass(frozen=True)

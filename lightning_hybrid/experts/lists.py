@@ -29,9 +29,9 @@ from lightning_hybrid.experts.adapters import (
     small_rows,
 )
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.randomness import replaced_forwards
-from lightning_hybrid.step.transaction import Content
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.module_state.snapshot import Content
+from lightning_hybrid.step.objects.pytree import map_leaves
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.equivalence.deterministic_mode import Exact, random_copy
 from lightning_hybrid.experts.adapters import Call, ExpertsAdapter
 from lightning_hybrid.experts.widths import Width
 from lightning_hybrid.parts.placement import cut
-from lightning_hybrid.step.exact import Exact, random_copy
-from lightning_hybrid.step.tree import flatten, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # By number format: how far outputs and gradients may differ, relative to the largest. Where kernels know no float64
 # (grouped_mm on CPUs), float32 must do.

@@ -18,9 +18,9 @@ from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
 from lightning_hybrid.parts.held import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.parts.spans import part_of
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.recording import StepError
 
 
 def placements_of(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.dense import DenseMLP, NotAnMLP, experts_of, recognise
 from lightning_hybrid.experts.layer import MoE
 from lightning_hybrid.experts.routing import Routing, TopKRouter
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.asides import give_aside
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.side_outputs import give_aside
 
 
 class AuxiliaryLoss(NamedTuple):
@@ -39,7 +39,7 @@ class SumToOne(TopKRouter):
 class UpcycledMLP(nn.Module):
     """Stands where a dense MLP stood; takes and returns what that did.
 
-    In training it gives its auxiliary losses aside, see `lightning_hybrid.step.asides`.
+    In training it gives its auxiliary losses aside, see `lightning_hybrid.step.tracing.side_outputs`.
 
     Attributes:
         moe: The experts and their router.

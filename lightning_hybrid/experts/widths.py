@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Piece, Shard
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.randomness import replaced_forwards
-from lightning_hybrid.step.tree import flatten, unflatten
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _MOST = 48  # ways that are tried
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_hybrid.memory.recipes import Lender, Operation, Value, tensors_of
 from lightning_hybrid.memory.selection import Step, choose_kept, needed
 from lightning_hybrid.memory.tape import Kept, Saved, Tape, restore
-from lightning_hybrid.step.recent import Recent
+from lightning_hybrid.step.objects.lru_cache import Recent
 
 # What moving a byte costs, in floating-point operations of a product of matrices; and drawing one.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}

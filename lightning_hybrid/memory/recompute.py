@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.dear import Dear
 from lightning_hybrid.memory.recipes import Lender
-from lightning_hybrid.step.copies import copied, may_change
-from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.objects.deep_copy import copied, may_change
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]

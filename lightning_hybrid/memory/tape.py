@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.memory.recipes import Geometry, Lent, Operation, Use, Value, make
-from lightning_hybrid.step.user_checkpointing import SAVES_EACH
+from lightning_hybrid.step.instrument.activation_checkpointing import SAVES_EACH
 
 # They write running statistics or a state that their schema does not tell of.
 _WRITING_UNTOLD = ("batch_norm", "rnn", "lstm", "gru", "fused_moving_avg", "instance_norm")

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole
-from lightning_hybrid.step.tree import flatten_call, memory_of, rebuild_call, tensors_inside
+from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call, tensors_inside
+from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole
 
 # Asked in this order: a shard of a replica is cut over tensor ranks before; experts give an error.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]

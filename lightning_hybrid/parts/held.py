@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.parts.placement import Shard, cut, join, padded
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
-from lightning_hybrid.step.pickles import copy_as_it_is, copy_in_full
+from lightning_hybrid.step.module_state.parameter_pickling import copy_as_it_is, copy_in_full
+from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
 
 
 @dataclass(frozen=True)

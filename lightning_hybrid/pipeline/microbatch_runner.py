@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.gather_on_read import Guards
-from lightning_hybrid.pipeline.logs import Entry
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.uncut import UncutSteps
-from lightning_hybrid.pipeline.variant import Variant
+from lightning_hybrid.pipeline.results.log_capture import Entry
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
 from lightning_hybrid.schedule import Span
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, choose_count
-from lightning_hybrid.step.recording import find_loss, no_loss
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, choose_count
+from lightning_hybrid.step.tracing.recording import find_loss, no_loss
 
 
 @dataclasses.dataclass(frozen=True)

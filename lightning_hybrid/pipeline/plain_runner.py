@@ -18,33 +18,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.appended import AppendedEntries
-from lightning_hybrid.pipeline.left_behind import LeftBehind
-from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.loss_weighing import LossWeighing
-from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.pipeline.batch_shares import BRANCHES, LEAVES, Given, Part, Shares
+from lightning_hybrid.pipeline.loss_weights.found_counts import LossWeighing
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import describe_mixing, weighing_of
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext, backward_of
-from lightning_hybrid.pipeline.mixed_samples import describe_mixing, weighing_of
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.returned import detached
-from lightning_hybrid.pipeline.shares import BRANCHES, LEAVES, Given, Part, Shares
-from lightning_hybrid.pipeline.step_draws import StepDraws
-from lightning_hybrid.pipeline.step_start import StepStart
-from lightning_hybrid.pipeline.uncut import UncutSteps
-from lightning_hybrid.pipeline.variant import Variant
+from lightning_hybrid.pipeline.plain_step_randomness import StepDraws
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.results.step_outputs import detached
+from lightning_hybrid.pipeline.runtime.step_rollback import StepStart
+from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.side_effects.module_changes import LeftBehind
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.step.code_path import CodePath, calls_of
-from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
-from lightning_hybrid.step.deferred import Deferred, whole_of
-from lightning_hybrid.step.guesses import GUESSES
-from lightning_hybrid.step.held import put
-from lightning_hybrid.step.installed import slow_attention
-from lightning_hybrid.step.layers import find_layers
-from lightning_hybrid.step.microbatch import BatchSplitter, batch_size_of, check_count, sizes_of, split, why_whole
-from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.transaction import reachable
-from lightning_hybrid.step.tree import map_leaves
-from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, check_count, sizes_of, split, why_whole
+from lightning_hybrid.step.instrument.instrument import slow_attention
+from lightning_hybrid.step.module_state.attribute_tensors import put
+from lightning_hybrid.step.module_state.snapshot import reachable
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of
+from lightning_hybrid.step.standins.guessed_reads import GUESSES
+from lightning_hybrid.step.tracing.call_trace import CodePath, calls_of
+from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_around
 
 _MOST_SMALL = 3  # after so many batches that cannot be split, none is expected to be
 

@@ -16,32 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.appended import AppendedEntries
-from lightning_hybrid.pipeline.choice import Call, Chosen, VariantChoice
-from lightning_hybrid.pipeline.exchange import StepBroken
-from lightning_hybrid.pipeline.executor import Executor, Job, Outcome, fill_placeholders
-from lightning_hybrid.pipeline.logs import LogCapture
-from lightning_hybrid.pipeline.loss_shares import LossShares, Shares
-from lightning_hybrid.pipeline.metrics import MetricSync
+from lightning_hybrid.collectives.rank_agreement import StepBroken
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import Weighing
+from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares, Shares
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.pipeline.mixed_samples import Weighing
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.programs import Programs
-from lightning_hybrid.pipeline.returned import check_content, detached, handed_back
-from lightning_hybrid.pipeline.sharing import StepSharing
-from lightning_hybrid.pipeline.side_effect_run import SideEffectRun
-from lightning_hybrid.pipeline.step_start import StepStart
-from lightning_hybrid.pipeline.steps_at_once import StepsAtOnce
-from lightning_hybrid.pipeline.transport import Transport
-from lightning_hybrid.pipeline.uncut import UncutSteps
-from lightning_hybrid.step.batch_metrics import BatchMetrics
-from lightning_hybrid.step.joined import join
-from lightning_hybrid.step.kept_values import refuse_absent_numbers
-from lightning_hybrid.step.microbatch import BatchSplitter, copied_batch, sizes_of, split
-from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.replay import StageRun
-from lightning_hybrid.step.sinks import find_sinks
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.results.result_exchange import StepSharing
+from lightning_hybrid.pipeline.results.step_outputs import check_content, detached, handed_back
+from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
+from lightning_hybrid.pipeline.runtime.programs import Programs
+from lightning_hybrid.pipeline.runtime.step_rollback import StepStart
+from lightning_hybrid.pipeline.runtime.transport import Transport
+from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
+from lightning_hybrid.pipeline.side_effects.unsplit_steps import StepsAtOnce
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.trace_cache import Call, Chosen, VariantChoice
+from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, sizes_of, split
+from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.recording.kept_values import refuse_absent_numbers
+from lightning_hybrid.step.replay.stage_replay import StageRun
+from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 
 
 class StepRunner(MicrobatchRunner):

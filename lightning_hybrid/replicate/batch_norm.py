@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.user_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 
 # Bound here: while a step runs, those of the module are watched for calls of the user's.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Of a module: names that DDP leaves alone.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh, as_sent
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
-from lightning_hybrid.step.randomness import GeneratorStates
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
 from lightning_hybrid.strategies.run_callback import RunCallback
 
 

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hybrid.checkpoint.single_file import load_module_state
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Where the callbacks go through the parameters of both.
 _STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")

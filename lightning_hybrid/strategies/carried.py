@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 def full_states(optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[str, Any]]) -> list[dict[str, Any]]:

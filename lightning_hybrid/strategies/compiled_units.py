@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid.step.absent import is_absent, whole_shape
-from lightning_hybrid.step.compiled_code import compiled_modules
-from lightning_hybrid.step.deferred import with_wholes
-from lightning_hybrid.step.layers import find_layers
-from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards, unwatched
-from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards, unwatched
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import is_absent, whole_shape
+from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.shards import ModelShards
 from lightning_hybrid.tensor.traced import Entered, why_not_traced
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_hybrid.graph.partition import UnfitError
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute import Recomputation
 from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut, HeldParts
-from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.step.microbatch import BatchError
-from lightning_hybrid.step.partition import UnfitError
-from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchError
 from lightning_hybrid.strategies.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.first_step import record_first_step, warn_of_mixing
 from lightning_hybrid.strategies.options import Options

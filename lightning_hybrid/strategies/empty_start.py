@@ -9,10 +9,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.absent import fill
-from lightning_hybrid.step.initial import InitialValueError, InitialValues, Part
-from lightning_hybrid.step.reset import reset
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.deferred_init.deferred_init import InitialValueError, InitialValues, Part
+from lightning_hybrid.step.deferred_init.reset_parameters import reset
+from lightning_hybrid.step.standins.absent_tensors import fill
 
 
 class EmptyStart:

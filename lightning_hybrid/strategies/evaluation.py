@@ -22,9 +22,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import reduced_as
-from lightning_hybrid.pipeline.exchange import RanksDisagree
 from lightning_hybrid.replicate.silence import refused_communication
 from lightning_hybrid.strategies.rendezvous import pauses
 

@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.step.randomness import GeneratorStates
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.loader_reads import NotedReads
 from lightning_hybrid.strategies.one_shot import TakenBack, give_back, is_one_shot
 

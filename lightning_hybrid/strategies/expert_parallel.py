@@ -19,8 +19,8 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut
-from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.step.randomness import KeyedRandomness, replaced_forwards
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
 from lightning_hybrid.strategies.options import Options, compile_options
 from lightning_hybrid.strategies.tensor_parallel import check_cut
 from lightning_hybrid.tensor.positions import Dealt, collect, dealt_of

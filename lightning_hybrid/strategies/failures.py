@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.mesh import Mesh, is_lost_connection
-from lightning_hybrid.pipeline.places import note, notes
+from lightning_hybrid.pipeline.runtime.error_notes import note, notes
 from lightning_hybrid.same_host.streams import close_streams
 from lightning_hybrid.strategies.rendezvous import Rendezvous
 from lightning_hybrid.strategies.requeue import Requeue

@@ -13,14 +13,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hybrid.graph.partition import UnfitError
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import (
+    Weighing,
+    agreed_by,
+    describe_mixing,
+    outside,
+    weighing_of,
+)
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
-from lightning_hybrid.pipeline.mixed_samples import Weighing, agreed_by, describe_mixing, outside, weighing_of
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.compiled_code import Uncompiled, compiled_around
-from lightning_hybrid.step.microbatch import BatchSplitter, check_count, split, why_whole
-from lightning_hybrid.step.partition import UnfitError
-from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, split, why_whole
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_around
 from lightning_hybrid.strategies.early_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.example_batch import take_example
 from lightning_hybrid.strategies.user_code import current_hook, step_arguments

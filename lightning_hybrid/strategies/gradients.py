@@ -14,8 +14,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.moving import move
 from lightning_hybrid.namespaces import namespace_of
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.shared import SharedParameters
+from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.replicate.joint import JointReducer
 from lightning_hybrid.replicate.reducer import GradientReducer
 from lightning_hybrid.zero.sharding import ZeroSharding

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
+from lightning_hybrid.full_params.sharded_parameter_mode import CutReads
+from lightning_hybrid.full_params.value_locations import Contents
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.parts.reads import CutReads
 from lightning_hybrid.patching import replace
-from lightning_hybrid.pipeline.global_reads import GlobalReads
-from lightning_hybrid.pipeline.known import Contents
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.user_optimizers import looks_at_all
 from lightning_hybrid.zero.offload import twin_of
 

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.memory.recompute import Recompute
-from lightning_hybrid.step.microbatch import BatchSplitter
+from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.layout_changes import ChangingStrategy
 from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.strategies.set_up import SetUpStrategy

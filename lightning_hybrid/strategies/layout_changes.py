@@ -20,14 +20,14 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_hybrid.pipeline.exchange import StepBroken
+from lightning_hybrid.collectives.rank_agreement import StepBroken
 from lightning_hybrid.pipeline.microbatch_runner import StepResult, TrainContext
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.microbatch import BatchError
-from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchError
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.carried import FullGradients, full_states
 from lightning_hybrid.strategies.set_up import SetUpStrategy
 from lightning_hybrid.strategies.stage_runner import runner_of_stages

@@ -1,7 +1,7 @@
 """Datasets that run the model, as those of reinforcement learning do: a policy is asked while a batch is fetched.
 
-All ranks of a replica fetch the same batches in the same order, so an operation of a loader that reads a parameter
-which they share is lent the whole of it, as in steps that every rank runs whole (``pipeline.lent``). Replicas need not
+All ranks of a replica fetch the same batches in the same order, so a parameter that they share is gathered when an
+operation of a loader reads it, as in steps that every rank runs whole (``full_params``). Replicas need not
 fetch alike: one gathers what it reads of what they share out, and the others take part when they have their batch. So
 they meet after each fetch, if the objects of some loader refer to the module.
 """
@@ -25,13 +25,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
-from lightning_hybrid.parts.reads import IDENTITY
-from lightning_hybrid.pipeline.lent import OWN_PROPERTIES, LentParameters
-from lightning_hybrid.pipeline.uncut import UncutSteps
-from lightning_hybrid.step.absent import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole, is_absent, whole_shape
-from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.tree import flatten
-from lightning_hybrid.step.watch import user_line
+from lightning_hybrid.full_params.gather_on_read import OWN_PROPERTIES, LentParameters
+from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
+from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.absent_tensors import (
+    SHAPE_METHODS,
+    SHAPE_PROPERTIES,
+    as_whole,
+    is_absent,
+    whole_shape,
+)
+from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.step_mode import user_line
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100

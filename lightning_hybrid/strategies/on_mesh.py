@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.experts.layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.options import check_processes
 from lightning_hybrid.strategies.published_mesh import published

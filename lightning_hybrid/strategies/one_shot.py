@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import reduced_as
-from lightning_hybrid.step.randomness import GeneratorStates
-from lightning_hybrid.step.tree import children_of
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.step.objects.pytree import children_of
 
 _DEEPEST = 3
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
-from lightning_hybrid.step.microbatch import BatchSplitter
+from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.user_code import scripted_modules
 from lightning_hybrid.strategies.weights import MicrobatchWeight
 from lightning_hybrid.tensor.patterns import check_styles

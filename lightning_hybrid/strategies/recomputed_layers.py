@@ -15,9 +15,9 @@ from lightning_hybrid.memory.recompute import (
     is_selective,
     layer_policies,
 )
-from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.step.compiled_code import compiled_modules
-from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.zero.sharding import ZeroSharding
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Held
-from lightning_hybrid.pipeline.global_reads import SAVING
+from lightning_hybrid.full_params.cross_stage_mode import SAVING
 from lightning_hybrid.strategies.reading import Reads
 from lightning_hybrid.strategies.user_code import NOT_OF_THE_USER
 

@@ -27,11 +27,11 @@ from lightning_hybrid.checkpoint.single_file import (
     own_optimizer_state,
     parts_instead,
 )
+from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
 from lightning_hybrid.parts.held import HeldParts
 from lightning_hybrid.patching import replace, temporary_hook
-from lightning_hybrid.pipeline.global_reads import GlobalReads
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.tree import map_leaves
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.agreement import check_gathered, check_left_whole, left_elsewhere
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.empty_start import EmptyStart

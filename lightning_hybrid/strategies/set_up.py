@@ -15,13 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import LBFGS
 
 from lightning_hybrid.experts.sharded import SharedExperts
+from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
+from lightning_hybrid.full_params.module_conversions import pass_over_absent
+from lightning_hybrid.full_params.value_locations import Contents
 from lightning_hybrid.memory.recompute import Recompute
-from lightning_hybrid.pipeline.conversions import pass_over_absent
-from lightning_hybrid.pipeline.global_reads import GlobalReads
-from lightning_hybrid.pipeline.known import Contents
-from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.agreement import WholeAgain, agree_on_start, check_left_whole
 from lightning_hybrid.strategies.averages import Averages
 from lightning_hybrid.strategies.cut_module import CutStrategy

@@ -14,15 +14,15 @@ from torch import nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
-from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.pipeline.transport import transport_of
-from lightning_hybrid.pipeline.uncut import UncutSteps
-from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.pipeline.runtime.transport import transport_of
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options import Options
 from lightning_hybrid.verify.memory import free_bytes
 

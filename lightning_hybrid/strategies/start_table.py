@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.step.graph import StepGraph
-from lightning_hybrid.step.loss_terms import terms_of
-from lightning_hybrid.step.partition import Assignment
+from lightning_hybrid.step.batch_means.linear_terms import terms_of
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
+from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.exchange import RanksDisagree
-from lightning_hybrid.pipeline.logs import Entry, Key, keys_of
+from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keys_of
 from lightning_hybrid.same_host.rows import begin_to_gather
 
 

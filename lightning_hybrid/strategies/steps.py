@@ -12,22 +12,22 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.collectives.rank_agreement import StepBroken
 from lightning_hybrid.experts.sharded import SharedExperts
-from lightning_hybrid.pipeline.deposit import Deposit
-from lightning_hybrid.pipeline.exchange import StepBroken
-from lightning_hybrid.pipeline.logs import LogCapture
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.pipeline.places import note
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
-from lightning_hybrid.pipeline.shared import SharedParameters
+from lightning_hybrid.pipeline.results.gradient_handoff import Deposit
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.runtime.error_notes import note
+from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
 from lightning_hybrid.replicate.buffers import ReplicaBuffers
 from lightning_hybrid.schedule import Span
-from lightning_hybrid.step.absent import ControlFlowError, is_absent
-from lightning_hybrid.step.members import modules_in, parameters_of
-from lightning_hybrid.step.randomness import KeyedRandomness
-from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, is_absent
+from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.compiled_units import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.empty_start import move_to_device
 from lightning_hybrid.strategies.evaluation import asked_in_common_batches

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.tensor.authority import wishes_by_unit
 from lightning_hybrid.tensor.cache import PlanCache
 from lightning_hybrid.tensor.find import plan_unit

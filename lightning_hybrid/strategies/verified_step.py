@@ -14,11 +14,11 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_hybrid.pipeline.metrics import MetricSync
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start_table import activation_bytes
 from lightning_hybrid.strategies.steps import SteppingStrategy
 from lightning_hybrid.verify.alone import Alone, Call, Given, StepAlone, no_communication, whole_on_first

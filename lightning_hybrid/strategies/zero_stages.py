@@ -21,11 +21,11 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Guards, can_guard
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.spans import part_of
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.step.absent import is_absent, whole_shape
-from lightning_hybrid.step.layers import find_layers
-from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import is_absent, whole_shape
 from lightning_hybrid.strategies.gradients import stage_of_gradient
 from lightning_hybrid.strategies.hook_reads import steps_on_parts
 from lightning_hybrid.strategies.options import Options

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Placement, Shard, cut
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.absent import whole_shape
-from lightning_hybrid.step.code_path import CodePath
-from lightning_hybrid.step.deferred import with_wholes
-from lightning_hybrid.step.recording import StepError
-from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.standins.absent_tensors import whole_shape
+from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.tracing.call_trace import CodePath
+from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.tensor.dealing import Dealing, OwnPositionsDraw
 from lightning_hybrid.tensor.draws import AroundDraw, OwnDraws
 from lightning_hybrid.tensor.entrances import Entrances

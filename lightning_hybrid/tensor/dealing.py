@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.deferred import whole_of
-from lightning_hybrid.step.randomness import draws
-from lightning_hybrid.step.tree import flatten, flatten_call, rebuild_call, unflatten
+from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
+from lightning_hybrid.step.standins.deferred_tensors import whole_of
 from lightning_hybrid.tensor import positions
 from lightning_hybrid.tensor.offsets import CannotShard
 from lightning_hybrid.tensor.plan import PositionsPlan

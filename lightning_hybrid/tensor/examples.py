@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.copies import copied
-from lightning_hybrid.step.tree import Spec, flatten, unflatten
+from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.user_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import Unwatched
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 class FullReads:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.randomness import AROUND
+from lightning_hybrid.randomness.keyed_draws import AROUND
 
 Home = tuple[dict[str, Tensor | None], str]  # what holds a tensor, and its key there
 Modules = Mapping[str, nn.Module]

@@ -8,7 +8,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.tree import flatten_call, rebuild_call
+from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 from lightning_hybrid.tensor.ranks import Ranks
 from lightning_hybrid.tensor.slices import Vocabulary
 from lightning_hybrid.tensor.vocabulary_slice import represent

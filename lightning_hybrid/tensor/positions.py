@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.parts.placement import Shard, cut
-from lightning_hybrid.step.deferred import whole_of
-from lightning_hybrid.step.later import Later
-from lightning_hybrid.step.user_checkpointing import SAVES_EACH
+from lightning_hybrid.step.instrument.activation_checkpointing import SAVES_EACH
+from lightning_hybrid.step.standins.deferred_tensors import whole_of
+from lightning_hybrid.step.standins.lazy_full_tensor import Later
 from lightning_hybrid.tensor.ranks import ExchangingRanks
 
 

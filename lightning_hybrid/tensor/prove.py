@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.code_path import calls_of
-from lightning_hybrid.step.exact import Exact, random_copy
+from lightning_hybrid.equivalence.deterministic_mode import Exact, random_copy
+from lightning_hybrid.step.tracing.call_trace import calls_of
 from lightning_hybrid.tensor.compare import difference_of
 from lightning_hybrid.tensor.examples import Example, make_example, spread_rows
 from lightning_hybrid.tensor.plan import UnitPlan

@@ -20,13 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.step.code_path import CodePath, Step, calls_of, is_of_user
-from lightning_hybrid.step.copies import copied
-from lightning_hybrid.step.deferred import Deferred, whole_of, with_wholes
-from lightning_hybrid.step.looks import plain_state
-from lightning_hybrid.step.recent import Recent
-from lightning_hybrid.step.transaction import PLAIN, Content, ModuleState, Place, can_be_put_back, is_state, reachable
-from lightning_hybrid.step.tree import flatten, flatten_call
+from lightning_hybrid.step.module_state.snapshot import (
+    PLAIN,
+    Content,
+    ModuleState,
+    Place,
+    can_be_put_back,
+    is_state,
+    reachable,
+)
+from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.lru_cache import Recent
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call
+from lightning_hybrid.step.recording.guards import plain_state
+from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of, with_wholes
+from lightning_hybrid.step.tracing.call_trace import CodePath, Step, calls_of, is_of_user
 from lightning_hybrid.tensor.compare import difference_of
 
 _VALUE_READS = frozenset(

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.absent import whole_shape
-from lightning_hybrid.step.alike import UnitKinds
-from lightning_hybrid.step.compiled_code import compiled_modules
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.recording.unit_dedup import UnitKinds
+from lightning_hybrid.step.standins.absent_tensors import whole_shape
+from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.authority import Wishes, check_done
 from lightning_hybrid.tensor.find import plan_unit
 from lightning_hybrid.tensor.patterns import TensorPlanError

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.parts.held import AxisCut
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.absent import WHOLE_SHAPE, is_absent
-from lightning_hybrid.step.compiled_code import compiled_modules
-from lightning_hybrid.step.deferred import with_wholes
-from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.apply import ShardedUnit
 from lightning_hybrid.tensor.draws import AroundDraw
 from lightning_hybrid.tensor.full_reads import FullReads

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.user_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 from lightning_hybrid.tensor.slice_rules import Rule
 from lightning_hybrid.tensor.slices import Slice
 

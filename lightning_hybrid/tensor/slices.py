@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, join, padded
-from lightning_hybrid.step.deferred import Deferred
+from lightning_hybrid.step.standins.deferred_tensors import Deferred
 from lightning_hybrid.tensor.ranks import Ranks
 
 

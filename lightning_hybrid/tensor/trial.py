@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.equivalence.deterministic_mode import Exact
 from lightning_hybrid.parts.placement import Placement, Shard, cut
-from lightning_hybrid.step.asides import taking_asides
-from lightning_hybrid.step.code_path import CodePath, Step
-from lightning_hybrid.step.deferred import whole_of
-from lightning_hybrid.step.exact import Exact
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.deferred_tensors import whole_of
+from lightning_hybrid.step.tracing.call_trace import CodePath, Step
+from lightning_hybrid.step.tracing.side_outputs import taking_asides
 from lightning_hybrid.tensor.apply import sharded
 from lightning_hybrid.tensor.dealing import Dealing
 from lightning_hybrid.tensor.draws import AroundDraw

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.absent import SHAPE_PROPERTIES
-from lightning_hybrid.step.alike import each_alone
-from lightning_hybrid.step.copies import copied
-from lightning_hybrid.step.randomness import replaced_forwards
-from lightning_hybrid.step.tree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.watch import VIEW_PROPERTIES
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
+from lightning_hybrid.step.recording.unit_dedup import each_alone
+from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
+from lightning_hybrid.step.tracing.step_mode import VIEW_PROPERTIES
 
 _PLAIN = (bool, int, float, str, type(None))
 # Properties of a parameter that differ where a rank has a part of it; its dtype, say, does not.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.absent import whole_shape
-from lightning_hybrid.step.tree import flatten_call
-from lightning_hybrid.step.watch import _METADATA, user_line
+from lightning_hybrid.step.objects.pytree import flatten_call
+from lightning_hybrid.step.standins.absent_tensors import whole_shape
+from lightning_hybrid.step.tracing.step_mode import _METADATA, user_line
 from lightning_hybrid.tensor.watch import tensors_in
 
 # A table with so many times fewer rows than the largest one (positions, token types) is not worth a sum over ranks.

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.step.deferred import whole_of
-from lightning_hybrid.step.user_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import Unwatched
+from lightning_hybrid.step.standins.deferred_tensors import whole_of
 from lightning_hybrid.tensor.slice_losses import LOSS_RULES, gathered_at, looked_up
 from lightning_hybrid.tensor.slice_rules import rule_of
 from lightning_hybrid.tensor.slices import Slice, Vocabulary

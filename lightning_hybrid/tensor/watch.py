@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.randomness.keyed_draws import draws
 from lightning_hybrid.tensor.lengths import place_of_positions
 from lightning_hybrid.tensor.marks import cut_over, mark, marked, tensors_in
 from lightning_hybrid.tensor.offsets import CannotShard, local_index, local_offset, local_sections

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import where_sent
-from lightning_hybrid.pipeline.plan import StagePlan
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.replicate.silence import refused_communication
-from lightning_hybrid.step.absent import drop, fill, is_absent
-from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.microbatch import BatchError, join_batches, split
-from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
+from lightning_hybrid.step.instrument.instrument import drawing_as_stages
+from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 from lightning_hybrid.verify.undone import perturbed, undone
 
 # Seeds of the two runs that show whether a module draws random numbers.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.appended import AppendedEntries, Rows, merged
-from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries, Rows, merged
+from lightning_hybrid.step.module_state.snapshot import ModuleState
 
 
 class PartsKept:

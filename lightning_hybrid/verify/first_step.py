@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.alone import Alone
 
 # How many times the noise floor is still noise: the perturbed run is one draw out of many.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.replaced_step import replace_step
 
 

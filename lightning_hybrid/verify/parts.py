@@ -18,13 +18,20 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.counted_metrics import CountedMetrics
-from lightning_hybrid.pipeline.logs import Entry, LogCapture
-from lightning_hybrid.step.installed import drawing_as_stages
-from lightning_hybrid.step.joined import join
-from lightning_hybrid.step.microbatch import BatchError, batch_size_of, choose_count, join_batches, sizes_of, split
-from lightning_hybrid.step.randomness import GeneratorStates, KeyedRandomness
-from lightning_hybrid.step.sinks import find_sinks
+from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
+from lightning_hybrid.pipeline.results.metric_weights import CountedMetrics
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
+from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch.microbatch import (
+    BatchError,
+    batch_size_of,
+    choose_count,
+    join_batches,
+    sizes_of,
+    split,
+)
+from lightning_hybrid.step.instrument.instrument import drawing_as_stages
+from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.verify.between_parts import GradientDeposit, PartsKept
 from lightning_hybrid.verify.cut import Cut
 from lightning_hybrid.verify.dealt import DealtLoader, deal

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_hybrid.step.transaction import inside, is_state, reachable
+from lightning_hybrid.step.module_state.snapshot import inside, is_state, reachable
 
 _LISTS = (list, set, deque)
 _NOTHING = object()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.transaction import ModuleState
+from lightning_hybrid.step.module_state.snapshot import ModuleState
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.observed import perturb
 
 

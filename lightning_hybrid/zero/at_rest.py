@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.tree import flatten
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.state_file import Region, StateFile
 
 

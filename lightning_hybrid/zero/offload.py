@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.at_rest import StatesAtRest
 from lightning_hybrid.zero.homes import HOST
 from lightning_hybrid.zero.replaced_step import step_after_closure

@@ -28,8 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Gather, Guards
-from lightning_hybrid.step.gradient_hooks import GradientHook
-from lightning_hybrid.step.randomness import replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.objects.gradient_hooks import GradientHook
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.kept_places import Place, pack
 from lightning_hybrid.zero.rounds import Rounds, agree_on_step

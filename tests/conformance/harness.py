@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from wild.suite import call_quietly
 
-from lightning_hybrid.step.microbatch import split
+from lightning_hybrid.step.batch.microbatch import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
 from lightning_hybrid.verify.compare import compare, perturbation
 from lightning_hybrid.verify.observed import Observed, perturb

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.pipeline.variant import Variant
-from lightning_hybrid.step.installed import installed
-from lightning_hybrid.step.partition import Assignment
-from lightning_hybrid.step.randomness import KeyedRandomness
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.instrument.instrument import installed
 
 
 class OneRank:

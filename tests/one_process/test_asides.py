@@ -6,7 +6,7 @@ from one_process.in_process import assert_same_gradients, pipeline, reference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.step.asides import give_aside, taking_asides
+from lightning_hybrid.step.tracing.side_outputs import give_aside, taking_asides
 
 
 class Giving(nn.Module):

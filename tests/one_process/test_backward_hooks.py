@@ -9,7 +9,7 @@ from one_process.in_process import assert_same_gradients, pipeline, reference
 from torch import nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.tracing.recording import StepError
 
 
 class Activated(Layers):

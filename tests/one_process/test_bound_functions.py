@@ -14,9 +14,9 @@ from one_process.in_process import assert_same_gradients, cut, pipeline, referen
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
-from lightning_hybrid.step import bound_functions as places
-from lightning_hybrid.step.bound_functions import bound_functions
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.tracing import bound_apply as places
+from lightning_hybrid.step.tracing.bound_apply import bound_functions
+from lightning_hybrid.step.tracing.recording import StepError
 
 reverse = super(_SingleLevelFunction, Reverse).apply
 

@@ -5,7 +5,7 @@ import random
 import sys
 from pathlib import Path
 
-from lightning_hybrid.step.partition import balance
+from lightning_hybrid.graph.partition import balance
 
 
 def block_partition():

@@ -8,9 +8,9 @@ from models import WIDTH, Layers, batch_of, make
 from one_process.in_process import OneRank, keyed
 from torch import nn
 
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step.installed import installed
-from lightning_hybrid.step.replay import StepChanged
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.instrument.instrument import installed
+from lightning_hybrid.step.replay.stage_replay import StepChanged
 
 
 def evaluate(module, step, num_stages, context=contextlib.nullcontext):

@@ -4,7 +4,7 @@ import torch
 from models import EncoderDecoder
 from torch import nn
 
-from lightning_hybrid.step.members import modules_in, parameters_of
+from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 
 
 class Nested(nn.Module):

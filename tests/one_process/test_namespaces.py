@@ -12,7 +12,7 @@ from not_installed import OPTIONAL
 
 from lightning_hybrid import namespaces, twins
 from lightning_hybrid.namespaces import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
-from lightning_hybrid.step import watch
+from lightning_hybrid.step.tracing import step_mode as watch
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for room in twins._ROOMS for path in sorted((ROOT / "lightning_hybrid" / room).glob("*.py"))]
@@ -193,7 +193,7 @@ def test_everything_is_there_where_the_other_one_is_missing(namespace, missing):
 def test_files_that_both_share_are_one_module():
     # A scaler of a user's passes the check for its class in both.
     assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.precision.scaler") is None
-    assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.step.record") is None
+    assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.step.recording.recorder") is None
     assert PYTORCH_LIGHTNING.name_here("lightning_utilities") is None
     twin = PYTORCH_LIGHTNING.name_here("lightning_hybrid.strategies.steps")
     assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.steps"

@@ -6,7 +6,7 @@ from one_process.in_process import assert_same_gradients, pipeline, reference
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.step.partition import PartitionError
+from lightning_hybrid.graph.partition import PartitionError
 
 
 def run(module, num_stages, cuts=None):

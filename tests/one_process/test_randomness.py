@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from one_process.in_process import assert_same_gradients, keyed, pipeline
 from torch import nn
 
-from lightning_hybrid.step.randomness import draws
+from lightning_hybrid.randomness.keyed_draws import draws
 
 
 @pytest.mark.parametrize(

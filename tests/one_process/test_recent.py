@@ -9,10 +9,10 @@ from models import WIDTH, Layers, batch_of, make
 from one_process.in_process import OneRank, keyed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_hybrid.pipeline import choice
-from lightning_hybrid.pipeline.plan import StagePlan
-from lightning_hybrid.step import absent
-from lightning_hybrid.step.recent import Recent
+from lightning_hybrid.pipeline.stages import trace_cache as choice
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.lru_cache import Recent
+from lightning_hybrid.step.standins import absent_tensors as absent
 
 
 def test_what_was_used_least_lately_is_forgotten():

@@ -5,7 +5,7 @@ from living import Living
 from torch import nn
 
 from lightning_hybrid.memory.recompute import Recomputation, layer_policies
-from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 
 def block(width):

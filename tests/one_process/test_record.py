@@ -12,9 +12,9 @@ from one_process.in_process import cut, keyed, pipeline, reference
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.step.absent import ControlFlowError, is_absent, make_absent
-from lightning_hybrid.step.alike import arguments_key, each_alone
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.step.recording.unit_dedup import arguments_key, each_alone
+from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, is_absent, make_absent
+from lightning_hybrid.step.tracing.recording import StepError
 
 
 def record(module, num_stages=2, batch=None):

@@ -6,9 +6,9 @@ from models import HAND_WRITTEN, HUGGING_FACE, Dropouts, GPT2Dropout, Layers, ba
 from one_process.in_process import assert_same_gradients, cut, keyed, pipeline, reference
 from torch import nn
 
-from lightning_hybrid.step.absent import make_absent
-from lightning_hybrid.step.partition import PartitionError
-from lightning_hybrid.step.recording import StepError
+from lightning_hybrid.graph.partition import PartitionError
+from lightning_hybrid.step.standins.absent_tensors import make_absent
+from lightning_hybrid.step.tracing.recording import StepError
 
 # What must be shared because several stages read it; of all other cases nothing may be.
 SHARED = {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.memory.recompute import Recomputation, layer_policies
 from lightning_hybrid.memory.selection import Step, choose_kept, needed
-from lightning_hybrid.step.layers import find_layers
+from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from tensor_blocks import BLOCKS, WIDTH, BiasedAttention, Block, FusedAttention, tokens
 from torch import nn
 
+from lightning_hybrid.equivalence.deterministic_mode import random_copy
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
-from lightning_hybrid.step.exact import random_copy
 from lightning_hybrid.tensor.draws import OwnDraws
 from lightning_hybrid.tensor.examples import make_example
 from lightning_hybrid.tensor.find import plan_unit

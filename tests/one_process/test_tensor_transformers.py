@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.step.tree import map_leaves
-from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.tensor.examples import copied
 from lightning_hybrid.tensor.find import plan_unit
 

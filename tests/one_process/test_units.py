@@ -6,8 +6,8 @@ from models import WIDTH, Layers, batch_of
 from one_process.in_process import assert_same_gradients, cut, pipeline, reference
 from torch import nn
 
-from lightning_hybrid.step.absent import WHOLE_SHAPE, ControlFlowError, drop
-from lightning_hybrid.step.units import choose_units
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, ControlFlowError, drop
 
 
 def layers():

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.pipeline import weights_later
-from lightning_hybrid.pipeline.weights_later import WeightsLater, finish
+from lightning_hybrid.pipeline.runtime import split_backward as weights_later
+from lightning_hybrid.pipeline.runtime.split_backward import WeightsLater, finish
 
 IN_A_UNIT = SimpleNamespace(watch=SimpleNamespace(inside_unit=True))
 

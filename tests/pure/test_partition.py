@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lightning_hybrid.step.graph import Node, StepGraph, Value
-from lightning_hybrid.step.partition import PartitionError, assign, balance, check_shared, find_homes
+from lightning_hybrid.graph.partition import PartitionError, assign, balance, check_shared, find_homes
+from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 
 
 def largest(costs, starts):

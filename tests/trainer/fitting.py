@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.schedule import Kind
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 from lightning_runs import FEATURES, Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch import nn
 
-from lightning_hybrid.step.absent import is_absent
-from lightning_hybrid.step.noted import InitialValueError
+from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 class Scaled(Tiny):

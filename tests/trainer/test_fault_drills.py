@@ -67,7 +67,7 @@ SCRIPT = """
             super().optimizer_step(*args, **kwargs)
             die("optimizer")
 
-    from lightning_hybrid.pipeline.transport import HostTransport
+    from lightning_hybrid.pipeline.runtime.transport import HostTransport
     from lightning_hybrid.zero.group import ParameterGroup
     faulty(HostTransport, "send", "communication")
     faulty(ParameterGroup, "launch_reduce", "communication")

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of, weights_of
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
 
-from lightning_hybrid.pipeline import known
-from lightning_hybrid.pipeline.global_reads import GlobalReads
+from lightning_hybrid.full_params import value_locations as known
+from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
 
 # Two tensor ranks cost a quarter of what they do with stages, which is left to the slow tests but for a few cases.
 TENSOR = {"tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainer.test_batch_numbers import SAMPLES, Classifier, assert_steps_agree
 from wild.suite import COMBINED, TENSOR, check
 
-from lightning_hybrid.pipeline.loss_shares import LossShares
+from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares
 from lightning_hybrid.verify import Layout
 from lightning_hybrid.verify.first_step import FirstStepError
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from models import mlp, sample
 from trainer.fitting import Run, assert_parity, fit, fit_reference, fit_whole, joined_batches
 
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 GPIPE = {"schedule": "gpipe"}
 ONE_F_ONE_B = {"schedule": "1f1b"}

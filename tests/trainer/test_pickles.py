@@ -16,7 +16,7 @@ from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_o
 from pickled_objects import IN_BATCH, KINDS, WHEN, Writes, data, made, write
 from torch import nn
 
-from lightning_hybrid.step.pickles import NotHere
+from lightning_hybrid.step.module_state.parameter_pickling import NotHere
 
 TESTS = Path(__file__).parents[1]
 LAYOUTS = {

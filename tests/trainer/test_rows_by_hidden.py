@@ -10,7 +10,7 @@ from strict_group import as_on_gpus
 from torch.nn import functional as F
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
-from lightning_hybrid.pipeline.transport import GroupTransport, HostTransport
+from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
 from lightning_hybrid.same_host import streams
 
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
-from lightning_hybrid.pipeline.weights_later import FEWEST_PRODUCTS
+from lightning_hybrid.pipeline.runtime.split_backward import FEWEST_PRODUCTS
 
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
 

@@ -11,7 +11,7 @@ from lightning_runs import FEATURES, Tiny, loader, trainer_of, weights_of
 from lightning_utilities.core import rank_zero
 from torch import nn
 
-from lightning_hybrid.pipeline.shared import SharedParameters
+from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.verify import memory
 from lightning_hybrid.verify.first_step import FirstStepError
 

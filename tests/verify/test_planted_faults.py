@@ -46,20 +46,20 @@ class OptimizerInInit(Plain):
 
 
 def shared_sum_skipped(patch):
-    from lightning_hybrid.pipeline.shared import SharedParameters
+    from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 
     patch.setattr(SharedParameters, "sum_gradients", lambda self: None)
 
 
 def shared_sum_doubled(patch):
-    from lightning_hybrid.pipeline.shared import SharedParameters
+    from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 
     original = SharedParameters.sum_gradients
     patch.setattr(SharedParameters, "sum_gradients", lambda self: (original(self), original(self)))
 
 
 def seeds_become(patch, change):
-    from lightning_hybrid.pipeline.executor import Executor
+    from lightning_hybrid.pipeline.runtime.executor import Executor
 
     original = Executor.run
 
@@ -79,7 +79,7 @@ def not_divided(patch):
 
 def portal_gradient_not_sent(patch):
     """The portal with the most values forgets the last of them on the way back; both ends agree on it."""
-    from lightning_hybrid.step.partition import Assignment
+    from lightning_hybrid.graph.partition import Assignment
 
     original = Assignment.gradient_portals
 
@@ -90,7 +90,7 @@ def portal_gradient_not_sent(patch):
 
 
 def zeros_received(patch):
-    from lightning_hybrid.pipeline import executor
+    from lightning_hybrid.pipeline.runtime import executor as executor
 
     original = executor._Run._backward
 
@@ -114,8 +114,8 @@ def counted_twice_in_the_norm(patch):
 
 
 def parameters_replaced(patch):
-    from lightning_hybrid.pipeline.plan import StagePlan
-    from lightning_hybrid.step.absent import is_absent
+    from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+    from lightning_hybrid.step.standins.absent_tensors import is_absent
 
     original = StagePlan.drop_foreign
 
@@ -205,7 +205,7 @@ def one_shard_for_all_replicas(patch):
 
 
 def buffers_not_shared(patch):
-    from lightning_hybrid.pipeline import plan
+    from lightning_hybrid.pipeline.stages import stage_plan as plan
 
     patch.setattr(plan, "broadcast_buffer", lambda *_: None)
 

@@ -15,7 +15,7 @@ from wild.suite import COMBINED, FEATURES, LAYOUTS, regression_data
 from wild.suite import check_there_and_back as check
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.step.ways import Ways
+from lightning_hybrid.step.replay.trace_tree import Ways
 
 
 class UsedSometimes(Regression):

@@ -12,8 +12,8 @@ from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 from wild.test_inside_forward import Regressor, mlp
 
 from lightning_hybrid.layout import LayoutError
-from lightning_hybrid.pipeline.choice import VariantChoice
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.pipeline.stages.trace_cache import VariantChoice
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify import Layout
 
 TP2 = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 from wild.test_inside_forward import Regressor
 
-from lightning_hybrid.pipeline.no_gradients import NoGradients
+from lightning_hybrid.pipeline.stages.missing_gradients import NoGradients
 
 
 class Ignores(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.step.microbatch import choose_count
+from lightning_hybrid.step.batch.microbatch import choose_count
 
 FEATURES, SAMPLES = 4, 32
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 from wild.test_inside_forward import Regressor, mlp
 
-from lightning_hybrid.pipeline.left_behind import LeftBehind
+from lightning_hybrid.pipeline.side_effects.module_changes import LeftBehind
 
 PP2, *_ = LAYOUTS
 

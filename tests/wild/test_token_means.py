@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_hybrid.step.loss_counts import Count, Mean, counts_in, find_counts
+from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, counts_in, find_counts
 
 WORDS, LENGTH, BATCH = 13, 6, 8
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 from wild.test_inside_forward import Regressor, mlp
 
-from lightning_hybrid.pipeline.lent import LentParameters
-from lightning_hybrid.step.absent import is_absent
+from lightning_hybrid.full_params.gather_on_read import LentParameters
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies import stage_runner
 from lightning_hybrid.verify import Layout
 

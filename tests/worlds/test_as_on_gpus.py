@@ -8,12 +8,12 @@ import torch.distributed as dist
 from strict_group import Refused, as_on_gpus
 from torch import nn
 
+from lightning_hybrid.collectives.rank_agreement import share_tensor
+from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.mesh import where_sent
-from lightning_hybrid.pipeline.exchange import share_tensor
-from lightning_hybrid.pipeline.shared import SharedParameters
-from lightning_hybrid.pipeline.transport import GroupTransport
+from lightning_hybrid.pipeline.runtime.transport import GroupTransport
+from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.schedule import Message
-from lightning_hybrid.step.graph import Value
 
 
 def refuses(run):

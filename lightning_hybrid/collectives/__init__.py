@@ -1,0 +1,1 @@
+"""Small messages by which ranks agree."""

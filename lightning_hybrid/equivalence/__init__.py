@@ -1,0 +1,1 @@
+"""Whether a copy of a layer is the same function."""

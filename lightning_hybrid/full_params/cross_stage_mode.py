@@ -1,0 +1,399 @@
+"""In hooks of the user, gradients and parameters mean the whole model, though each rank holds a part of them.
+
+``GlobalReads`` sees every torch operation of a hook and knows of every tensor on which pipeline ranks its content is:
+
+    p.grad           where p is                          elsewhere a stand-in without content
+    p.grad.norm()    computed where p.grad is            elsewhere a stand-in
+    p.grad.mul_(x)   done wherever p.grad is             elsewhere nothing
+    torch.stack      of tensors without a common rank:   their contents are made known to all ranks first
+    .item(), bool    of what is not everywhere:          the same
+
+A buffer that the step writes is right on one rank only: before an operation on it, all ranks get its content.
+
+So ``clip_grad_norm_``, ``get_total_norm`` and loops over ``p.grad`` come out global, under whatever name they were
+imported, and a parameter that several ranks hold counts once: it is one parameter. What is not read is not sent.
+
+All ranks must do the same in a hook. They compare what they are about to do before each exchange, and once more at the
+end of the hook; so a read on some ranks only is an error on all, and neither a hang nor a mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.full_params import op_effects as effects
+from lightning_hybrid.full_params.buffer_refresh import HookBuffers
+from lightning_hybrid.full_params.value_locations import Contents, Ranks, covers
+from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.step.instrument.autograd_functions import tolist_seen
+from lightning_hybrid.step.module_state.parameter_pickling import reduced
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
+from lightning_hybrid.step.tracing.step_mode import _METADATA, VIEW_PROPERTIES
+
+_MEMORY = frozenset({"untyped_storage"})  # by which a plain tensor is pickled
+_AUTOGRAD = frozenset({"backward", "grad"})
+SAVING = "trainer.save_checkpoint"  # what is written then is full, however large
+
+
+class GlobalReadError(RuntimeError):
+    """A hook asks for what cannot be had of a model in parts."""
+
+
+class GlobalReads(TorchFunctionMode):
+    """Makes what user hooks read of a model in parts global; active inside ``hook`` only.
+
+    Attributes:
+        parameters: Ids of the module's own.
+    """
+
+    gives_contents = True
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        holders: Mapping[str, Sequence[int]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        buffer_homes: Callable[[], Sequence[tuple[Tensor, int]]] = list,
+        most_elements: int = 1 << 24,
+    ) -> None:
+        """Begin a run.
+
+        Args:
+            parameters: All of the module's, by FQN, in the same order on every rank.
+            holders: Pipeline ranks by FQN.
+            group: The ranks of this pipeline.
+            device: Where the group communicates.
+            buffer_homes: The buffers that are right on one pipeline rank only, and that rank.
+            most_elements: How many elements one hook may send around.
+        """
+        super().__init__()
+        self._rank = group.rank()
+        self._group = group
+        self._device = device
+        self._most_elements = most_elements
+        self._contents = Contents(group, device)
+        self._buffers = HookBuffers(buffer_homes, self._contents, group, device)
+        self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
+        self._parameters = dict(parameters)
+        self.parameters = frozenset(map(id, parameters.values()))
+        self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
+        for fqn, parameter in parameters.items():
+            self._contents.place(parameter, self._holders[fqn], fqn)
+        self._hook: str | None = None
+        self._is_complete = True
+        self._elements = 0
+        # Of this hook: which parameters have a gradient on their ranks, and the stand-ins for those of other ranks.
+        self._has_gradient: dict[str, bool] = {}
+        self._stand_ins: dict[str, Tensor | None] = {}
+
+    @contextlib.contextmanager
+    def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
+        """What runs inside reads the whole model; a hook inside a hook is part of it. Collective over the pipeline.
+
+        Args:
+            name: For messages.
+            is_complete: Whether gradients of shared parameters are summed over their ranks.
+
+        Raises:
+            RanksDisagree: Some ranks read what others do not.
+        """
+        if outer := self._hook:
+            self._hook = name
+            try:
+                yield
+            finally:
+                self._hook = outer
+            return
+        self._hook, self._is_complete, self._elements = name, is_complete, 0
+        try:
+            with self._contents.compared(name), self, tolist_seen():
+                yield
+        finally:
+            self._hook = None
+            self._buffers.forget()
+            self._has_gradient, self._stand_ins = {}, {}
+
+    def known(self, value: Any) -> Any:
+        """``value``, with the content of every tensor in it; collective over the pipeline where some is elsewhere."""
+        with torch._C.DisableTorchFunction():
+            leaves = flatten(value)[0]
+            tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and self._ranks_of(leaf)}
+            if not tensors:
+                return value
+            contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
+            return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
+
+    def adopt_copy(self, other: nn.Module) -> None:
+        """The parameters of a copy of the module, in parts as it is, are where those of the module are."""
+        for fqn, parameter in other.named_parameters():
+            if fqn in self._holders:
+                self._contents.place(parameter, self._holders[fqn], fqn)
+
+    @torch.no_grad()
+    def complete(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the contents of tensors that hooks have made and kept; collective over the pipeline.
+
+        Nothing is done where ranks keep different ones.
+
+        Args:
+            tensors: Those of which some may be on other ranks.
+        """
+        with torch._C.DisableTorchFunction():
+            placed = [(tensor, self._contents.ranks_of(tensor)) for tensor in tensors]
+            limited = [(tensor, ranks) for tensor, ranks in placed if ranks is not None]
+            kinds = self.told([(tuple(tensor.shape), tensor.dtype, ranks) for tensor, ranks in limited])
+            for tensor, ranks in limited if all(kind == kinds[0] for kind in kinds) else ():
+                here = not is_absent(tensor)
+                content = tensor.detach() if here else torch.empty(tensor.shape, dtype=tensor.dtype)
+                content = content.to(self._device).contiguous()
+                dist.broadcast(as_sent(content), group=self._group, group_src=ranks[0])
+                if not here:
+                    made, wants = content.to(tensor.device), tensor.requires_grad
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fill(
+                        tensor, nn.Parameter(made, requires_grad=wants) if is_parameter else made.requires_grad_(wants)
+                    )
+
+    def is_here(self, tensor: Tensor) -> bool | None:
+        """Whether a tensor is on all ranks; None if it is not here, and nobody knows where it is."""
+        if not self._contents.is_noted(tensor) and is_absent(tensor):
+            return None
+        return self._contents.ranks_of(tensor) is None
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank of the pipeline says; collective."""
+        return self._contents.told(mine)
+
+    def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+        """The contents of tensors, in CPU memory if they were sent; collective. A rank that does not keep gets none."""
+        assert self._hook is not None
+        return self._contents.for_file(self._hook, tensors, self._most_elements, keep=keep)
+
+    def note_whole(self, whole: Tensor, fqn: str) -> None:
+        """A tensor, joined of the parts that tensor ranks hold of a parameter or its gradient, is where those are."""
+        self._contents.note(whole, self._holders[fqn], [self._parameters[fqn]])
+
+    def adopt_state(self, state: Mapping[Any, Any]) -> None:
+        """An optimizer's state of a parameter is where the parameter is; numbers in it are everywhere.
+
+        Args:
+            state: By parameter, as optimizers hold it. Tensors of parameters of other ranks become stand-ins.
+        """
+        for parameter, entries in state.items():
+            fqn = self._fqns.get(id(parameter))
+            if fqn is None or not isinstance(entries, dict):
+                continue
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and value.dim():
+                    if self._rank not in self._holders[fqn] and not is_absent(value):
+                        value = entries[name] = make_absent(value, requires_grad=False)
+                    self._contents.note(value, self._holders[fqn], [parameter])
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sort one torch function call of a hook."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            member = func.__self__.__name__
+            if member == "grad" and id(args[0]) in self._fqns:
+                return self._gradient(name, func, args)
+            if name == "__set__" and member == "data":
+                return self._operation("set_data_", func, args, kwargs)
+            if name != "__get__" or member not in VIEW_PROPERTIES:
+                return func(*args, **kwargs)
+        elif name in _METADATA and name not in _MEMORY:
+            return func(*args, **kwargs)
+        assert self._hook is not None
+        self._buffers.refresh(self._hook, args[:1] if name == "__deepcopy__" else (args, kwargs))
+        if name.startswith("_foreach_"):
+            return self._each(name, func, args, kwargs)
+        if name in _MEMORY:
+            return func(*args, **kwargs)
+        if name == "__reduce_ex__":
+            return self._pickled(args[0])
+        if name == "equal":
+            return self._equal(*args)
+        if name == "__deepcopy__":  # which is handed all that was copied before
+            args[1][id(FAKE_MODE)] = FAKE_MODE  # the copy of what is absent is absent in the same way
+            made = self._run(name, func, args, kwargs, [args[0]], self._ranks_of(args[0]))
+            for attribute in user_attributes(args[0]) if isinstance(args[0], nn.Parameter) else ():
+                made.__dict__.pop(attribute, None)  # torch copies none of a parameter
+            return made
+        return self._operation(name, func, args, kwargs)
+
+    def _pickled(self, tensor: Tensor) -> Any:
+        """What is written for a tensor: its content, and nothing that is noted on it."""
+        content = tensor if self._ranks_of(tensor) is None else self._fetch([tensor], "a pickle")[0]
+        return reduced(tensor, content)
+
+    def _equal(self, first: Tensor, second: Tensor) -> bool:
+        """``torch.equal``, of which one answer is sent instead of two contents."""
+        if self._ranks_of(first) is None and self._ranks_of(second) is None:
+            return torch.equal(first, second)
+        if first is second or first.shape != second.shape:
+            return first is second
+        same = self._operation("all", torch.all, (self._operation("eq", torch.eq, (first, second), {}),), {})
+        return self._operation("__bool__", Tensor.__bool__, (same,), {})
+
+    def _each(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on lists, member by member, since members may live on different ranks."""
+        members = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if all(self._ranks_of(member) is None for member in members):
+            return func(*args, **kwargs)
+        count = len(args[0])
+        results: list[Any] = []
+        for index in range(count):
+
+            def member(value: Any, index: int = index) -> Any:
+                return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
+
+            part = self._operation(
+                name, func, tuple(member(arg) for arg in args), {key: member(arg) for key, arg in kwargs.items()}
+            )
+            results.extend(part if part is not None else [])
+        return results if results else None
+
+    def _operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves, plain = flatten_call(args, kwargs)
+        ranks = [self._ranks_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if all(one is None for one in ranks):
+            if name in _AUTOGRAD:
+                self._has_gradient, self._stand_ins = {}, {}
+            return func(*args, **kwargs)
+        if name in _AUTOGRAD:
+            raise GlobalReadError(
+                f"{self._hook}: {name}() starts from values that live on some pipeline ranks only; add the term to the"
+                " loss in training_step, or set pipeline_parallel_size=1"
+            )
+        leaves = list(leaves)
+        if name in effects.LIKE_FIRST and ranks[0] is not None:
+            leaves[0], ranks[0] = torch.empty(0, dtype=leaves[0].dtype, device=self._device), None
+        if name in effects.LIKE_SECOND and ranks[1] is not None and ranks[0] is not None:
+            like = torch.empty((), dtype=leaves[1].dtype, device=self._device).expand(leaves[1].shape)
+            leaves[1], ranks[1] = like, None
+        written = effects.written_of(name, leaves, kwargs)
+        if effects.needs_content(name, leaves, args):
+            target: Ranks = None
+        elif written is not None:
+            target = ranks[written]
+        else:
+            target = effects.common_ranks(leaves, ranks)
+        missing = [i for i, one in enumerate(ranks) if i != written and not covers(one, target)]
+        for index, content in zip(missing, self._fetch([leaves[i] for i in missing], name), strict=True):
+            leaves[index] = content
+        args, kwargs = rebuild_call(leaves, args, kwargs, plain)
+        return self._run(name, func, args, kwargs, leaves, target)
+
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Ranks) -> Any:
+        """Run an operation where its inputs are; elsewhere on stand-ins, with the same draws of random numbers."""
+        if target is None:
+            return func(*args, **kwargs)
+        if self._rank in target:
+            result = func(*args, **kwargs)
+        elif name == "set_data_":
+            return None
+        else:
+            if draws(name, args, kwargs):
+                func(*map_leaves(effects.real, args), **map_leaves(effects.real, kwargs))
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                raise GlobalReadError(
+                    f"{self._hook}: {name} cannot be followed on a pipeline rank that has no content for it ({error});"
+                    " compute it from norms or sums, or set pipeline_parallel_size=1"
+                ) from error
+        for made in flatten(result)[0]:
+            if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
+                inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                self._contents.note(made, target, inputs)
+        return result
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _gradient(self, name: str, func: Any, args: Any) -> Any:
+        """``parameter.grad``, read, set or deleted."""
+        parameter = args[0]
+        fqn = self._fqns[id(parameter)]
+        holders = self._holders[fqn]
+        if name != "__get__":
+            value = args[1] if name == "__set__" else None
+            if value is not None and not covers(self._ranks_of(value), self._contents.ranks_of(parameter)):
+                [value] = self._fetch([value], "setting .grad")
+            if not is_absent(parameter):
+                return func(parameter, *([value] if name == "__set__" else []))
+            if value is not None:
+                value = make_absent(parameter, requires_grad=False)
+                self._contents.note(value, holders, [parameter])
+            self._stand_ins[fqn] = value
+            return None
+        if len(holders) > 1 and not self._is_complete:
+            raise GlobalReadError(
+                f"{self._hook}: the gradient of {fqn!r}, which pipeline ranks {list(holders)} share, is summed over"
+                " them with the last batch of an accumulation, and this is an earlier one; read gradients in"
+                " on_before_optimizer_step, or set accumulate_grad_batches=1"
+            )
+        if len(set(holders)) < self._group.size() and not self._has_gradient:
+            self._ask_for_gradients()
+        if not is_absent(parameter):
+            gradient = func(parameter)
+            if gradient is not None:
+                self._contents.note(gradient, holders, [parameter], only_tensor=True)
+            return gradient
+        if fqn not in self._stand_ins:
+            stand_in = make_absent(parameter, requires_grad=False) if self._has_gradient[fqn] else None
+            if stand_in is not None:
+                self._contents.note(stand_in, holders, [parameter])
+            self._stand_ins[fqn] = stand_in
+        return self._stand_ins[fqn]
+
+    def _ask_for_gradients(self) -> None:
+        """Learn which parameters of other ranks have a gradient; collective over the pipeline."""
+        assert self._hook is not None
+        self._contents.meet(self._hook, "reads .grad")
+        mine = [
+            self._holders[fqn][0] == self._rank and parameter.grad is not None
+            for fqn, parameter in self._parameters.items()
+        ]
+        flags = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, group=self._group)
+        self._has_gradient = dict(zip(self._parameters, map(bool, flags.tolist()), strict=True))
+
+    # -- contents -----------------------------------------------------------------------------------------------------
+
+    def _ranks_of(self, tensor: Tensor) -> Ranks:
+        """Where the content of ``tensor`` is; None for everywhere."""
+        if self._contents.is_noted(tensor) or not is_absent(tensor):
+            return self._contents.ranks_of(tensor)
+        raise GlobalReadError(
+            f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"
+            " it was not made in a hook, so nobody knows where its content is; make it in on_fit_start or later hooks,"
+            " or set pipeline_parallel_size=1"
+        )
+
+    def _fetch(self, tensors: Sequence[Tensor], why: str) -> list[Tensor]:
+        """The contents of tensors that are not everywhere; collective over the pipeline if there are any."""
+        if not tensors:
+            return []
+        assert self._hook is not None
+        count = sum(tensor.numel() for tensor in tensors)
+        self._elements += count
+        if self._elements > self._most_elements and self._hook != SAVING:
+            raise GlobalReadError(
+                f"{self._hook}: {why} needs {count} elements of other pipeline ranks, {self._elements} in this hook"
+                f" with those before, and at most {self._most_elements} are sent; let each gradient be reduced first"
+                " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
+            )
+        return self._contents.fetch(self._hook, why, tensors)

@@ -1,0 +1,46 @@
+"""Conversions of modules by the user, such as ``self.net.to(self.device)``, where other ranks hold parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.patching import replace
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+
+def pass_over_absent(root: nn.Module) -> Callable[[], None]:
+    """Let ``to``, ``float`` and their like pass over parameters that are not here; returns what undoes it.
+
+    torch would swap each stand-in for another, which it cannot; and in a hook, what it asks of parameters is no read
+    of the model.
+
+    Args:
+        root: The user's module.
+    """
+    undo = contextlib.ExitStack()
+    for module in root.modules():
+        undo.callback(replace(module, "_apply", _of_what_is_here(module)))
+    return undo.close
+
+
+def _of_what_is_here(module: nn.Module) -> Callable[..., nn.Module]:
+    original = module._apply
+
+    def apply(*args: Any, **kwargs: Any) -> nn.Module:
+        absent = {name: p for name, p in module._parameters.items() if p is not None and is_absent(p)}
+        module._parameters.update(dict.fromkeys(absent))
+        try:
+            with torch._C.DisableTorchFunction():
+                original(*args, **kwargs)
+        finally:
+            module._parameters.update(absent)
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+        return module
+
+    return apply

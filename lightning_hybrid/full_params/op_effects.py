@@ -1,0 +1,73 @@
+"""What an operation of a hook does with the tensors it is given: reads their content, writes one, or takes a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.full_params.value_locations import Ranks
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.step_mode import _READS
+
+# Beside reads: operations whose result's shape is a matter of content, and those that take tensors apart as numbers.
+_NEEDS_CONTENT = _READS | {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "new_tensor",
+    "__reduce_ex__",
+    "nonzero",
+    "argwhere",
+    "masked_select",
+    "unique",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+}
+# Its first argument gives a dtype and a device, no content.
+LIKE_FIRST = frozenset({"new_tensor"})
+# Their second one gives a shape or a dtype.
+LIKE_SECOND = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
+_INPLACE_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "div", "and", "or", "xor", "lshift", "rshift")
+_INPLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERATORS)})
+
+# Inputs of one operation that together have no more elements are made known to all, and so is what comes out.
+_FEW_ELEMENTS = 1 << 16
+
+
+def needs_content(name: str, leaves: Sequence[Any], args: Any) -> bool:
+    """Whether an operation asks what is in its arguments, or makes something whose shape is a matter of content."""
+    if name == "__getitem__":
+        return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:])
+    return name in _NEEDS_CONTENT or (name == "where" and len(args) == 1)
+
+
+def written_of(name: str, leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Index of the leaf that an operation writes; None if it makes something new."""
+    out = kwargs.get("out")
+    if isinstance(out, Tensor):
+        return next(i for i, leaf in enumerate(leaves) if leaf is out)
+    if name in _INPLACE or (name.endswith("_") and not name.startswith("__")):
+        return next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
+    return None
+
+
+def common_ranks(leaves: Sequence[Any], ranks: Sequence[Ranks]) -> Ranks:
+    """Where an operation runs: on the ranks that have all inputs, else where little needs to be sent."""
+    limited = [(leaf.numel(), one) for leaf, one in zip(leaves, ranks, strict=True) if one is not None]
+    shared = [rank for rank in limited[0][1] if all(rank in one for _, one in limited)]
+    if shared:
+        return tuple(shared)
+    if sum(size for size, _ in limited) <= _FEW_ELEMENTS:
+        return None
+    return max(limited, key=lambda pair: pair[0])[1]
+
+
+def real(leaf: Any) -> Any:
+    """A tensor of ones for one without content."""
+    if isinstance(leaf, Tensor) and is_absent(leaf):
+        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return leaf

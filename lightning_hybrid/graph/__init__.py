@@ -1,0 +1,1 @@
+"""The step as plain data, and its cut into stages."""

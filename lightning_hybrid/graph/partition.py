@@ -1,0 +1,400 @@
+"""Cut a step graph into stages.
+
+The nodes, in order of execution, are cut into contiguous segments of balanced cost. A parameter's home is the segment
+of its first use, and one rule then gives every operation its stage::
+
+    stage(op) = max over the stages of its inputs and the homes of its parameters
+
+What a derivative inside the step goes through is all on the latest of its stages, where the derivative is taken.
+So the loss lands on the last stage by itself, a value made on stage i and read on stage j > i becomes a portal i -> j,
+and a parameter read on several stages is shared by them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
+
+# Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
+# vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
+FLOPS_PER_BYTE = 8.0
+
+# A cut that shares more than this part of the parameter bytes between stages is no pipeline.
+MOST_SHARED = 0.5
+
+
+class PartitionError(ValueError):
+    """A step that cannot be cut as asked."""
+
+
+class UnfitError(PartitionError):
+    """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which stage does what in one step graph.
+
+    Attributes:
+        graph: The graph.
+        num_stages: Number of stages.
+        node_stage: Stage of each node.
+        value_stage: Stage on which each value is made.
+        holders: For each parameter read, the stages that read it, ascending; the first is where it counts.
+        portals: For each pair (source, target) the values sent, ascending.
+        sinks: The stage that feeds each metric, by its pseudo-parameter.
+    """
+
+    graph: StepGraph
+    num_stages: int
+    node_stage: tuple[int, ...]
+    value_stage: tuple[int, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    portals: Mapping[tuple[int, int], tuple[int, ...]]
+    sinks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def loss_stage(self) -> int:
+        """Stage on which the loss is made."""
+        assert self.graph.loss is not None
+        return self.value_stage[self.graph.loss]
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters held by more than one stage, and those stages."""
+        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+    def costs(self) -> list[float]:
+        """Cost of each stage, in FLOPs of its forward."""
+        total = [0.0] * self.num_stages
+        for node, stage in zip(self.graph.nodes, self.node_stage, strict=True):
+            total[stage] += node_cost(node, self.graph)
+        return total
+
+    def gradient_portals(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The portals whose values carry gradients back."""
+        values = self.graph.values
+        pairs = {pair: tuple(v for v in sent if values[v].requires_grad) for pair, sent in self.portals.items()}
+        return {pair: sent for pair, sent in pairs.items() if sent}
+
+
+def node_cost(node: Node, graph: StepGraph) -> float:
+    """Cost of one node, in FLOPs of its forward."""
+    read = sum(graph.parameter_bytes[name] for name in node.parameters)
+    return node.flops + FLOPS_PER_BYTE * (node.moved_bytes + read)
+
+
+def balance(costs: Sequence[float], parts: int) -> list[int]:
+    """Cut ``costs`` into ``parts`` contiguous non-empty segments whose largest sum is as small as possible.
+
+    Returns:
+        The start of each segment; the first is 0. Exact, in O(n * parts * log n).
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise PartitionError(f"{count} elements cannot be cut into {parts} non-empty parts")
+    sums = [0.0, *itertools.accumulate(costs)]
+    best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the parts so far
+    choice: list[list[int]] = []
+    for part in range(2, parts + 1):
+        row, starts = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(part, count + 1):
+            # best[] grows with its index while the last segment shrinks: their maximum is least where they cross.
+            low = bisect.bisect_left(range(part - 1, end), True, key=lambda j: best[j] >= sums[end] - sums[j])
+            for j in (part - 1 + low, part - 2 + low):
+                if part - 1 <= j < end and max(best[j], sums[end] - sums[j]) < row[end]:
+                    row[end], starts[end] = max(best[j], sums[end] - sums[j]), j
+        best = row
+        choice.append(starts)
+    cuts, end = [], count
+    for starts in reversed(choice):
+        end = starts[end]
+        cuts.append(end)
+    return [0, *reversed(cuts)]
+
+
+def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None) -> dict[str, int]:
+    """The stage of each parameter that the graph reads.
+
+    Args:
+        graph: The recorded training step.
+        num_stages: Number of stages.
+        cuts: FQNs at which the stages 1, 2, ... begin; balanced by cost if None.
+
+    Raises:
+        PartitionError: More stages than units, an unknown cut, or cuts in another order than the step runs.
+    """
+    updates = _updates(graph)
+    starts, first_use = _elements(graph, updates)
+    if cuts is None:
+        if num_stages > len(starts):
+            line = next((node.line for node in graph.nodes if node.together), None)
+            raise UnfitError(
+                f"the step needs {num_stages} stages but has only {len(starts)} unit{'s' * (len(starts) != 1)}"
+                " with parameters"
+                + (f", counting all that the derivative at {line} goes through as one" if line is not None else "")
+                + (
+                    "; set pipeline_parallel_size=1"
+                    if len(starts) == 1
+                    else f"; set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
+                )
+            )
+        bounds = [*starts[1:], len(graph.nodes)]
+        begin = [0, *starts[1:]]
+        costs = [sum(node_cost(node, graph) for node in graph.nodes[a:b]) for a, b in zip(begin, bounds, strict=True)]
+        first_nodes = [begin[i] for i in balance(costs, num_stages)]
+    else:
+        first_nodes = _cut_at(graph, num_stages, cuts, updates)
+    homes = {name: bisect.bisect_right(first_nodes, node) - 1 for name, node in first_use.items()}
+    return _tie_written(graph, homes, updates)
+
+
+def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assignment:
+    """Give every node its stage, and derive portals and shared parameters."""
+    sinks = {name: 0 for node in graph.nodes for name in node.parameters if name.startswith(SINK)}
+    while True:
+        # All nodes of a metric lie on one stage: the last that any of its inputs asks for.
+        node_stage, value_stage = _stages(graph, {**homes, **sinks})
+        later = dict(sinks)
+        for node, stage in zip(graph.nodes, node_stage, strict=True):
+            for name in node.parameters:
+                if name in later:
+                    later[name] = max(later[name], stage)
+        if later == sinks:
+            break
+        sinks = later
+    _check_views(graph, node_stage, value_stage)
+    _check_derivatives(graph, node_stage, num_stages)
+    holders: dict[str, set[int]] = {}
+    portals: dict[tuple[int, int], set[int]] = {}
+    for node, stage in zip(graph.nodes, node_stage, strict=True):
+        for name in node.parameters:
+            if name not in sinks:
+                holders.setdefault(name, set()).add(stage)
+        for value in (*node.inputs, *node.reads):
+            if value_stage[value] != stage:
+                portals.setdefault((value_stage[value], stage), set()).add(value)
+    return Assignment(
+        graph=graph,
+        num_stages=num_stages,
+        node_stage=tuple(node_stage),
+        value_stage=tuple(value_stage),
+        holders={name: tuple(sorted(stages)) for name, stages in holders.items()},
+        portals={pair: tuple(sorted(sent)) for pair, sent in sorted(portals.items())},
+        sinks=sinks,
+    )
+
+
+def homes_behind(graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int) -> dict[str, int]:
+    """The first stages on which some buffers can lie with all that a step does with them.
+
+    Args:
+        graph: Of the step.
+        homes: Stage of each parameter and tracked buffer; those of the buffers do not count.
+        names: The buffers.
+        num_stages: Of the pipeline.
+    """
+    found = dict.fromkeys(names, 0)
+    while True:
+        assignment = assign(graph, {**homes, **found}, num_stages)
+        later = dict(found)
+        for name, stages in assignment.holders.items():
+            if name in later:
+                later[name] = max(later[name], *stages)
+        if later == found:
+            return found
+        found = later
+
+
+def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Sequence[int]) -> None:
+    """A tensor and a view of it are two tensors once they are on different ranks; a write must not be lost."""
+    for node, stage in zip(graph.nodes, node_stage, strict=True):
+        lost = [value for value in node.aliases if value_stage[value] != stage]
+        if lost:
+            raise PartitionError(
+                f"{node.line}: {node.name} on stage {stage} writes into a view of a tensor from stage"
+                f" {value_stage[lost[0]]}, which would not see it; write into the tensor itself (x[index] = value) or"
+                " choose pipeline_cuts that keep both on one stage"
+            )
+
+
+def _check_derivatives(graph: StepGraph, node_stage: Sequence[int], num_stages: int) -> None:
+    """A derivative draws all that it goes through to its latest stage; a stage may have nothing left to do."""
+    line = next((node.line for node in graph.nodes if node.together), None)
+    empty = sorted(set(range(num_stages)).difference(node_stage))
+    if line is not None and empty:
+        raise PartitionError(
+            f"{line}: torch.autograd.grad takes a derivative that must be on one stage with all it goes through, and"
+            f" leaves nothing to stages {empty}; choose pipeline_cuts outside of it, or set pipeline_parallel_size=1"
+        )
+
+
+def _stages(graph: StepGraph, homes: Mapping[str, int]) -> tuple[list[int], list[int]]:
+    """The stage of each node and of each value."""
+    derivatives = [(*node.together, node.index) for node in graph.nodes if node.together]
+    least = [0] * len(graph.nodes)
+    while True:
+        node_stage, value_stage = _stages_from(graph, homes, least)
+        tops = [(nodes, max(node_stage[index] for index in nodes)) for nodes in derivatives]
+        raised = [(index, top) for nodes, top in tops for index in nodes if node_stage[index] < top]
+        if not raised:
+            return node_stage, value_stage
+        for index, top in raised:
+            least[index] = max(least[index], top)
+
+
+def _stages_from(graph: StepGraph, homes: Mapping[str, int], least: Sequence[int]) -> tuple[list[int], list[int]]:
+    value_stage = [0] * len(graph.values)
+    made: set[int] = set()
+    node_stage: list[int] = []
+    for node in graph.nodes:
+        needed = [value_stage[value] for value in (*node.inputs, *node.reads)]
+        stage = max([least[node.index], *needed, *(homes[name] for name in node.parameters)])
+        node_stage.append(stage)
+        for value in node.outputs:
+            if value not in made:  # a unit may hand an input through: it stays where it was made
+                value_stage[value] = stage
+                made.add(value)
+    return node_stage, value_stage
+
+
+def check_shared(assignment: Assignment) -> None:
+    """Refuse a cut through a model that feeds its output back through its earlier layers.
+
+    Raises:
+        PartitionError: More than half of the parameter bytes would be shared between stages.
+    """
+    sizes = assignment.graph.parameter_bytes
+    total = sum(sizes[name] for name in assignment.holders)
+    shared = sum(sizes[name] for name in assignment.shared)
+    if assignment.num_stages > 1 and shared > MOST_SHARED * total:
+        worst = max(assignment.shared, key=lambda name: sizes[name])
+        raise PartitionError(
+            f"{assignment.graph.step} is recurrent through its stages: {shared} of {total} parameter bytes"
+            f" (such as {worst!r}, read on stages {list(assignment.shared[worst])}) are used again after later layers;"
+            " set pipeline_parallel_size=1"
+        )
+
+
+def _elements(graph: StepGraph, updates: Collection[int]) -> tuple[list[int], dict[str, int]]:
+    """The nodes at which a stage may begin (first users of some parameter), and each parameter's first user."""
+    starts: list[int] = []
+    first_use: dict[str, int] = {}
+    # A derivative is taken on one stage, with all it goes through: none begins in between.
+    inside = {i for node in graph.nodes if node.together for i in range(min(node.together) + 1, node.index + 1)}
+    for node in _uses_first(graph, updates):
+        new = [name for name in node.parameters if name not in first_use and not name.startswith(SINK)]
+        inside.update(_since_prepared(graph, node, first_use) if new else ())
+        first_use.update(dict.fromkeys(new, node.index))
+        if new:
+            starts.append(node.index)
+    return sorted(set(starts) - inside), first_use
+
+
+def _since_prepared(graph: StepGraph, node: Node, first_use: Mapping[str, int]) -> range:
+    """The nodes after the first of those that compute a unit's weights from its parameters, up to the unit itself."""
+    start = min((first_use[name] for name in node.parameters if name in first_use), default=node.index)
+    before = graph.nodes[start : node.index]
+    made = {value for earlier in before for value in earlier.outputs}
+    for earlier in before:
+        if earlier.unit is not None or not made.issuperset(earlier.inputs):
+            return range(0)
+        if not set(node.parameters).issuperset(earlier.parameters):
+            return range(0)
+    return range(start + 1, node.index + 1)
+
+
+def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
+    """All nodes; changing a parameter is no use of it, unless it has no other."""
+    return sorted(graph.nodes, key=lambda node: (node.index in updates, node.index))
+
+
+def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Collection[int]) -> list[int]:
+    if len(cuts) != num_stages - 1:
+        raise UnfitError(
+            f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
+            " name the first unit of each stage but the first"
+        )
+    begins = [0]
+    for cut in cuts:
+        nodes = _uses_first(graph, updates)
+        begin = next((n.index for n in nodes if any(_covers(cut, name) for name in _names(n))), None)
+        if begin is None:
+            known = sorted({name for node in graph.nodes for name in _names(node)})
+            near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
+            raise UnfitError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
+        if begin <= begins[-1]:
+            raise UnfitError(f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its forerunner")
+        begins.append(begin)
+    return begins
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return (node.unit, *node.parameters) if node.unit is not None else node.parameters
+
+
+def _covers(cut: str, name: str) -> bool:
+    return name == cut or name.startswith(cut + ".")
+
+
+def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
+    """Operations that only change parameters and buffers (a momentum teacher), and what each reads and writes.
+
+    By index: those that write, and those whose results go nowhere else; names are those of the whole chain before.
+    """
+    read_by: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for value in (*node.inputs, *node.reads):
+            read_by.setdefault(value, []).append(node.index)
+    needed = {*graph.returned, *graph.kept, graph.loss}
+    chain: set[int] = set()
+    for node in reversed(graph.nodes):
+        own = [value for value in node.outputs if value not in node.inputs]
+        readers = [reader for value in own for reader in read_by.get(value, ())]
+        feeds = bool(readers) and all(reader in chain for reader in readers)
+        if node.unit is None and needed.isdisjoint(own) and (feeds or (node.written and not readers)):
+            chain.add(node.index)
+    names: dict[int, tuple[str, ...]] = {}
+    maker: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.index in chain:
+            before = [names[maker[v]] for v in (*node.inputs, *node.reads) if maker.get(v) in chain]
+            found = [*node.parameters, *node.written, *(name for part in before for name in part)]
+            names[node.index] = tuple(dict.fromkeys(name for name in found if not name.startswith(SINK)))
+        for value in node.outputs:
+            maker[value] = node.index
+    return names
+
+
+def _tie_written(graph: StepGraph, homes: dict[str, int], updates: Mapping[int, tuple[str, ...]]) -> dict[str, int]:
+    """Put what is written together with what it is written from (a momentum teacher and its student) on one stage."""
+    writing = [node for node in graph.nodes if node.written]
+    written = {name for node in writing for name in node.written}
+    together = [
+        node.parameters if graph.buffers.issuperset(node.written) else updates.get(node.index, node.parameters)
+        for node in writing
+    ]
+    for _ in range(len(homes)):
+        changed = False
+        for names in together:
+            if len({homes[name] for name in names}) > 1:
+                homes.update(dict.fromkeys(names, min(homes[name] for name in names)))
+                changed = True
+        if not changed:
+            break
+    # What the step writes has one content only where all that reads or writes it is on one stage.
+    while written:
+        node_stage, _ = _stages(graph, homes)
+        latest = dict.fromkeys(written, 0)
+        for node, stage in zip(graph.nodes, node_stage, strict=True):
+            for name in written.intersection((*node.parameters, *node.written)):
+                latest[name] = max(latest[name], stage)
+        if all(homes[name] == stage for name, stage in latest.items()):
+            break
+        homes.update(latest)
+    return homes

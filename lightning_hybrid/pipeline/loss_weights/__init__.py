@@ -1,0 +1,1 @@
+"""How the losses of microbatches weigh in that of the batch."""

@@ -1,0 +1,58 @@
+"""Random numbers of steps that run as they are written: those that stages draw."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.instrument.activation_checkpointing import adopted_checkpoints
+from lightning_hybrid.step.instrument.autograd_functions import functions_drawing_again
+from lightning_hybrid.step.instrument.instrument import drawing_as_stages
+from lightning_hybrid.step.tracing.bound_apply import users_functions
+from lightning_hybrid.step.tracing.step_mode import Current
+
+
+class StepDraws:
+    """Keys what the modules and functions of one user draw."""
+
+    def __init__(self, root: nn.Module, randomness: KeyedRandomness, guards: Guards) -> None:
+        """Args: root: the user's module. randomness: keys what steps draw. guards: of the run."""
+        self._root, self._randomness, self._guards = root, randomness, guards
+        self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
+
+    @contextlib.contextmanager
+    def keyed(self, name: str, number: int, microbatch: int) -> Iterator[None]:
+        """Random numbers inside are those that stages draw.
+
+        The first run of a step is watched whole, and shows which modules draw. Later ones are watched there alone;
+        what draws elsewhere goes on from the generators as the microbatch has seeded them.
+
+        Args:
+            name: Of the step.
+            number: Of the batch in the run.
+            microbatch: Its number, over all replicas.
+        """
+        root, randomness = self._root, self._randomness
+        if name not in self._drawing:
+            again = self._guards.users
+            with drawing_as_stages(root, randomness, number, microbatch, again), randomness.noting() as codes:
+                yield
+            named = {fqn: module for fqn, module in root.named_modules() if zlib.crc32(fqn.encode()) in codes}
+            self._drawing[name] = {"": root, **named} if 0 in codes else named
+            return
+        drawing = self._drawing[name]
+        functions = users_functions() if drawing else []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(randomness.microbatch(number, microbatch))
+            stack.enter_context(randomness.modules({fqn: module for fqn, module in drawing.items() if fqn}))
+            stack.enter_context(adopted_checkpoints(Current(), randomness, self._guards.users))
+            stack.enter_context(functions_drawing_again(functions, randomness))
+            if "" in drawing:
+                stack.enter_context(randomness.watching(True))
+                stack.enter_context(randomness.each_draw())
+            yield

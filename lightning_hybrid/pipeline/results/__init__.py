@@ -1,0 +1,1 @@
+"""What a step gives: logs, metrics, outputs and gradients."""

@@ -1,0 +1,172 @@
+"""Share what one step gave over the ranks of a pipeline: logged numbers, the loss, and the tensors users ask for.
+
+The numbers are known once a rank has done its last forward, long before the last backward of the first stage ends. So
+they travel meanwhile, where the channel lets a collective pass transfers.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.collectives.rank_agreement import NumberExchange, digest, share_tensor
+from lightning_hybrid.pipeline.results.log_capture import Entry, Key, LogCapture, keyed
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
+from lightning_hybrid.step.batch_means.batch_scalars import BatchScalars
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.replay.stage_replay import StageRun
+
+_EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
+
+
+class StepSharing:
+    """The exchange of one step's results; ``begin`` once a rank's forwards are done, ``finish`` after its backwards."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        variants: Sequence[Variant],
+        logs: LogCapture,
+        weights: Sequence[float],
+        batch: Any,
+        *,
+        share_output: bool,
+        train: bool,
+        metrics: BatchMetrics,
+        by_samples: tuple[frozenset[Key], Sequence[float]],
+    ) -> None:
+        """Prepare to share.
+
+        Args:
+            group: One pipeline.
+            device: Of this rank.
+            variants: By microbatch.
+            logs: Of the step.
+            weights: By microbatch.
+            batch: All of it.
+            share_output: Whether outputs are wanted.
+            train: Whether a backward follows.
+            metrics: Of the batch.
+            by_samples: What is logged that has other weights, and these.
+        """
+        self._metrics, self._by_samples = metrics, by_samples
+        self._group = group
+        self._device = device
+        self._variants = variants
+        self._logs = logs
+        self._weights = weights
+        self._digest = digest(flatten(batch)[0])  # now, since the step may write into it
+        self._entries: list[Entry] = []
+        self._exchange: NumberExchange | None = None
+        self._numbers: list[float] = []
+        self._has_guesses = any(v.dynamic for variant in variants for v in variant.assignment.graph.values)
+        self._scalars: list[tuple[int, int]] = []
+        self._tensors: list[tuple[int, int]] = []
+        for index, variant in enumerate(variants):
+            graph = variant.assignment.graph
+            for value in dict.fromkeys((*(graph.returned if share_output else ()), *graph.kept)):
+                is_scalar = not graph.values[value].shape and graph.values[value].dtype in _EXACT_IN_FLOAT64
+                (self._scalars if is_scalar else self._tensors).append((index, value))
+            if train and graph.loss is not None and (index, graph.loss) not in self._scalars:
+                self._scalars.append((index, graph.loss))
+
+    def begin(self, runs: Mapping[int, StageRun], *, is_broken: bool = False) -> None:
+        """Send this rank's numbers on their way.
+
+        Args:
+            runs: Of this rank, by microbatch, each with all its forwards done.
+            is_broken: Whether the step broke on this rank, which has no numbers then.
+        """
+        if is_broken:
+            self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
+            return
+        self._entries = self._logs.entries()
+        batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
+        # Microbatches that take different ways know theirs on different ranks: combined once all are known.
+        numbers = [number for entry in self._entries for number in (self._of_batch(entry, batch), *entry.values)]
+        for index, value in self._scalars:
+            made = runs[index].made.get(value)
+            if made is not None and value != self._variants[index].assignment.graph.loss and not batch.is_mean(value):
+                made = batch.value(value)
+            numbers.append(math.nan if made is None else float(made))
+        if self._has_guesses:
+            is_last = self._group.rank() == self._group.size() - 1  # it has most values; one number is shared of each
+            numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
+        names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
+        self._exchange = NumberExchange(
+            numbers,
+            self._group,
+            names=names,
+            batch=self._digest,
+            form=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
+            device=self._device,
+        )
+
+    def _of_batch(self, entry: Entry, batch: BatchScalars) -> float:
+        """What was logged, for the batch, where that is not what the microbatches logged, combined; NaN if it is."""
+        if entry.how != "mean" or any(map(math.isnan, entry.values)) or len(self._variants) == 1:
+            return math.nan
+        known = None
+        if entry.metric is not None:
+            known = self._metrics.value_of(entry.metric)
+        elif entry.value is not None and not batch.is_mean(entry.value):
+            known = batch.value(entry.value)
+        return math.nan if known is None else float(known)
+
+    def meet(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
+        """Wait for the numbers of all ranks; arguments as for ``begin``.
+
+        Raises:
+            StepBroken: The step broke on a rank.
+            RanksDisagree: The batch or what was logged differs between the ranks.
+        """
+        if self._exchange is None:
+            self.begin(runs, is_broken=is_broken)
+        assert self._exchange is not None
+        self._numbers = self._exchange.finish()
+
+    def finish(
+        self, runs: Mapping[int, StageRun], num_ranks: int
+    ) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
+        """Share the tensors, once the ranks have met.
+
+        Args:
+            runs: As for ``begin``.
+            num_ranks: Of the pipeline.
+
+        Returns:
+            Each logged entry with its number, and by microbatch the shared values by index.
+        """
+        numbers, logged = iter(self._numbers), []
+        guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
+        keys, weights = self._by_samples
+        for key, entry in keyed(self._entries):
+            of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
+            if self._has_guesses:
+                guesses = [next(guessed) for _ in values]
+                values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
+            if math.isnan(of_batch):
+                combined = entry.with_values(values, entry.sizes)
+                of_batch = combined.combine(weights if key in keys else self._weights)
+            logged.append(of_batch)
+        content: list[dict[int, Tensor]] = [{} for _ in self._variants]
+        for (index, value), number in zip(self._scalars, numbers, strict=False):
+            known = self._variants[index].assignment.graph.values[value]
+            dtype, device = getattr(torch, known.dtype), known.device or self._device
+            content[index][value] = torch.tensor(number, dtype=dtype, device=device)
+        for index, value in self._tensors:
+            assignment = self._variants[index].assignment
+            source = assignment.value_stage[value] % num_ranks
+            made = runs[index].made.get(value) if source == self._group.rank() else None
+            content[index][value] = share_tensor(
+                assignment.graph.values[value], made, source, self._group, self._device
+            )
+        return list(zip(self._entries, logged, strict=True)), content

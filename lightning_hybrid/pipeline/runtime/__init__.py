@@ -1,0 +1,1 @@
+"""Run a program: forwards, backwards, sends and receives."""

@@ -1,0 +1,1 @@
+"""What microbatches leave on modules becomes what the batch leaves."""

@@ -1,0 +1,1 @@
+"""Who holds what, and which recorded trace a microbatch takes."""

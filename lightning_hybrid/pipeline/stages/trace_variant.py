@@ -1,0 +1,102 @@
+"""One recorded form of a step, cut into stages."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import Value
+from lightning_hybrid.pipeline.stages.missing_gradients import NoGradients
+from lightning_hybrid.step.replay.stage_replay import StageReplay
+from lightning_hybrid.step.tracing.recording import Recording
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One recorded form of the step; microbatches of different shapes have different ones.
+
+    Attributes:
+        assignment: Which stage makes and needs which values.
+        replays: By stage, of the stages that this rank holds.
+    """
+
+    assignment: Assignment
+    replays: Mapping[int, StageReplay]
+
+    @cached_property
+    def digest(self) -> int:
+        """A number on which ranks agree that run the same form: what leads to their messages and to the loss."""
+        graph = self.assignment.graph
+        needed = {value for sent in self.assignment.portals.values() for value in sent} | {graph.loss}
+        names = []
+        for node in reversed(graph.nodes):
+            if not needed.isdisjoint(node.outputs):
+                needed.update(node.inputs, node.reads)
+                names.append(node.name)
+        sent = [(pair, [graph.values[v].shape for v in values]) for pair, values in self.assignment.portals.items()]
+        return zlib.crc32(repr((names, sent)).encode())
+
+    @property
+    def loss(self) -> int:
+        """The value that is the loss of a training step."""
+        assert self.assignment.graph.loss is not None
+        return self.assignment.graph.loss
+
+    @cached_property
+    def no_gradients(self) -> NoGradients:
+        """The values without a gradient, as far as they are known."""
+        return NoGradients()
+
+    @property
+    def recording(self) -> Recording:
+        """Of the step."""
+        return next(iter(self.replays.values())).recording
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """FQNs of the parameters and tracked buffers that the step writes itself."""
+        return frozenset(name for node in self.assignment.graph.nodes for name in node.written)
+
+    @cached_property
+    def unit_stages(self) -> Mapping[str, int]:
+        """The stage that first runs a unit, by FQN, in the order in which they run."""
+        stages: dict[str, int] = {}
+        for node, stage in zip(self.assignment.graph.nodes, self.assignment.node_stage, strict=True):
+            if node.unit is not None:
+                stages.setdefault(node.unit, stage)
+        return stages
+
+    @cached_property
+    def gradient_portals(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """The portals whose values carry gradients back."""
+        return self.assignment.gradient_portals()
+
+    @cached_property
+    def largest_message(self) -> int:
+        """Bytes of the largest message of a microbatch."""
+        values = self.assignment.graph.values
+        sizes = [
+            sum(math.prod(values[i].shape) * getattr(torch, values[i].dtype).itemsize for i in sent)
+            for sent in self.assignment.portals.values()
+        ]
+        return max(sizes, default=0)
+
+    def carried(self, direction: str, source: int, target: int) -> list[Value]:
+        """The values of one message."""
+        key = direction, source, target
+        if key not in self._carried:
+            forward = direction == "forward"
+            portals = self.assignment.portals if forward else self.gradient_portals
+            indices = portals.get((source, target) if forward else (target, source), ())
+            self._carried[key] = [self.assignment.graph.values[index] for index in indices]
+        return self._carried[key]
+
+    @cached_property
+    def _carried(self) -> dict[tuple[str, int, int], list[Value]]:
+        return {}

@@ -1,0 +1,76 @@
+"""What layers keep in plain attributes (a counter, a running mean) is set on the rank that runs them alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def share_attributes(plan: StagePlan, root: nn.Module) -> None:
+    """Give every rank of a pipeline the plain attributes of the layers that others run; collective over it.
+
+    Args:
+        plan: Which rank runs which layer.
+        root: The user's module.
+    """
+    mine = io.BytesIO()
+    homes = _homes(plan)
+    modules = dict(root.named_modules(remove_duplicate=False))
+    torch.save({fqn: _plain(modules[fqn]) for fqn, home in homes.items() if home == plan.rank}, mine)
+    rows: list[Any] = [None] * plan.num_ranks
+    dist.all_gather_object(rows, mine.getvalue(), group=plan.group)
+    for rank, row in enumerate(rows):
+        if rank == plan.rank:
+            continue
+        for fqn, attributes in torch.load(io.BytesIO(row), map_location="cpu", weights_only=True).items():
+            for name, value in attributes.items():
+                modules[fqn].__dict__[name] = _like(modules[fqn].__dict__.get(name), value)
+
+
+def _homes(plan: StagePlan) -> dict[str, int]:
+    """The rank that runs a module inside a unit, by FQN."""
+    if plan.first is None:
+        return {}
+    units = plan.first.recording.units
+    homes: dict[str, int] = {}
+    for fqn, stage in plan.first.unit_stages.items():
+        for inner, _ in units[fqn].named_modules(prefix=fqn):
+            homes.setdefault(inner, stage % plan.num_ranks)
+    return homes
+
+
+def _plain(module: nn.Module) -> Mapping[str, Any]:
+    return {name: map_leaves(_detached, v) for name, v in vars(module).items() if name[:1] != "_" and _is_plain(v)}
+
+
+def _detached(leaf: Any) -> Any:
+    return detached_copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and not is_absent(value)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) in _PLAIN for key in value) and all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN
+
+
+def _like(before: Any, value: Any) -> Any:
+    """What was sent, where the attribute was before."""
+    if isinstance(before, Tensor) and isinstance(value, Tensor) and not is_absent(before):
+        return value.to(before.device)
+    return value

@@ -1,0 +1,1 @@
+"""Split a batch into microbatches, and merge what they gave."""

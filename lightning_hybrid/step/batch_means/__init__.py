@@ -1,0 +1,1 @@
+"""What means, sums and metrics over microbatches are for the whole batch."""

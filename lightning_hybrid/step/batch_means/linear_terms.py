@@ -1,0 +1,92 @@
+"""Which means of a step weigh by what its microbatches count: those on which the loss depends linearly."""
+
+from __future__ import annotations
+
+from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.step.batch_means.sums_over_samples import ARRANGED, HANDED_ON
+
+_LINEAR = (
+    HANDED_ON
+    | ARRANGED
+    | {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg", "__neg__", "sum", "mean", "add_", "__iadd__"}
+    | {"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "mul_", "__imul__"}
+    | {"unbind", "item"}
+)
+
+
+def terms_of(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
+    """The nodes that average over what the content of the batch decides.
+
+    Args:
+        graph: The step on a microbatch.
+        sizes_differ: Whether that of another microbatch has other shapes.
+    """
+    found = set()
+    for node in graph.nodes:
+        dynamic = sizes_differ or any(graph.values[value].dynamic for value in node.inputs)
+        averages = node.averages in ("classes", "divisor") or (node.averages in ("elements", "rows") and dynamic)
+        if averages and len(node.outputs) == 1 and not node.written and _is_linear(node, graph):
+            found.add(node.index)
+    return frozenset(found)
+
+
+def is_linear(node: Node) -> bool:
+    """Whether the result of an operation is linear in all values that it takes."""
+    return node.name in _LINEAR and node.averages != "inverse" and (node.name not in _PRODUCTS or len(node.inputs) == 1)
+
+
+def leads_to_loss(index: int, graph: StepGraph) -> bool:
+    """Whether the loss depends on the result of an operation."""
+    return graph.loss is None or index in _ancestors(graph.loss, graph)
+
+
+def reached_by(index: int, graph: StepGraph) -> set[int]:
+    """The operations that follow from one, on the way to the loss if there is one."""
+    behind = set(range(len(graph.nodes))) if graph.loss is None else _ancestors(graph.loss, graph)
+    values = set(graph.nodes[index].outputs)
+    reached = set()
+    for node in graph.nodes[index + 1 :]:
+        if not values.isdisjoint(node.inputs):
+            reached.add(node.index)
+            values.update(node.outputs)
+    return reached & behind
+
+
+def _is_linear(term: Node, graph: StepGraph) -> bool:
+    """Whether all that leads from a term to the loss is linear in it."""
+    if graph.loss is None:
+        return True
+    behind = _ancestors(graph.loss, graph)
+    of_term = set(term.outputs)
+    for node in graph.nodes[term.index + 1 :]:
+        if node.index not in behind or of_term.isdisjoint(node.inputs):
+            continue
+        if node.name not in _LINEAR or (node.averages == "inverse" and len(node.inputs) == 1):
+            return False
+        factors = [value for value in node.inputs if value in of_term]
+        others = [value for value in node.inputs if value not in of_term]
+        if node.name in _PRODUCTS and (len(factors) != 1 or any(_uses_batch(value, graph) for value in others)):
+            return False
+        if node.name in _DIVISIONS and node.inputs[0] not in of_term:
+            return False
+        of_term.update(node.outputs)
+    return True
+
+
+_DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
+_PRODUCTS = _DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__", "mul_", "__imul__"}
+
+
+def _ancestors(value: int, graph: StepGraph) -> set[int]:
+    """The operations that a value comes from."""
+    wanted, found = {value}, set()
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.outputs):
+            found.add(node.index)
+            wanted.update((*node.inputs, *node.reads))
+    return found
+
+
+def _uses_batch(value: int, graph: StepGraph) -> bool:
+    """Whether a value may be another one in each microbatch: a layer has made it."""
+    return any(graph.nodes[index].unit is not None for index in _ancestors(value, graph))

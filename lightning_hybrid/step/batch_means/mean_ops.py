@@ -1,0 +1,153 @@
+"""What a mean is taken over that the content of a batch decides: labels that are not ignored, rows that a mask picks.
+
+``cross_entropy`` divides by the number of labels that count, or by the sum of their class weights; other code divides a
+sum by a number made of the batch. The mean over a batch is then no mean over its microbatches, but each of these has a
+*count* by which its mean weighs: ``mean = sum(mean_i * count_i) / count``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hybrid.graph.step_graph import Averages
+from lightning_hybrid.step.objects.pytree import flatten
+
+_BY_CLASS = frozenset({"cross_entropy", "nll_loss"})
+_BY_ELEMENT = frozenset(
+    {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+    | {"kl_div", "poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss"}
+)
+_DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
+_PRODUCTS = _DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__"}
+_PICKS = frozenset({"__getitem__", "masked_select"})
+
+
+class Share(NamedTuple):
+    """How a mean over a microbatch weighs in that over the batch.
+
+    Attributes:
+        factor: What its value is multiplied by.
+        divisor: What its sum is divided by.
+    """
+
+    factor: float
+    divisor: float
+
+
+def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool], *, numbers_read: bool) -> Averages:
+    """What an operation of a step averages over.
+
+    Args:
+        name: Of the operation.
+        args: Its arguments.
+        kwargs: Likewise.
+        is_model: Whether something is computed by the model, not made of the batch alone.
+        numbers_read: Whether the step has read numbers from the batch, which may be among the arguments.
+    """
+    if name in _BY_CLASS | _BY_ELEMENT:
+        bound = _bound(name, args, kwargs)
+        if bound is None or is_model(bound["target"]) or not isinstance(bound["target"], Tensor):
+            return ""
+        how = {"mean": "classes" if name in _BY_CLASS else "elements", "sum": "sum"}
+        return how.get(bound["reduction"], "")  # type: ignore[return-value]
+    if name == "mean" and len(args) == 1 and not kwargs:
+        return "rows"
+    if name == "__rtruediv__" or (name in _DIVISIONS and len(args) == 2 and is_model(args[1])):
+        return "inverse"
+    if name in _PRODUCTS and len(args) == 2 and not kwargs:
+        made = [arg for arg in args if not is_model(arg) and (isinstance(arg, Tensor) or numbers_read)]
+        if made:
+            return "divisor" if name in _DIVISIONS else "product"
+    return ""
+
+
+def picked_rows(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | None:
+    """How many rows a mask of the batch picks, if that is what an operation does."""
+    if name not in _PICKS:
+        return None
+    masks = [leaf for leaf in flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
+    return masks[0].sum() if len(masks) == 1 and not is_model(masks[0]) else None
+
+
+def count(how: Averages, name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | float | None:
+    """What a mean is taken over, in one microbatch; for a product its other factor.
+
+    Args:
+        how: What ``averages`` said.
+        name: Of the operation.
+        args: Its arguments.
+        kwargs: Likewise.
+        is_model: As for ``averages``.
+    """
+    if how in ("divisor", "product"):
+        made = [arg for arg in args if not is_model(arg)]
+        return made[0] if len(made) == 1 and _is_number(made[0]) else None
+    bound = _bound(name, args, kwargs)
+    if bound is None:
+        return None
+    target: Tensor = bound["target"]
+    if how == "elements":
+        return target.numel()
+    if target.is_floating_point():  # probabilities of all classes
+        return target.numel() // target.shape[-1 if target.dim() == 1 else 1]
+    kept = target != bound["ignore_index"]
+    weight = bound["weight"]
+    return kept.sum() if weight is None else weight.detach()[target[kept]].double().sum()
+
+
+def labels_of(name: str, args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
+    """The labels that a mean over all but one of them takes alike, and that one; None for other means."""
+    bound = _bound(name, args, kwargs) if name in _BY_CLASS else None
+    if bound is None or bound["weight"] is not None or bound["target"].is_floating_point():
+        return None
+    return bound["target"], bound["ignore_index"]
+
+
+def shared(name: str, how: Averages, run: Callable[..., Any], share: Share) -> Callable[..., Any]:
+    """An operation that averages, weighed; where nothing counts (0 / 0) it is a sum over nothing.
+
+    Args:
+        name: Of the operation.
+        how: What ``averages`` said.
+        run: The operation.
+        share: Of this microbatch.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if how == "divisor":
+            return args[0] / share.divisor
+        if share.factor:
+            return run(*args, **kwargs) * share.factor
+        if how == "rows":
+            return args[0].sum()
+        bound = _bound(name, args, kwargs)
+        assert bound is not None
+        return getattr(F, name)(**{**bound, "reduction": "sum"})
+
+    return call
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _bound(name: str, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a loss function by name; None if they are of the deprecated kind."""
+    bound = _signature(name).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
+        return None
+    return given
+
+
+@cache
+def _signature(name: str) -> inspect.Signature:
+    return inspect.signature(getattr(F, name))

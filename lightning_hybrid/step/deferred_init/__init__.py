@@ -1,0 +1,1 @@
+"""Parameters that are built on the meta device, and their values."""

@@ -1,0 +1,1 @@
+"""What modules hold; snapshot and restore."""

@@ -1,0 +1,297 @@
+"""Recording is a transaction: afterwards every module is as it was before.
+
+Attributes, the containers they hold, buffers and hooks are noted before and put back, in place, after. Generators are
+the business of ``randomness``. What the step would have left on the modules (a list of outputs, a lazily built mask) is
+read off in between.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Collection, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hybrid.step.objects.pytree import memory_of
+from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+# What belongs to the machinery around a module and not to its own state.
+_NOT_STATE = frozenset(
+    {"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "_current_fx_name", "forward", "log"}
+)
+_MEMBERS = frozenset({"_parameters", "_modules", "_buffers"})
+_CONTAINERS = (list, dict, set, collections.deque)
+_BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # whose length can be asked for
+PLAIN = frozenset({float, int, bool, str, type(None)})
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+_FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
+_DEEPEST = 4
+
+
+class Place(NamedTuple):
+    """Where a value is reachable from: an attribute of a module, then a path through containers."""
+
+    module: str
+    attribute: str
+    path: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        prefix = f"self.{self.module}." if self.module else "self."
+        return prefix + self.attribute + "".join(f"[{key!r}]" for key in self.path)
+
+
+class ArgumentState:
+    """What the objects that a unit was given held before it ran, such as the keys and values in a cache."""
+
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        """Args: arguments: leaves; tensors and modules among them are passed over."""
+        self._contents: list[tuple[Any, Any]] = []
+        self._of_modules: set[int] = set()
+        self._empty: list[Any] = []  # every module has a dozen of torch's, for hooks of each kind
+        self._generators: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        for argument in arguments:
+            inner = inside(argument)
+            if inner is not None:
+                self._note(inner, seen, 0)
+
+    def _note(self, container: Any, seen: set[int], depth: int, *, top: bool = False) -> None:
+        if id(container) in seen or depth > _DEEPEST:
+            return
+        seen.add(id(container))
+        self._contents.append((container, container.copy()))
+        if top:
+            self._of_modules.add(id(container))
+        items = container.items() if isinstance(container, dict) else ((None, item) for item in container)
+        for name, item in items:
+            if type(item) in PLAIN or (top and name in _NOT_STATE):
+                continue
+            if isinstance(item, _GENERATORS):
+                self._generators.append((item, generator_state(item)))
+                continue
+            if type(item) in _BUILT_IN and not item:
+                if id(item) not in seen and depth < _DEEPEST:
+                    self._empty.append(item)
+                continue
+            inner = inside(item)
+            if inner is not None:
+                self._note(inner, seen, depth + 1)
+
+    def length_of(self, container: list[Any]) -> int | None:
+        """The length that a list had; None if it was not there."""
+        known = next((content for held, content in self._contents if held is container), None)
+        if known is not None:
+            return len(known)
+        return 0 if any(held is container for held in self._empty) else None
+
+    def restore(self) -> None:
+        """Put everything back as it was, keeping the identity of containers."""
+        for container in self._empty:
+            if container:
+                container.clear()
+        for container, content in self._contents:
+            if isinstance(container, dict):
+                if id(container) in self._of_modules:  # what is around a module may have come or gone since
+                    content = {name: held for name, held in content.items() if is_state(name)}
+                    content |= {name: held for name, held in container.items() if not is_state(name)}
+                if container.keys() == content.keys() and all(container[key] is content[key] for key in content):
+                    continue
+                container.clear()
+                container.update(content)
+            elif isinstance(container, set):
+                container.intersection_update(content)
+                container.update(content)
+            else:
+                container.clear()
+                container.extend(content)
+        for generator, state in self._generators:
+            _set_generator(generator, state)
+
+
+def can_be_put_back(tensor: Tensor) -> bool:
+    """Whether a tensor has content that ``Content`` can hold."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
+
+
+class Content:
+    """What a tensor held at one moment, by content and memory: `tensor.data = other` moves no version."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Args: tensor: a buffer."""
+        self._tensor, self._memory, self._version = tensor, tensor.detach(), tensor._version
+        self._content = detached_copy(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the content of a tensor."""
+        return self._tensor is tensor
+
+    def is_here(self) -> bool:
+        """Whether nobody has written to the tensor since."""
+        return self._tensor._version == self._version and memory_of(self._tensor) == memory_of(self._memory)
+
+    def restore(self) -> None:
+        """Put it back, to its own place."""
+        # The kernel of batch norms writes their statistics and counts no version.
+        if self.is_here() and (not self._content.is_floating_point() or torch.equal(self._tensor, self._content)):
+            return
+        if memory_of(self._tensor) != memory_of(self._memory):
+            self._tensor.data = self._memory
+        self._tensor.detach().copy_(self._content)
+        self._version = self._tensor._version
+
+
+class ModuleState(ArgumentState):
+    """The state of all modules under a root at one moment."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        buffers: bool = True,
+        without: Collection[nn.Module] = (),
+        unhooked: Collection[nn.Module] = (),
+    ) -> None:
+        """What modules hold now.
+
+        Args:
+            root: The user's LightningModule.
+            buffers: Whether buffers belong to the state to put back.
+            without: Modules whose state does not.
+            unhooked: Those among them that lose again what hooks they get.
+        """
+        super().__init__(())
+        self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
+        self._buffers: list[Content] = []
+        seen: set[int] = set()
+        passed = {id(module) for module in without}  # metrics change their hash with their state
+        for module in root.modules():
+            if id(module) in passed:
+                continue
+            if not buffers:
+                seen.add(id(module._buffers))
+            for buffer in module._buffers.values():
+                if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
+                    seen.add(id(buffer))
+                    self._buffers.append(Content(buffer))
+            self._note(module.__dict__, seen, 0, top=True)
+
+    def holds(self, buffer: Tensor) -> bool:
+        """Whether a buffer is one of these, and nobody has written to it since."""
+        return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
+
+    def restore(self) -> None:
+        """Put everything back as it was, keeping the identity of containers and tensors."""
+        super().restore()
+        for content in self._buffers:
+            content.restore()
+        if RemovableHandle.next_id != self._first_hook:
+            for module in self._unhooked:
+                _remove_hooks(module, self._first_hook)
+
+
+def _remove_hooks(module: nn.Module, first: int) -> None:
+    """Those that have this number or a later one; torch counts the hooks of all modules."""
+    for name, hooks in module.__dict__.items():
+        if hooks and "_hooks" in name and isinstance(hooks, dict):
+            for number in [number for number in hooks if isinstance(number, int) and number >= first]:
+                del hooks[number]
+
+
+def reachable(
+    root: nn.Module, without: Collection[nn.Module] = (), *, plain: bool = True
+) -> Iterator[tuple[Place, Any]]:
+    """Every leaf (tensor, number, object) that modules hold in attributes and containers, and where.
+
+    Args:
+        root: The user's module.
+        without: Modules to pass over.
+        plain: Whether numbers, strings and None are among the leaves that are asked for; most leaves are.
+    """
+    seen: set[int] = set()
+    passed = frozenset() if plain else PLAIN
+    left_out = {id(module) for module in without}
+
+    def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
+        inner = value if isinstance(value, tuple) else inside(value)
+        if inner is None or depth > _DEEPEST:
+            yield place, value
+            return
+        if id(inner) in seen:
+            return
+        seen.add(id(inner))
+        for key, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
+            if type(item) not in passed:
+                yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
+
+    for name, module in root.named_modules():
+        if id(module) in left_out:
+            continue
+        for attribute, value in list(module.__dict__.items()):
+            # Every module has a dozen empty containers of torch's: hooks of each kind.
+            if type(value) in passed or (isinstance(value, _CONTAINERS) and not value):
+                continue
+            if attribute not in _NOT_STATE and attribute not in _MEMBERS:
+                yield from walk(Place(name, attribute, ()), value, 0)
+
+
+def is_state(name: str) -> bool:
+    """Whether an attribute of this name is a module's own, and not of the machinery around it."""
+    return name not in _NOT_STATE
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` draws random numbers."""
+    return isinstance(value, _GENERATORS)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of Python, numpy or torch; equal states draw the same."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
+    state: Any = bits.state
+    return _hashable(state)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    return ("array", value.dtype.str, value.tobytes()) if isinstance(value, numpy.ndarray) else value
+
+
+def _unhashable(value: Any) -> Any:
+    if isinstance(value, tuple) and value[:1] == ("array",):
+        return numpy.frombuffer(value[2], dtype=value[1]).copy()
+    return {key: _unhashable(item) for key, item in value} if isinstance(value, tuple) else value
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
+        bits.state = _unhashable(state)
+
+
+def inside(value: Any) -> Any:
+    """The container of what ``value`` holds: itself, or the attributes of a plain user object; None for a leaf."""
+    if isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, Tensor | nn.Module | type | _FUNCTIONS):
+        return None
+    kind = type(value)
+    if kind.__module__.split(".")[0] in _FOREIGN or kind.__module__.startswith(_FOREIGN):
+        return None
+    return getattr(value, "__dict__", None)

@@ -1,0 +1,1 @@
+"""Containers, tensors and modules, without knowing what is absent."""

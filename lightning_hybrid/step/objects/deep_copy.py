@@ -1,0 +1,60 @@
+"""Deep copies of what modules are called with: caches that they fill must be as they were for a second call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modules: bool = True) -> Any:
+    """A deep copy of anything, with new tensors for its tensors, results of others among them.
+
+    A cache that a unit fills must be copied before each call of it.
+
+    Args:
+        value: The object.
+        new: Makes the tensors in the copy.
+        modules: Whether modules in it are copied too; else both share them.
+    """
+    memo: dict[int, Any] = {}
+    for found in _parts_below(value, {}):
+        if isinstance(found, Tensor):
+            memo[id(found)] = new(found)
+        elif not modules:
+            memo[id(found)] = found
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value  # what cannot be copied is shared
+
+
+def may_change(value: Any) -> bool:
+    """Whether a call could change this argument otherwise than by writing to a tensor."""
+    if isinstance(value, tuple):
+        return any(map(may_change, value))
+    return not isinstance(value, (Tensor, nn.Module, *_PLAIN))
+
+
+def _parts_below(value: Any, seen: dict[int, Any]) -> Iterator[Tensor | nn.Module]:
+    if id(value) in seen or isinstance(value, (*_PLAIN, type)):
+        return
+    seen[id(value)] = value
+    if isinstance(value, Tensor | nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _parts_below(item, seen)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _parts_below(item, seen)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _parts_below(item, seen)

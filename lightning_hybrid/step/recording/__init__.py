@@ -1,0 +1,1 @@
+"""Run a step once on stand-ins, and note what it does."""

@@ -1,0 +1,1 @@
+"""Run one stage of a recorded step."""

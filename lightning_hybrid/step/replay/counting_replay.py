@@ -1,0 +1,78 @@
+"""Run a step without the model's arithmetic, and count what its means are taken over (``step.batch_means``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import Node
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch_means.mean_ops import count, labels_of, picked_rows
+from lightning_hybrid.step.objects.pytree import memory_of
+from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageReplay
+from lightning_hybrid.step.tracing.recording import Recording
+
+_NO_STAGE = -1
+
+
+class CountingReplay(StageReplay):
+    """A stage to which nothing belongs.
+
+    Attributes:
+        counts: Of the latest run, by node.
+        labels: How many labels a node was given that are the batch's own, and which one it ignores.
+        memory: Of the tensors in the batch (see ``memory_of``).
+    """
+
+    def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
+        """Args: as ``StageReplay``."""
+        super().__init__(recording, assignment, _NO_STAGE, root, randomness)
+        self.counts: dict[int, Tensor | float] = {}
+        self.labels: dict[int, tuple[int, int]] = {}
+        self.memory: frozenset[int] = frozenset()
+
+    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
+        """One that counts."""
+        return _CountingWatch(self, received, parameters, self.randomness)
+
+
+class _CountingWatch(ReplayWatch):
+    """Skips every event."""
+
+    def __init__(self, replay: CountingReplay, *rest: Any) -> None:
+        super().__init__(replay, *rest)
+        self._counts = replay.counts = {}
+        self._labels, self._memory = replay.labels, replay.memory
+        self._labels.clear()
+        self._rows: dict[int, Tensor | float] = {}  # of values whose size the batch decides
+        self._call: tuple[Any, Any] = (), {}
+
+    def event(self, name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]) -> Any:
+        """Have the arguments at hand when the event is skipped."""
+        self._call = args, kwargs
+        return super().event(name, run, args, kwargs, owned)
+
+    def _skip(self, node: Node, leaves: list[Any]) -> Any:
+        args, kwargs = self._call
+        rows: Tensor | float | None = picked_rows(node.name, args, kwargs, self.is_of_the_model)
+        if rows is None:
+            rows = next((self._rows[value] for value in node.inputs if value in self._rows), None)
+        found: Tensor | float | None
+        if node.averages == "rows":
+            found = rows
+        elif node.averages in ("", "inverse", "sum"):
+            found = None
+        else:
+            found = count(node.averages, node.name, args, kwargs, self.is_of_the_model)
+        if found is not None:
+            self._counts[node.index] = found
+        if node.averages == "classes" and (given := labels_of(node.name, args, kwargs)) is not None:
+            labels, ignored = given
+            if memory_of(labels) in self._memory:
+                self._labels[node.index] = labels.numel(), ignored
+        if rows is not None:
+            self._rows.update((value, rows) for value in node.outputs if self._values[value].shape)
+        return super()._skip(node, leaves)

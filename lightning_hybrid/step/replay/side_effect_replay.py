@@ -1,0 +1,54 @@
+"""Replay a step for its Python side effects alone, with the content of some of the model's values known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageReplay
+from lightning_hybrid.step.tracing.recording import Recording
+
+_NO_STAGE = -1
+
+
+class SideEffectReplay(StageReplay):
+    """Replays a step as a stage that runs no operation of the model, and answers reads of values that are known.
+
+    Attributes:
+        contents: Of values, by index.
+    """
+
+    def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
+        """Args: as ``StageReplay``."""
+        super().__init__(recording, assignment, _NO_STAGE, root, randomness)
+        self.contents: Mapping[int, Tensor] = {}
+
+    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
+        """One that answers reads."""
+        return _ReadingWatch(self, received, parameters, self.randomness)
+
+
+class _ReadingWatch(ReplayWatch):
+    """Skips every operation of the model, and reads from contents."""
+
+    def __init__(self, replay: SideEffectReplay, *rest: Any) -> None:
+        super().__init__(replay, *rest)
+        self._contents = replay.contents
+
+    def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        known = [self._content(leaf) for leaf in leaves]
+        if any(isinstance(leaf, FakeTensor) for leaf in known):
+            return super()._read(name, func, args, kwargs)
+        args, kwargs = unflatten(known, spec)
+        return func(*args, **kwargs)
+
+    def _content(self, leaf: Any) -> Any:
+        value = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
+        return leaf if value is None else self._contents.get(value, leaf)

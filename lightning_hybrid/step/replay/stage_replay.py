@@ -1,0 +1,397 @@
+"""Replay one stage of a recorded step: the user's own code again, with only this stage's arithmetic.
+
+Node k of the graph is executed if it belongs to the stage and skipped if not; a skipped node answers with the received
+tensor where this stage was sent it, and with an absent stand-in otherwise. So the user's side effects happen on every
+rank, and only the arithmetic of other stages is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import SINK, Node
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
+from lightning_hybrid.step.batch_means.batch_scalars import ScalarResults, scalar_nodes
+from lightning_hybrid.step.batch_means.mean_ops import Share, shared
+from lightning_hybrid.step.instrument.activation_checkpointing import recomputed
+from lightning_hybrid.step.module_state.attribute_tensors import look_up, put
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
+from lightning_hybrid.step.replay.divergence import Changes, StepChanged
+from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
+from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of, with_wholes
+from lightning_hybrid.step.tracing.backward_hooks import SET_UP
+from lightning_hybrid.step.tracing.bound_apply import users_functions
+from lightning_hybrid.step.tracing.finiteness_checks import Answer, check_answer
+from lightning_hybrid.step.tracing.metric_nodes import find_sinks
+from lightning_hybrid.step.tracing.recording import Recording, StepError, Template
+from lightning_hybrid.step.tracing.step_mode import TEXT_READS, Current, StepWatch, user_line
+
+
+@dataclasses.dataclass
+class StageRun:
+    """What one stage made of one microbatch.
+
+    Attributes:
+        result: What the step returned; tensors of other stages in it are absent.
+        made: The values that other stages, the backward or the user's attributes need, by index.
+        placeholders: Absent tensors that the user may still hold, with their value index.
+        numbers_read: Where a number was last read from a tensor that is absent here; empty if none was.
+        scalars: The numbers that it computed.
+    """
+
+    result: Any
+    made: dict[int, Tensor]
+    placeholders: list[tuple[int, FakeTensor]]
+    numbers_read: str = ""
+    scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
+
+
+def put_together(
+    template: Template,
+    leaves: Sequence[Any],
+    made: Callable[[int], Tensor],
+    mark: Callable[[Tensor, int], None],
+    rewrite: Callable[[Tensor, int], None],
+) -> Any:
+    """The result of an operation that is skipped.
+
+    Args:
+        template: Of the operation.
+        leaves: Of its arguments.
+        made: Gives the tensor for a value.
+        mark: Notes which value a tensor is.
+        rewrite: Makes a tensor that the operation writes in place the value that was written.
+    """
+    result: list[Any] = []
+    known: dict[int, Tensor] = {}  # a tensor may be there twice
+    for leaf in template.leaves:
+        if leaf.input is not None:
+            result.append(leaves[leaf.input])
+        elif leaf.value is None:
+            result.append(leaf.constant)
+        else:
+            if leaf.value not in known:
+                known[leaf.value] = made(leaf.value)
+            result.append(known[leaf.value])
+    for leaf, described in zip(result, template.leaves, strict=True):
+        if described.value is not None:
+            mark(leaf, described.value)
+    for place, value in template.written:
+        rewrite(leaves[place], value)
+    return unflatten(result, template.spec)
+
+
+class StageReplay:
+    """Runs one stage of one recorded step, a microbatch at a time."""
+
+    def __init__(
+        self, recording: Recording, assignment: Assignment, stage: int, root: nn.Module, randomness: KeyedRandomness
+    ) -> None:
+        """Args: recording, assignment: of the same graph. stage: which one. root: the user's LightningModule."""
+        self.recording = recording
+        self.assignment = assignment
+        self.stage = stage
+        self.randomness = randomness
+        graph = recording.graph
+        wanted = {v for (source, _), sent in assignment.portals.items() if source == stage for v in sent}
+        wanted.update(v for v in (*graph.returned, *graph.kept) if assignment.value_stage[v] == stage)
+        self.wanted = {value: getattr(torch, graph.values[value].dtype) for value in wanted}
+        self.placeholders: dict[int, FakeTensor] = {}
+        self.wanted_after = frozenset((*graph.returned, *graph.kept))
+        # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches. What
+        # validation or prediction returns is.
+        only_loss = graph.step == "training_step" and graph.returned == (graph.loss,)
+        self.held_by_user = frozenset((*(() if only_loss else graph.returned), *graph.kept))
+        self.sinks = find_sinks(root)
+        self.drawing_functions = users_functions() if graph.draws else []
+        self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
+        self.device = randomness.device
+        self.scalar_nodes = scalar_nodes(graph)
+
+    def run(
+        self,
+        step: Callable[[], Any],
+        received: Mapping[int, Tensor],
+        parameters: Mapping[int, str],
+        current: Current,
+        shares: Mapping[int, Share] | None = None,
+        metrics: BatchMetrics | None = None,
+    ) -> StageRun:
+        """Run ``step`` with only this stage's arithmetic.
+
+        Args:
+            step: Runs the user's step on one microbatch.
+            received: The values that other stages sent, by index.
+            parameters: FQN by id of all parameters and tracked buffers of the module.
+            current: Of ``installed``.
+            shares: How operations that average weigh, by node.
+            metrics: Those of the whole batch, where this is one of several microbatches.
+
+        Raises:
+            StepChanged: The step did something else than when it was recorded.
+        """
+        watch = self.watch(received, parameters)
+        watch.shares, watch.metrics = shares or {}, metrics
+        current.watch, watch.uncompiled = watch, current.uncompiled
+        before, self.randomness.watched = self.randomness.watched, True
+        try:
+            with watch:
+                result = step()
+        finally:
+            current.watch = None
+            self.randomness.watched = before
+        watch.check_complete(result)
+        return StageRun(result, watch.made, watch.placeholders, watch.numbers_read, watch.scalars)
+
+    def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
+        """What sees one run."""
+        return ReplayWatch(self, received, parameters, self.randomness)
+
+
+class ReplayWatch(StepWatch):
+    """Executes the events of one stage and skips the others."""
+
+    def __init__(
+        self,
+        replay: StageReplay,
+        received: Mapping[int, Tensor],
+        parameters: Mapping[int, str],
+        randomness: KeyedRandomness,
+    ) -> None:
+        """Args: replay: of which stage. randomness: keys what glue draws. The others: as ``StageReplay.run``."""
+        super().__init__(parameters, randomness)
+        self.units = replay.recording.units
+        self._stage = replay.stage
+        self._nodes = replay.recording.graph.nodes
+        self._node_stage = replay.assignment.node_stage
+        self._value_stage = replay.assignment.value_stage
+        self._values = replay.recording.graph.values
+        self._templates = replay.recording.templates
+        self._cloned = replay.recording.graph.cloned
+        self._asked = replay.recording.graph.asked
+        self.asked = set(self._asked)
+        self._wanted = replay.wanted
+        self._held_by_user = replay.held_by_user
+        self._reused = replay.placeholders
+        self._device = replay.device
+        self._received = received
+        self._has_others = replay.assignment.num_stages > 1
+        self._scalar_nodes = replay.scalar_nodes
+        self.shares: Mapping[int, Share] = {}
+        self.metrics: BatchMetrics | None = None
+        self.scalars = ScalarResults()
+        self._next = 0
+        self.changes = Changes(replay.recording.graph)
+        self.made: dict[int, Tensor] = {}
+        self.placeholders: list[tuple[int, FakeTensor]] = []
+
+    def is_absent_here(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is, in this run, a value of another stage that was not received."""
+        mark = self.mark_of(tensor)
+        if mark is None:
+            return isinstance(tensor, FakeTensor)
+        return self._value_stage[mark] != self._stage and mark not in self._received
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """As the step was cut."""
+        mark = self.mark_of(tensor)
+        return mark is not None and self._value_stage[mark] != self._stage
+
+    def is_dynamic(self, value: int) -> bool:
+        """As it was recorded."""
+        return self._values[value].dynamic
+
+    def taken_for(self, value: int) -> Answer | None:
+        """As it was recorded."""
+        return self._values[value].taken
+
+    def read_here(self, name: str, result: Any, args: Any) -> Any:
+        """A read by which the step decides must be what the others take it for."""
+        mark = self.mark_of(args[0]) if self._asked and name not in TEXT_READS and isinstance(args[0], Tensor) else None
+        if mark is not None and mark in self._asked:
+            check_answer(name, result, self._values[mark].taken, user_line())
+        return result
+
+    def size_read(self, tensor: Tensor) -> None:
+        """Keep in mind what a step that takes another way may have gone by."""
+        if (mark := self.mark_of(tensor)) is not None:
+            self.changes.size_read(mark, tensor, user_line)
+
+    def event(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
+    ) -> Any:
+        """Execute or skip one operation."""
+        leaves, plain = flatten_call(args, kwargs)
+        given = len(leaves)
+        held = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
+        if held:
+            leaves = [*leaves, *look_up(self.units[name[1:]], held)]
+        inputs: list[int] = []
+        tracked = bool(owned)
+        replace = stale = False
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                mark = getattr(leaf, MARK, None)
+                if mark is not None and mark[0] is self.run_token:
+                    inputs.append(mark[1])
+                    replace = replace or isinstance(leaf, FakeTensor)
+                elif id(leaf) in self.parameters:
+                    tracked = True
+                elif isinstance(leaf, FakeTensor):
+                    stale = True
+        if not inputs and not tracked:
+            return run(*args, **kwargs)
+        node = self._match(name, inputs)
+        template = self._templates[node.index]
+        if self._node_stage[node.index] != self._stage:
+            return self._skip(node, leaves)
+        if stale:
+            raise StepError(
+                f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch or batch left"
+                " on the module, or that a transform of torch.func made, and whose content is on another stage; keep it"
+                " in a plain attribute, not in a buffer, and set num_microbatches=1, apply transforms inside the"
+                " forward of one layer, or set pipeline_parallel_size=1"
+            )
+        if replace:
+            leaves = [self._present(leaf) for leaf in leaves]
+            args, kwargs = rebuild_call(leaves[:given], args, kwargs, plain)
+            if held:
+                put(self.units[name[1:]], held, leaves[given:])
+        if node.name.startswith(SINK):
+            args, kwargs = with_wholes(args, kwargs)
+        if node.index in self.shares:
+            run = shared(name, node.averages, run, self.shares[node.index])
+        # A second run would find on its modules what the next microbatch left there.
+        recomputes = self.recompute_depth and node.unit is not None and not held
+        out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
+        out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
+        if any(isinstance(leaf, Deferred) for leaf in out_leaves):
+            out = self._settled(out, out_leaves, template)
+        if len(out_leaves) != len(template.leaves):
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self.size_read(leaf)
+            now = f"returned {len(out_leaves)} leaves instead of {len(template.leaves)}"
+            raise self.changes.of_operation(node, now)
+        for leaf, described in zip(out_leaves, template.leaves, strict=True):
+            if described.value is not None:
+                self._note(leaf, described.value)
+        for place, value in template.written:
+            self._note(leaves[place], value)
+        if self.metrics is not None and node.index in self._scalar_nodes:
+            once_more = None if node.index in self.shares else run
+            self.scalars.note(node, once_more, args, kwargs, out_leaves, template, self.mark_of)
+            self.metrics.note(node, args, kwargs)
+        return out
+
+    def _settled(self, out: Any, leaves: list[Any], template: Template) -> Any:
+        """What leaves this run of the step leaves it whole; the user then has the whole too."""
+        for place, described in enumerate(template.leaves[: len(leaves)]):
+            if described.value in self._wanted:
+                leaves[place] = whole_of(leaves[place])
+        return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
+
+    def _note(self, tensor: Tensor, value: int) -> None:
+        self.mark(tensor, value)
+        known = self._values[value]
+        if tensor.shape != known.shape and not known.dynamic and self._has_others:  # that go by the recorded shape
+            raise StepChanged(
+                f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
+                f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
+            )
+        if value in self._wanted and value not in self.made:
+            tensor = whole_of(tensor)
+            if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
+                raise StepChanged(
+                    f"{user_line()}: a value of dtype {self._wanted[value]} when the step was recorded now has"
+                    f" {tensor.dtype}, and other ranks expect the recorded one; make it the same on every batch, say by"
+                    " .to(dtype) on what is returned there, or set pipeline_parallel_size=1"
+                )
+            self.made[value] = tensor.clone() if value in self._cloned else tensor
+
+    def _present(self, leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            mark = self.mark_of(leaf)
+            assert mark is not None, "an executed node reads a value that was never sent"
+            return self._arrived(mark)
+        return leaf
+
+    def _arrived(self, value: int) -> Tensor:
+        """What another stage sent."""
+        if value not in self._received:
+            raise StepError(
+                f"{user_line()}: stage {self._stage} reads a value of stage {self._value_stage[value]} that nothing"
+                " sends, or that was computed from what reached a module on a side way (in an object, say); hand that"
+                " over as a tensor, name a cut inside that module in pipeline_cuts, or set pipeline_parallel_size=1"
+            )
+        tensor = self._received[value]
+        self.mark(tensor, value)
+        return tensor
+
+    def _skip(self, node: Node, leaves: list[Any]) -> Any:
+        template = self._templates[node.index]
+        if template.spec is None and not template.written and len(template.leaves) == 1:
+            (only,) = template.leaves
+            if only.input is None and only.value is not None:  # most nodes make one new tensor
+                known = only.value in self._received
+                made = self._received[only.value] if known else self._placeholder(only.value)
+                self.mark(made, only.value)
+                return made
+        if node.name == SET_UP:
+            raise StepError(
+                f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so"
+                " that no rank sees where it begins and ends; register the hook on modules inside it, before the first"
+                " batch (by register_full_backward_hook of each, not of all modules), or set pipeline_parallel_size=1"
+                " and num_microbatches=1"
+            )
+        return put_together(template, leaves, self._here_or_not, self.mark, self._rewrite)
+
+    def _here_or_not(self, value: int) -> Tensor:
+        return self._arrived(value) if value in self._received else self._placeholder(value)
+
+    def _rewrite(self, written: Tensor, value: int) -> None:
+        """Let the tensor that a skipped operation writes in place, the user's own object, become what was written."""
+        if value in self._received:
+            fill(written, self._arrived(value).clone())
+        elif not isinstance(written, FakeTensor):
+            fill(written, make_placeholder(self._values[value], self._device))
+        self.mark(written, value)
+        if value in self._held_by_user and isinstance(written, FakeTensor):
+            self.placeholders.append((value, written))
+
+    def _placeholder(self, value: int) -> FakeTensor:
+        if value in self._held_by_user:
+            placeholder = make_placeholder(self._values[value], self._device)
+            self.placeholders.append((value, placeholder))
+            return placeholder
+        if value in self._cloned:  # written in place later: the object will become another value
+            return make_placeholder(self._values[value], self._device)
+        # Nobody holds it after the run, so every run may hand out the same one.
+        if value not in self._reused:
+            self._reused[value] = make_placeholder(self._values[value], self._device)
+        return self._reused[value]
+
+    def _match(self, name: str, inputs: list[int]) -> Node:
+        if self._next >= len(self._nodes):
+            change = f"the step goes on with {name} at {user_line()} where it ended when it was recorded"
+            raise self.changes.error(change)
+        node = self._nodes[self._next]
+        if node.name != name or node.inputs != tuple(inputs):
+            raise self.changes.of_operation(node, f"is now {name} of the values {inputs} at {user_line()}")
+        self._next += 1
+        return node
+
+    def check_complete(self, result: Any) -> None:
+        """The step must have come to its recorded end, and return what it returned there."""
+        if self._next != len(self._nodes):
+            node = self._nodes[self._next]
+            raise self.changes.of_operation(node, "is missing now")
+        self.changes.check_returned(result, self.mark_of)

@@ -1,0 +1,98 @@
+"""Stand-ins for what ``tolist()`` and ``numpy()`` read of an absent tensor: they can be kept, and nothing else.
+
+What is kept is replaced after the step (``pipeline.side_effects``); anything computed from it would be made of nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy
+from torch import Tensor
+
+from lightning_hybrid.step.standins.absent_tensors import ANSWERS, AbsentFloat, ControlFlowError
+
+
+def content_message(line: str, name: str) -> str:
+    """What to tell a user whose step computes with the content of an absent tensor."""
+    return (
+        f"{line}: .{name}() reads values of the model that are not there while the step is recorded, nor later on every"
+        " pipeline stage; compute with torch functions before you read (what is read may be kept on the module as it"
+        " is), keep the tensor itself (it is filled in after the step) or set pipeline_parallel_size=1"
+    )
+
+
+class AbsentArray:
+    """Stands for a NumPy array whose content is on another rank; it knows its shape and refuses all else."""
+
+    def __init__(self, line: str, like: Tensor, values: frozenset[int], asked: set[int] | None) -> None:
+        """Args: line: where it was read. like: the absent tensor. values, asked: as of an ``AbsentFloat``."""
+        self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
+        self.__dict__.update(values=values, asked=asked)
+
+    def __len__(self) -> int:
+        """The size of the first dim."""
+        return int(self.__dict__["shape"][0])
+
+    def __repr__(self) -> str:
+        """For messages and progress bars."""
+        return f"absent{self.__dict__['shape']}"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Everything but its sizes is content."""
+        if name.startswith("__"):  # Python and NumPy ask what an object can do
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ControlFlowError(content_message(self.__dict__["line"], "numpy"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+    __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __getitem__ = __iter__ = __contains__ = __bool__ = __int__ = __float__ = __index__ = __round__ = _refuse
+    __setitem__ = __delitem__ = __setattr__ = _refuse
+    __array__ = __array_function__ = _refuse
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Elements are content, but whether they are finite has an answer."""
+        asked = self.__dict__["asked"]
+        if ufunc.__name__ not in ANSWERS or method != "__call__" or not self.__dict__["values"] or asked is None:
+            self._refuse()
+        asked.update(self.__dict__["values"])
+        return numpy.full(self.__dict__["shape"], ANSWERS[ufunc.__name__])
+
+    def __eq__(self, other: object) -> bool:
+        """Elements are content too."""
+        self._refuse()
+
+    __hash__ = object.__hash__
+
+
+def stand_in_for_content(
+    name: str, line: str, tensor: Tensor, values: frozenset[int], asked: set[int] | None, reads_as: float | None
+) -> Any:
+    """What ``tolist()`` or ``numpy()`` gives where the tensor is absent.
+
+    Args:
+        name: Which of the two.
+        line: Where it is read.
+        tensor: The absent tensor.
+        values: Of the step graph that it is.
+        asked: Where to note values by which the step decides as if all numbers were finite.
+        reads_as: What every element is instead, while branches are looked for.
+    """
+    shape = tuple(tensor.shape)
+    if name == "numpy":
+        if reads_as is None:
+            return AbsentArray(line, tensor, values, asked)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return numpy.full(shape, reads_as, dtype=numpy.dtype(dtype))
+
+    def nested(sizes: tuple[int, ...]) -> Any:
+        if not sizes:
+            return AbsentFloat(line, values, asked) if reads_as is None else reads_as
+        return [nested(sizes[1:]) for _ in range(sizes[0])]
+
+    return nested(shape)

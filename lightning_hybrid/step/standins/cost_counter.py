@@ -1,0 +1,112 @@
+"""Count what a recorded step costs and note which modules draw random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_subclasses import as_plain
+from lightning_hybrid.step.standins.absent_tensors import forget_kernels
+from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, kernel_on_stand_ins
+
+
+class CostWatch(TorchDispatchMode):
+    """Sees every kernel of a recording, inside units too.
+
+    Attributes:
+        flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
+        moved_bytes: Bytes written so far.
+        drawing: FQNs of the modules in whose own code a random kernel ran, in order.
+        guessed: Whether a kernel ran whose result has a shape that depends on values.
+        given_to: Told of the arguments of each kernel, while a unit runs.
+        read_aside: How many of them had reached their unit on a side way.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        """Args: root: the module whose FQNs are meant."""
+        super().__init__()
+        forget_kernels()
+        self.flops = 0.0
+        self.moved_bytes = 0.0
+        self.drawing: dict[str, None] = {}
+        self.guessed = False
+        self.given_to: Callable[[Any], int] | None = None
+        self.read_aside = 0
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._stack = [""]
+        self._kinds: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one kernel."""
+        if func is _DEVICE and len(args) == 1 and type(args[0]) is FakeTensor and not _is_in_kernel(args[0]):
+            return args[0].fake_device  # two thirds of what comes here; a stand-in would say the same after a detour
+        kwargs = kwargs or {}
+        if self.given_to is not None:
+            self.read_aside += self.given_to(args)
+        try:
+            out = func(*args, **kwargs)
+        except TypeError:  # fake kernels pass over tensors of a class of the user's
+            plain_args, plain_kwargs = map_leaves(as_plain, (args, kwargs))
+            out = func(*plain_args, **plain_kwargs)
+        except NO_FAKE_KERNEL as error:
+            out = kernel_on_stand_ins(func, args, kwargs, error)
+            self.guessed |= isinstance(error, DynamicOutputShapeException)
+        kind = self._kinds.get(func)
+        if kind is None:
+            may_draw = torch.Tag.nondeterministic_seeded in func.tags
+            kind = self._kinds[func] = may_draw, flop_registry.get(func._overloadpacket), func.is_view
+        may_draw, count, is_view = kind
+        if may_draw and _draws(func, args, kwargs):
+            self.drawing[self._stack[-1]] = None
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        if not is_view:
+            for made in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(made, Tensor):
+                    self.moved_bytes += made.numel() * made.element_size()
+        return out
+
+    @contextlib.contextmanager
+    def module_stack(self) -> Iterator[None]:
+        """Know in which module a kernel runs."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+        def leave(*_: Any) -> None:
+            self._stack.pop()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def _is_in_kernel(tensor: FakeTensor) -> bool:
+    """Whether a fake kernel runs, which takes its arguments for tensors on the meta device."""
+    return bool(tensor.fake_mode.in_kernel_invocation)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call of a random kernel draws: attention without dropout, or dropout in eval mode, does not."""
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True

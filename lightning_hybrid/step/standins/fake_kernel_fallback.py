@@ -1,0 +1,190 @@
+"""Operations without an honest fake kernel: run them once on real stand-in values.
+
+A single kernel that refuses stand-ins without storage, or cannot know the shape of its result, is run on zeros or ones.
+Where Python asks for a number inside a unit, such as how many tokens an expert got, the whole unit is run on small
+random values instead, so that its numbers agree with each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import increment_version
+from torch.distributions import Distribution
+
+from lightning_hybrid.graph.step_graph import SizedBy
+from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves, tensors_inside, unflatten
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, MARK, make_absent
+
+NO_FAKE_KERNEL = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+    RuntimeError,
+)
+# Operations whose result has a shape that depends on contents.
+SIZED_BY_DATA = frozenset(
+    {
+        "nonzero",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "argwhere",
+        "bincount",
+        "repeat_interleave",
+    }
+)
+
+
+def kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    """The result of one kernel on real zeros, or ones where its shape is the count of what is not zero.
+
+    Args:
+        func: The kernel.
+        args: Its arguments; absent ones are replaced.
+        kwargs: Likewise.
+        error: Why the fake kernel did not do; raised again if the real one fails too, or writes its arguments.
+    """
+    leaves, spec = flatten((args, kwargs))
+    absent = {id(leaf): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}
+    if isinstance(error, DataDependentOutputException) or func._schema.is_mutable or not absent:
+        raise error
+    value = 1 if isinstance(error, DynamicOutputShapeException) else 0
+    real = {key: _filled(leaf, value) for key, leaf in absent.items()}
+    try:
+        real_args, real_kwargs = unflatten([real.get(id(leaf), leaf) for leaf in leaves], spec)
+        out = func(*real_args, **real_kwargs)
+    except Exception as failure:
+        raise error from failure
+    return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
+
+
+def _filled(tensor: FakeTensor, value: int) -> Tensor:
+    """A tensor of this shape and these strides; zeros take no memory until they are written."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = torch.zeros(max(size, 1), dtype=tensor.dtype, device=tensor.fake_device)
+    return (flat.fill_(value) if value else flat).as_strided(tensor.shape, tensor.stride())
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Torch logs the stack of a fake kernel that fails, which is no failure here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def run_on_stand_ins(
+    run: Callable[..., Any], args: Any, kwargs: Any, error: Exception, unit: nn.Module | None = None
+) -> Any:
+    """The result of ``run`` on real values of the right shapes, made absent again.
+
+    Args:
+        run: The operation, or the forward of a unit.
+        args: Its arguments; absent ones are replaced by small random values (integers by zeros).
+        kwargs: Likewise.
+        error: Why the fake kernels did not do; raised again if the real ones fail too.
+        unit: Whose forward it is; if None, the object that ``run`` is a method of.
+    """
+    owner = getattr(run, "__self__", None) if unit is None else unit
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    try:
+        return _run_on_stand_ins(run, args, kwargs, modules)
+    except Exception as failure:
+        if modules:
+            raise error from failure
+    try:
+        return _run_on_stand_ins(run, args, kwargs, modules, positive=True)  # torch refuses negative variances
+    except Exception as failure:
+        raise error from failure
+
+
+def _run_on_stand_ins(
+    run: Callable[..., Any], args: Any, kwargs: Any, modules: list[nn.Module], *, positive: bool = False
+) -> Any:
+    memo: dict[int, Tensor] = {}
+    saved = []
+    for module in modules:
+        groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for members in groups:
+            for member, tensor in members.items():
+                if isinstance(tensor, FakeTensor):
+                    saved.append((members, member, tensor))
+                    members[member] = _stand_in(tensor, memo, positive=positive)
+    leaves, spec = flatten((args, kwargs))
+    given = [_stand_in(leaf, memo, positive=positive) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+    versions = [(real, real._version, leaf) for real, leaf in zip(given, leaves, strict=True) if real is not leaf]
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)  # small random values are no probabilities
+    try:
+        real_args, real_kwargs = unflatten(given, spec)
+        out = run(*real_args, **real_kwargs)
+    finally:
+        Distribution.set_default_validate_args(checks)
+        for members, member, tensor in saved:
+            members[member] = tensor
+    for leaf in {id(leaf): leaf for real, version, leaf in versions if real._version != version}.values():
+        increment_version(leaf)  # it is what was written in place
+    originals = {id(real): leaf for real, leaf in zip(given, leaves, strict=True)}
+
+    def made_absent(leaf: Any) -> Any:
+        if id(leaf) in originals:
+            return originals[id(leaf)]
+        if isinstance(leaf, Tensor):
+            absent = make_absent(leaf)
+            if not absent.requires_grad:
+                return absent
+            with torch._C.DisableTorchFunction(), torch.enable_grad(), FAKE_MODE:
+                return absent.clone()  # no leaf, so that the step may write into it
+        # An object of another class, such as a distribution, holds values of the step as well.
+        return copied(leaf, made_absent, modules=False) if tensors_inside(leaf) else leaf
+
+    return map_leaves(made_absent, out)
+
+
+def _stand_in(tensor: Tensor, memo: dict[int, Tensor], *, positive: bool) -> Tensor:
+    if id(tensor) not in memo:
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            generator = torch.Generator(device).manual_seed(0)
+            real.normal_(0.0, 0.02, generator=generator)
+            if positive and tensor.is_floating_point():
+                real.abs_()
+        real.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+    return memo[id(tensor)]
+
+
+def index_by_numbers(name: str, args: Any) -> tuple[Any, SizedBy]:
+    """Arguments with real boolean masks that index turned into indices, and what the size of the result depends on."""
+    sized_by: SizedBy = "values of the model" if name in SIZED_BY_DATA else ""
+    if name not in ("__getitem__", "masked_select", "__setitem__") or len(args) < 2:
+        return args, sized_by
+    wanted = args[1] if isinstance(args[1], tuple) else (args[1],)
+    parts: list[Any] = []
+    found = False
+    for part in wanted:
+        is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
+        if is_mask and not isinstance(part, FakeTensor) and getattr(part, MARK, None) is None:
+            parts.extend(part.nonzero(as_tuple=True))
+            found = True
+        else:
+            parts.append(part)
+    return ((args[0], tuple(parts), *args[2:]), "the content of the batch") if found else (args, sized_by)

@@ -1,0 +1,148 @@
+"""Questions whether values of the model are finite: ``if torch.isnan(loss): raise ...``.
+
+Ranks that do not have a value take the answer of finite numbers. So does a recording; those that have it compare, in
+each batch. ``Value.taken`` is the answer, and what logic and counting make of such answers.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.standins.absent_tensors import ANSWERS, ControlFlowError, branch_message, values_behind
+
+if TYPE_CHECKING:
+    from lightning_hybrid.step.tracing.step_mode import Current, StepWatch
+
+Answer: TypeAlias = bool | int | float
+
+# Of a value and itself.
+_COMPARED = {"eq": True, "__eq__": True, "ne": False, "__ne__": False}
+_HANDED_ON = frozenset(
+    {
+        "detach", "clone", "contiguous", "cpu", "cuda", "to", "type", "bool", "int", "long", "float", "double",
+        "view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze", "expand", "__getitem__",
+    }
+)  # fmt: skip
+_MADE_OF_ANSWERS = frozenset(
+    {
+        "any", "all", "sum", "mean", "max", "min", "amax", "amin", "count_nonzero", "stack", "cat",
+        "logical_not", "logical_or", "logical_and", "logical_xor", "bitwise_not", "bitwise_or", "bitwise_and",
+        "bitwise_xor", "__invert__", "__or__", "__ror__", "__and__", "__rand__", "__xor__", "__rxor__",
+        "add", "__add__", "__radd__", "eq", "ne", "gt", "ge", "lt", "le", "__eq__", "__ne__", "__gt__", "__ge__",
+        "__lt__", "__le__",
+    }
+)  # fmt: skip
+
+_COUNTS = frozenset({"sum", "count_nonzero"})
+
+
+def taken_for(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch: StepWatch) -> Answer | None:
+    """What every element is that an operation makes of finite values of the model; None if that is not known.
+
+    Args:
+        name: Of the operation.
+        run: The operation.
+        args: Its arguments.
+        kwargs: Likewise.
+        watch: Of the run; it knows what the arguments are taken for.
+    """
+    if name in ANSWERS:
+        return ANSWERS[name]
+    if name not in _COMPARED and name not in _MADE_OF_ANSWERS and name not in _HANDED_ON:
+        return None
+    leaves, spec = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    marks = [watch.mark_of(tensor) for tensor in tensors]
+    answers = [None if mark is None else watch.taken_for(mark) for mark in marks]
+    if name in _COMPARED and len(tensors) == 2 and tensors[0] is tensors[1]:
+        return _COMPARED[name]
+    if any(answer is None for answer in answers):
+        return None
+    if name in _HANDED_ON:
+        return answers[0]
+    content = iter(answers)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        real = [_full(leaf, next(content)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = unflatten(real, spec)
+        made = run(*args, **kwargs)
+        if not isinstance(made, Tensor) or not made.numel():
+            return None
+        first = made.flatten()[0]
+        answer: Answer = first.item()
+        is_count = name in _COUNTS and answer  # of elements, which may be another number in the next batch
+        return answer if bool((made == first).all()) and not is_count else None
+
+
+def _full(tensor: Tensor, answer: Any) -> Tensor:
+    # All elements are alike, so one along each dim is enough.
+    return torch.full([min(size, 1) for size in tensor.shape], answer, dtype=tensor.dtype)
+
+
+def tests_of_numbers(current: Current) -> Sequence[tuple[Any, str, Any]]:
+    """What takes the place of Python's and NumPy's tests of numbers, so that they know absent ones.
+
+    Args:
+        current: The run of a step that is under way.
+    """
+    return [(module, name, _test(current, module, name)) for module in (math, numpy) for name in _TESTED]
+
+
+_TESTED = ("isnan", "isinf", "isfinite")
+
+
+def _test(current: Current, module: Any, name: str) -> Callable[..., Any]:
+    original = getattr(module, name)
+
+    def test(value: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = current.watch
+        if watch is None or watch.inside_unit:
+            return original(value, *args, **kwargs)
+        asked = watch.asked
+        if isinstance(value, Tensor) and watch.is_of_the_model(value):
+            if module is numpy:
+                return getattr(torch, name)(value)
+            value = float(value)
+        values = values_behind(value)
+        if values is None:
+            return original(value, *args, **kwargs)
+        if not values or asked is None:  # it cannot be known who has them
+            raise ControlFlowError(branch_message(watch.numbers_read))
+        asked.update(values)
+        return ANSWERS[name]
+
+    return test
+
+
+def check_answer(name: str, result: Any, taken: Answer | None, line: str) -> None:
+    """Compare what is read of a value, by which the step decides, with what other ranks take it for.
+
+    Args:
+        name: Of the read.
+        result: What is read.
+        taken: What it is taken for; a finite number, whichever, if None.
+        line: Where it is read.
+
+    Raises:
+        ControlFlowError: It is something else.
+    """
+    if taken is not None and name in ("__bool__", "is_nonzero"):
+        taken = bool(taken)
+    if bool((numpy.isfinite(result) if taken is None else numpy.equal(result, taken)).all()):
+        return
+    path, _, number = line.rpartition(":")
+    code = linecache.getline(path, int(number)).strip() if number.isdecimal() else ""
+    raise ControlFlowError(
+        f"{line}: the step asks whether values of the model are finite{code and f' ({code})'}, and in this batch some"
+        " are not. It is recorded as it goes on with finite values, and ranks that do not have the values go on so; the"
+        " batch ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one"
+        " process; to have your code decide instead, set pipeline_parallel_size=1"
+    )

@@ -1,0 +1,25 @@
+"""Transforms of ``torch.func`` (vmap, grad, jvp) around operations of a step, whose values cannot be followed."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.step_mode import user_line
+
+
+def refuse_transforms(name: str) -> None:
+    """See that an operation on values of the model is not transformed.
+
+    Args:
+        name: Of the operation.
+
+    Raises:
+        StepError: It is.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise StepError(
+            f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these), where"
+            " values of the model cannot be followed from one operation to the next; apply the transform inside the"
+            " forward of one layer, use torch.autograd.grad, or set pipeline_parallel_size=1 and num_microbatches=1"
+        )

@@ -1,0 +1,104 @@
+"""torchmetrics objects are sinks: fed where their inputs live, never traced inside, known everywhere in the end.
+
+A call of ``forward``, ``update``, ``compute`` or ``reset`` on the outermost Metric or MetricCollection is one node. It
+reads and writes the pseudo-parameter ``metric:FQN``, so all of a metric's nodes lie on one stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_hybrid.graph.step_graph import SINK
+from lightning_hybrid.patching import replace
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
+from lightning_hybrid.step.standins.absent_tensors import is_absent, make_absent
+
+_METHODS = ("forward", "update", "compute", "reset")
+
+Interceptor = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+
+
+def find_sinks(root: nn.Module) -> dict[str, nn.Module]:
+    """The outermost metrics of a module, by FQN."""
+    sinks: dict[str, nn.Module] = {}
+    for fqn, module in root.named_modules():
+        if isinstance(module, Metric | MetricCollection) and not any(fqn.startswith(outer + ".") for outer in sinks):
+            sinks[fqn] = module
+    return sinks
+
+
+@contextlib.contextmanager
+def intercepted(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Iterator[None]:
+    """Replace the methods of each sink, on the instance alone, by what ``intercept(fqn, method, original)`` gives."""
+    with contextlib.ExitStack() as undo:
+        for fqn, sink in sinks.items():
+            for method in _METHODS:
+                undo.callback(replace(sink, method, intercept(fqn, method, getattr(sink, method))))
+        yield
+
+
+def sink_name(fqn: str) -> str:
+    """The pseudo-parameter that stands for a metric's state."""
+    return SINK + fqn
+
+
+class SinkRehearsal:
+    """While recording, metrics are called on copies with random stand-ins: nothing is written, shapes are learnt."""
+
+    def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
+        """Args: sinks: by FQN."""
+        self._sinks = sinks
+        self._copies: dict[str, nn.Module] = {}
+
+    def run(self, fqn: str, method: str) -> Callable[..., Any]:
+        """What to run in place of the metric's method."""
+
+        def rehearse(*args: Any, **kwargs: Any) -> Any:
+            if fqn not in self._copies:
+                self._copies[fqn] = copy_alone(self._sinks[fqn])
+            leaves, spec = flatten((args, kwargs))
+            given, given_kwargs = unflatten([_real(leaf) for leaf in leaves], spec)
+            try:
+                out = getattr(self._copies[fqn], method)(*given, **given_kwargs)
+            except Exception:  # a metric may refuse random values; what it returns then is taken to be one number
+                out = torch.zeros(()) if method in ("forward", "compute") else None
+            return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
+
+        return rehearse
+
+
+def copy_alone(sink: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the original, and asks no other process."""
+    # What it returned last may still lead back through the model, and such a tensor cannot be copied.
+    held = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]
+    copies = {id(leaf): leaf.detach().clone() for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf}
+    copied = copy.deepcopy(sink, copies)
+    for metric in copied.modules():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = _nowhere
+    return copied
+
+
+def _nowhere() -> bool:
+    return False
+
+
+def _real(leaf: Any) -> Any:
+    """Random contents for what is absent; a metric that is a loss passes a gradient on."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not is_absent(leaf):
+        return leaf.detach()
+    device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
+    if leaf.is_floating_point():
+        random = torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, leaf.dtype)
+        return random.requires_grad_(leaf.requires_grad)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
