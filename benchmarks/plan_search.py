@@ -26,8 +26,8 @@ import torch
 from side_by_side import quartiles, verdict
 from torch import nn
 
-from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.plan import UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tensor": {"size": 2},

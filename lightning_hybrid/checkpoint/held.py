@@ -1,6 +1,6 @@
 """What a rank holds of the state of a run, and which of it that rank writes.
 
-Which boxes of a parameter lie here, ``parts/spans.py`` says. Of what several ranks hold, one rank of each replica may
+Which boxes of a parameter lie here, ``shard_boxes`` says. Of what several ranks hold, one rank of each replica may
 write it, and the replicas share the work out among them by bytes.
 """
 
@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.held import HeldParts
-from lightning_hybrid.parts.spans import Part, Shape, part_of
+from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.shard_boxes import Part, Shape, part_of
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent, whole_shape

@@ -33,7 +33,7 @@ from lightning_hybrid.checkpoint import folder
 from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
 from lightning_hybrid.checkpoint.folder import CheckpointError
 from lightning_hybrid.checkpoint.held import Holdings
-from lightning_hybrid.parts.spans import Part
+from lightning_hybrid.parts.shard_boxes import Part
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.mesh import as_sent
-from lightning_hybrid.same_host.rows import begin_to_gather
+from lightning_hybrid.shared_memory.rows import begin_to_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_subclasses import as_plain
 

@@ -15,9 +15,9 @@ from lightning_hybrid.experts.adapters import ExpertsAdapter
 from lightning_hybrid.experts.exchange import RanksOfExperts
 from lightning_hybrid.mesh import where_sent
 from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
-from lightning_hybrid.parts.held import AxisCut, HeldParts
+from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.parts.spans import part_of
+from lightning_hybrid.parts.shard_boxes import part_of
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError

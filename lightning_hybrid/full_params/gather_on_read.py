@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.full_params.op_effects import written_of
 from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
 from lightning_hybrid.mesh import as_sent
-from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call, tensors_inside
 from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,

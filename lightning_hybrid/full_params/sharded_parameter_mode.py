@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
 

@@ -20,8 +20,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.memory.dear import Dear
-from lightning_hybrid.memory.recipes import Lender
+from lightning_hybrid.memory.recomputable_values import Lender
+from lightning_hybrid.memory.selective_layer import Dear
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change
 

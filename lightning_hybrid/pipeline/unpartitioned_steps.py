@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid.collectives.rank_agreement import NumberExchange, broadcast_buffer, digest
 from lightning_hybrid.full_params.gather_on_read import LentParameters
 from lightning_hybrid.full_params.value_locations import Contents
-from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_cache import Call

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_hybrid.memory.recompute import Recompute
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.layout_changes import ChangingStrategy
-from lightning_hybrid.strategies.options import Options
-from lightning_hybrid.strategies.set_up import SetUpStrategy
-from lightning_hybrid.strategies.weights import MicrobatchWeight
+from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.run_setup import SetUpStrategy
 
 
 class Hybrid3DStrategy(ChangingStrategy):

@@ -28,11 +28,11 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.strategies.carried import FullGradients, full_states
-from lightning_hybrid.strategies.set_up import SetUpStrategy
-from lightning_hybrid.strategies.stage_runner import runner_of_stages
-from lightning_hybrid.strategies.user_code import current_hook, output_is_read, step_arguments
-from lightning_hybrid.strategies.user_optimizers import keeps_lists_like_parameters
+from lightning_hybrid.strategies.run_setup import SetUpStrategy
+from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
+from lightning_hybrid.strategies.state.carried_states import FullGradients, full_states
+from lightning_hybrid.strategies.user_code.hook_context import current_hook, output_is_read, step_arguments
+from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_like_parameters
 
 
 class ChangingStrategy(SetUpStrategy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.strategies.saved_folders import FolderStrategy
+from lightning_hybrid.strategies.distributed_checkpoints import FolderStrategy
 
 
 class PrecisionStrategy(FolderStrategy):

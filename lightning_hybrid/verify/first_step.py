@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.held import HeldParts
+from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.alone import Alone
 

@@ -242,7 +242,7 @@ def describe_failure(error: Exception, *, steps_done: int) -> Failure:
     return Failure(f"{type(error).__name__}: {error}", refused, where, is_lost_connection(error), unchanged)
 
 
-_RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.same_host")
+_RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.shared_memory")
 
 
 def _raised_here(frame: TracebackType) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.same_host.rows import begin_to_gather
+from lightning_hybrid.shared_memory.rows import begin_to_gather
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.strategies.compiled_units import check_compiler
-from lightning_hybrid.strategies.options import compile_options
+from lightning_hybrid.strategies.options.strategy_options import compile_options
+from lightning_hybrid.strategies.techniques.compilation import check_compiler
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_hybrid.tensor.entrances import Entrances
-from lightning_hybrid.tensor.plan import Replicated
-from lightning_hybrid.tensor.search import plan_units
-from lightning_hybrid.tensor.units import seen_calls
+from lightning_hybrid.tensor.discovery.unit_calls import seen_calls
+from lightning_hybrid.tensor.plan.unit_plan import Replicated
+from lightning_hybrid.tensor.runtime.region_inputs import Entrances
+from lightning_hybrid.tensor.search.model_search import plan_units
 
 
 class Doubling:

@@ -8,13 +8,16 @@ import torch
 from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 from torch import nn
 
+from lightning_hybrid.equivalence.output_differences import are_alike, difference_of
 from lightning_hybrid.parts.placement import Replicated, Shard
-from lightning_hybrid.tensor import entrances, linears, positions, products
-from lightning_hybrid.tensor.compare import are_alike, difference_of
-from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.linears import Linears
-from lightning_hybrid.tensor.plan import PositionsPlan
-from lightning_hybrid.tensor.prove import TOLERANCE, proof_of
+from lightning_hybrid.tensor.collectives import sequence_collectives as positions
+from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
+from lightning_hybrid.tensor.runtime import parallel_linears as linears
+from lightning_hybrid.tensor.runtime import partial_products as products
+from lightning_hybrid.tensor.runtime import region_inputs as entrances
+from lightning_hybrid.tensor.runtime.parallel_linears import Linears
+from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE, proof_of
 
 DEALT = ["tensor", "context", "both", "all"]
 

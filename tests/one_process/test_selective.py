@@ -9,8 +9,8 @@ from living import Living
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
 from lightning_hybrid.memory.recompute import Recomputation, layer_policies
-from lightning_hybrid.memory.selection import Step, choose_kept, needed
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 

@@ -7,9 +7,9 @@ import torch
 from tensor_blocks import BLOCKS, HIDDEN, WIDTH, tokens
 from torch import nn
 
-from lightning_hybrid.tensor.authority import wishes_by_unit
-from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.patterns import TensorPlanError, wishes_of_model, wishes_of_user
+from lightning_hybrid.tensor.requests.precedence import wishes_by_unit
+from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, wishes_of_model, wishes_of_user
+from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
 class Mixes(nn.Module):

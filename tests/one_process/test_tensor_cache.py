@@ -9,13 +9,13 @@ import torch
 from tensor_blocks import BLOCKS, BiasedAttention, Block, FusedAttention, GroupedQueries, tokens
 from torch import nn
 
-from lightning_hybrid.tensor import cache as cache_file
-from lightning_hybrid.tensor.authority import Wishes
-from lightning_hybrid.tensor.cache import FILE_NAME, PlanCache
-from lightning_hybrid.tensor.patterns import Wish
-from lightning_hybrid.tensor.search import plan_units
-from lightning_hybrid.tensor.units import Calls
-from lightning_hybrid.tensor.written import to_json
+from lightning_hybrid.tensor.discovery.unit_calls import Calls
+from lightning_hybrid.tensor.plan.plan_json import to_json
+from lightning_hybrid.tensor.requests.precedence import Wishes
+from lightning_hybrid.tensor.requests.user_plan import Wish
+from lightning_hybrid.tensor.search import plan_cache as cache_file
+from lightning_hybrid.tensor.search.model_search import plan_units
+from lightning_hybrid.tensor.search.plan_cache import FILE_NAME, PlanCache
 
 NUM_PROOFS = 2  # runs of one proof, of a unit that does the same in all modes
 

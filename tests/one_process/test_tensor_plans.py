@@ -12,13 +12,13 @@ from torch import nn
 
 from lightning_hybrid.equivalence.deterministic_mode import random_copy
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
-from lightning_hybrid.tensor.draws import OwnDraws
-from lightning_hybrid.tensor.examples import make_example
-from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.lengths import place_of_positions
-from lightning_hybrid.tensor.prove import Proof
-from lightning_hybrid.tensor.trial import Setting, TrialRanks, run_whole
-from lightning_hybrid.tensor.written import from_json, to_json
+from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
+from lightning_hybrid.tensor.runtime.local_lengths import place_of_positions
+from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.shard_state.rank_randomness import OwnDraws
+from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.trial.example_inputs import make_example
+from lightning_hybrid.tensor.trial.threaded_ranks import Setting, TrialRanks, run_whole
 
 # name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order
 EXPECTED = {

@@ -6,12 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_hybrid.parts.placement import cut, join
-from lightning_hybrid.tensor import slice_losses
-from lightning_hybrid.tensor.slices import Slice, Vocabulary
-from lightning_hybrid.tensor.trial import TrialFailed, on_ranks
-from lightning_hybrid.tensor.vocabulary import VocabularyUses, choose_cuts
-from lightning_hybrid.tensor.vocabulary_proof import cross_entropy_failure
-from lightning_hybrid.tensor.vocabulary_slice import represent
+from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, choose_cuts
+from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
+from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed, on_ranks
+from lightning_hybrid.tensor.vocabulary import sharded_losses as slice_losses
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice, Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 ROWS, WIDTH, SHAPE = 13, 6, (3, 5)
 CLASS_WEIGHTS = torch.linspace(0.5, 2, ROWS).double()

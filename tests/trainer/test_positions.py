@@ -16,10 +16,10 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.placement import cut
-from lightning_hybrid.tensor.apply import ShardedUnit
-from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.positions import Dealt
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.collectives.sequence_collectives import Dealt
+from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
+from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
 def check(worlds, run, *, tolerance=1e-10):

@@ -13,7 +13,7 @@ from trainer.fitting import Run, fit, refusal, trainer_of
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
-from lightning_hybrid.strategies.recomputed_layers import describe_policies
+from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 
 
 def assert_same_bits(worlds, run):

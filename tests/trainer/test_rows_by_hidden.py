@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
-from lightning_hybrid.same_host import streams
+from lightning_hybrid.shared_memory import streams as streams
 
 
 class RowsByHidden(Layers):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from trainer.fitting import Run, assert_parity, fit, fit_reference, refusal
 from wider_models import Routers
 
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 
 
 def check(worlds, run, *, tolerance=1e-10):

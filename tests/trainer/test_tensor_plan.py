@@ -10,10 +10,10 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer.fitting import Run, assert_parity, fit, fit_reference, refusal
 
-from lightning_hybrid.strategies import set_up
-from lightning_hybrid.strategies.plan_folder import plan_folder
-from lightning_hybrid.strategies.tensor_parallel import describe_tensor_plans, warn_across_nodes
-from lightning_hybrid.tensor.cache import FILE_NAME
+from lightning_hybrid.strategies import run_setup as set_up
+from lightning_hybrid.strategies.start.plan_folder import plan_folder
+from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans, warn_across_nodes
+from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
 
 
 def planned(**plan):

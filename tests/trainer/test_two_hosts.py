@@ -5,7 +5,7 @@ from models import CASES
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
-from lightning_hybrid.same_host import collectives, streams
+from lightning_hybrid.shared_memory import collectives, streams
 
 RUN = Run(CASES["GPT2"], pp=2, tp=2)
 

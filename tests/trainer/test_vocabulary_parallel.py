@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
-from lightning_hybrid.tensor.ranks import GroupRanks
-from lightning_hybrid.tensor.slices import Slice
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice
 
 
 class Returned(TiedByHand):

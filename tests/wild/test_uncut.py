@@ -19,7 +19,7 @@ from wild.test_inside_forward import Regressor, mlp
 
 from lightning_hybrid.full_params.gather_on_read import LentParameters
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies import stage_runner
+from lightning_hybrid.strategies.start import runner_factory as stage_runner
 from lightning_hybrid.verify import Layout
 
 PP2, *_ = LAYOUTS

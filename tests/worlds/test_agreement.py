@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.strategies.agreement import agree_on_start
+from lightning_hybrid.strategies.start.initial_sync import agree_on_start
 
 
 class Mixed(nn.Module):

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.held import AxisCut, HeldParts
+from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
 from lightning_hybrid.parts.placement import Shard
 
 # By name: the shape of the whole, its cut over tensor ranks, and that of what is left over the ranks of a shard.

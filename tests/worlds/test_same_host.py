@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.memory.tape import Tape, restore
-from lightning_hybrid.same_host import streams
-from lightning_hybrid.same_host.collectives import SLOT_BYTES, SharedMemory, shared_memory
-from lightning_hybrid.same_host.rows import begin_to_gather
-from lightning_hybrid.same_host.transfers import Transfers, transfers_of
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.memory.op_tape import Tape, restore
+from lightning_hybrid.shared_memory import streams as streams
+from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory
+from lightning_hybrid.shared_memory.rows import begin_to_gather
+from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
 LONG = SLOT_BYTES // 4 * 2 + 3  # elements of float32: three rounds

@@ -9,10 +9,10 @@ from tensor_blocks import BLOCKS, WIDTH, Block, FusedAttention, tokens
 from torch import nn
 
 from lightning_hybrid.parts.placement import cut, join
-from lightning_hybrid.tensor.apply import sharded
-from lightning_hybrid.tensor.find import plan_unit
-from lightning_hybrid.tensor.offsets import CannotShard
-from lightning_hybrid.tensor.ranks import GroupRanks
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.runtime.local_offsets import CannotShard
+from lightning_hybrid.tensor.runtime.sharded_unit import sharded
+from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 TOLERANCE = 1e-10
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.mesh import as_sent
-from lightning_hybrid.same_host.transfers import Transfers, transfers_of
 from lightning_hybrid.schedule import Channel, Message
+from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 
 _MOST_DIMS = 8
 # So many sends may be under way before the oldest is waited for; their tensors stay alive that long.

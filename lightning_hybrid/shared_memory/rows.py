@@ -1,0 +1,41 @@
+"""Short rows of numbers that each rank of a group has, gathered by all while they do something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.shared_memory.transfers import transfers_of
+
+_TAG = 2**62  # beside which no message is numbered
+
+
+def begin_to_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Start to gather the rows of all ranks, as long on each; collective, in one order on all of them.
+
+    Args:
+        row: Of this rank; must not be written until it is gathered.
+        group: The ranks.
+
+    Returns:
+        What waits for the rows, by rank.
+    """
+    transfers = transfers_of(group) if row.device.type == "cpu" else None
+    if transfers is None:
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        work = dist.all_gather(rows, row, group=group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            return rows
+
+        return wait
+    peers = [None if rank == group.rank() else rank for rank in range(group.size())]
+    for peer in peers:
+        if peer is not None:
+            transfers.send(peer, _TAG, row)
+    return lambda: [row if peer is None else transfers.receive(peer, _TAG, row.dtype) for peer in peers]

@@ -1,0 +1,1 @@
+"""What steps log, over replicas."""

@@ -1,0 +1,282 @@
+"""Log once per step what its microbatches and replicas logged: the same number on every rank.
+
+Replicas may log different keys in one batch (a key inside an ``if``), and the same keys in another order: each value is
+reduced over those that logged it. One message of fixed size tells whether the keys are the same everywhere, and is
+enough then; only where they are not, each replica tells the others what it logged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.data import extract_batch_size
+from torchmetrics import Metric
+
+from lightning_hybrid.collectives.rank_agreement import RanksDisagree
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keys_of
+from lightning_hybrid.shared_memory.rows import begin_to_gather
+
+
+def ask_for_no_sync() -> None:
+    """Silence Lightning's advice to say ``sync_dist=True``: what steps log is the same on every rank already."""
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+
+
+def log_for_all(
+    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
+) -> None:
+    """Reduce logged values over the replicas, as each entry's ``reduce_fx`` says, and log them on this rank.
+
+    Lightning leaves that to ``sync_dist=True``; without it every replica would show, and monitor, its own number.
+    """
+    begin_logs(module, logged, mesh, skipped=skipped)()()
+
+
+def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> None:
+    """Log values of this replica; in validation and test they are reduced at the end of a loader.
+
+    Raises:
+        RanksDisagree: The ranks of the replica log different keys.
+    """
+    _begin_to_compare_copies(logged, mesh)()
+    _log_each(module, logged)
+
+
+def _log_each(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> None:
+    for entry, value in logged:
+        _log(module, entry, value, entry.total_kwargs())
+
+
+def begin_logs(
+    module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
+) -> Callable[[], Callable[[], None]]:
+    """Start what ``log_for_all`` does: a backward hides the reduction.
+
+    Args:
+        module: The user's.
+        logged: What this replica logged, with its values.
+        mesh: The ranks.
+        skipped: Whether this replica's step returned no loss, which all replicas must do alike.
+
+    Returns:
+        What waits for the other replicas, and returns what logs. That may ask them once more, so all must call it
+        between the same collectives.
+    """
+    compare = _begin_to_compare_copies(logged, mesh)
+    if mesh.size("data") == 1:
+
+        def wait_alone() -> Callable[[], None]:
+            compare()
+            return partial(_log_each, module, logged)
+
+        return wait_alone
+    own = _by_key(module, logged)
+    exchange = _Exchange(own, mesh, skipped=skipped)
+
+    def wait() -> Callable[[], None]:
+        compare()
+        is_agreed = exchange.wait()
+
+        def log() -> None:
+            reduced = exchange.reduced() if is_agreed else _of_those_that_logged(module, own, mesh)
+            for key in [*own, *sorted(reduced.keys() - own.keys())]:
+                entry, value, size = reduced[key]
+                known = {} if size is None else {"batch_size": round(size)}
+                _log(module, entry, value, {**entry.total_kwargs(), **known})
+
+        return log
+
+    return wait
+
+
+def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
+    """Start to compare the logged keys of ranks that compute the same numbers; returns what waits for the outcome.
+
+    A pipeline compares its own when it exchanges what was logged.
+    """
+    axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
+    if not axes:
+        return lambda: None
+    digest = float(_digest(logged))
+    mine = torch.tensor([digest], dtype=torch.float64, device=mesh.device_mesh.device_type)
+    gathered = {axis: begin_to_gather(mine, mesh.group(axis)) for axis in axes}
+
+    def wait() -> None:
+        for axis, rows in gathered.items():
+            if any(row.item() != digest for row in rows()):
+                raise RanksDisagree(
+                    f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
+                    f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"
+                    " rank (without `if trainer.is_global_zero:` around the call)"
+                )
+
+    return wait
+
+
+_NAMES = {"cp": "context", "tp": "tensor"}
+
+
+def _digest(logged: Sequence[tuple[Entry, float]]) -> int:
+    return zlib.crc32("|".join(entry.name for entry, _ in logged).encode())
+
+
+def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[str, Any]) -> None:
+    kwargs = {**kwargs, "sync_dist": False}
+    if not entry.is_number:
+        module.log(entry.name, entry.other, **kwargs)
+        return
+    if entry.metric is None:
+        module.log(entry.name, torch.tensor(value, dtype=entry.dtype, device=module.device), **kwargs)
+        return
+    cache = None if math.isnan(value) else torch.tensor(value, device=module.device)
+    entry.metric._forward_cache = cache  # type: ignore[assignment]
+    module.log(entry.name, entry.metric, **kwargs)
+
+
+def _batch_size(module: pl.LightningModule, entry: Entry) -> int | None:
+    """By what Lightning weights this replica's value in the mean over the epoch; None if it takes none."""
+    given: int | None = entry.total_kwargs().get("batch_size")
+    results = module.trainer._results
+    if given is not None or results is None or entry.metric is not None:
+        return given
+    # In training on_epoch is off unless it is asked for.
+    if entry.how != "mean" or not entry.kwargs.get("on_epoch") or results.batch is None:
+        return None
+    return extract_batch_size(results.batch) if results.batch_size is None else results.batch_size
+
+
+class _Logged(NamedTuple):
+    """What is logged under a key; ``size`` weighs it in the mean over the epoch, None where Lightning takes no mean."""
+
+    entry: Entry
+    value: float
+    size: float | None
+
+
+def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -> dict[Key, _Logged]:
+    keys = keys_of(entry.name for entry, _ in logged)
+    values = (_Logged(entry, value, _batch_size(module, entry)) for entry, value in logged)
+    return dict(zip(keys, values, strict=True))
+
+
+class _Exchange:
+    """Reduces what replicas logged if all of them logged the same, in whatever order."""
+
+    def __init__(self, own: dict[Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
+        """Begin. Args: own: what this replica logged. mesh, skipped: as ``begin_logs``."""
+        self._own = {key: own[key] for key in sorted(own)}
+        self._skipped = skipped
+        self._count, self._group = mesh.size("data"), mesh.group("data")
+        self._device = mesh.device_mesh.device_type
+        values = [logged.value for logged in self._own.values()]
+        self._numbers = [*values, *(logged.size or 0 for logged in self._own.values())]
+        # Halves of a checksum and their squares: all are equal if and only if count * sum of squares = square of sum,
+        # which every rank finds alike. Sums of so small numbers are exact.
+        meant = [(key, logged.entry.how) for key, logged in self._own.items()]
+        halves = divmod(zlib.crc32(repr(meant).encode()), 1 << 16)
+        header = [float(skipped), *halves, *(half * half for half in halves)]
+        row = torch.tensor(header + self._numbers[:_SENT], dtype=torch.float64)
+        self._row = torch.nn.functional.pad(row, (0, _HEADER + _SENT - len(row))).to(self._device)
+        self._work = dist.all_reduce(self._row, group=self._group, async_op=True)
+
+    def wait(self) -> bool:
+        """Wait for the others; whether all logged the same keys.
+
+        Raises:
+            RanksDisagree: Some replicas returned no loss.
+        """
+        self._work.wait()
+        num_skipped, *sums = self._row.tolist()
+        self._sums = sums[_HEADER - 1 :]
+        if num_skipped not in (0, self._count):
+            raise RanksDisagree(
+                f"training_step returned None on {num_skipped:.0f} of {self._count} replicas, this one"
+                f" {'included' if self._skipped else 'not among them'}; a step is skipped by all replicas or by none:"
+                " return a loss of zero that depends on the model (0.0 * output.sum()) instead"
+            )
+        high, low, high_squares, low_squares = map(int, sums[: _HEADER - 1])
+        return high**2 == self._count * high_squares and low**2 == self._count * low_squares
+
+    def reduced(self) -> dict[Key, _Logged]:
+        """The reduced values; one more collective for numbers that had no room, one for maxima and minima."""
+        num_keys = len(self._own)
+        totals = self._sums[: len(self._numbers)]
+        if len(self._numbers) > _SENT:
+            rest = torch.tensor(self._numbers[_SENT:], dtype=torch.float64, device=self._device)
+            dist.all_reduce(rest, group=self._group)
+            totals = self._sums + rest.tolist()
+        hows = [logged.entry.how for logged in self._own.values()]
+        signs = [-1.0 if how == "min" else 1.0 for how in hows]
+        largest = [sign * number for sign, number in zip(signs, self._numbers[:num_keys], strict=True)]
+        if "max" in hows or "min" in hows:
+            signed = torch.tensor(largest, dtype=torch.float64, device=self._device)
+            dist.all_reduce(signed, dist.ReduceOp.MAX, group=self._group)
+            largest = signed.tolist()
+        reduced = {}
+        for place, (key, (entry, _, size)) in enumerate(self._own.items()):
+            total = totals[place]
+            extremes = {"sum": total, "max": largest[place], "min": -largest[place]}
+            value = extremes.get(entry.how, total / self._count)
+            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + place])
+        return reduced
+
+
+_HEADER, _SENT = 5, 123  # numbers
+_REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+
+
+def _of_those_that_logged(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
+    """Reduce each value over the replicas that logged it; collective, and slower than where all log the same."""
+    fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
+    mine = {key: _sent(logged, fqns) for key, logged in own.items()}
+    everyone: list[Any] = [None] * mesh.size("data")
+    dist.all_gather_object(everyone, mine, group=mesh.group("data"))
+    reduced = {}
+    for key in sorted({key for each in everyone for key in each}):
+        found = [each[key] for each in everyone if key in each]
+        entry = own[key].entry if key in own else _received(module, key, found[0])
+        values = [one["value"] for one in found]
+        reduce: Callable[[Sequence[float]], float] = _REDUCTIONS.get(entry.how, statistics.fmean)
+        sizes = [one["size"] for one in found if one["size"] is not None]
+        if entry.is_number or key in own:
+            reduced[key] = _Logged(entry, reduce(values), sum(sizes) if sizes else None)
+    return reduced
+
+
+def _sent(logged: _Logged, fqns: Mapping[int, str]) -> dict[str, Any]:
+    """What other replicas need to log the same."""
+    entry = logged.entry
+    kwargs = {name: value for name, value in entry.kwargs.items() if isinstance(value, str | int | None)}
+    if entry.how in ("mean", "sum", "max", "min"):
+        kwargs["reduce_fx"] = entry.how
+    metric = None if entry.metric is None else fqns.get(id(entry.metric), "")
+    sent = {"value": logged.value, "size": logged.size, "kwargs": kwargs, "dtype": entry.dtype, "metric": metric}
+    return sent if entry.is_number else {**sent, "other": None}
+
+
+def _received(module: pl.LightningModule, key: Key, sent: Mapping[str, Any]) -> Entry:
+    """What another replica logged, for this one to log.
+
+    Raises:
+        RanksDisagree: It is a metric object that is not found here.
+    """
+    metric = None
+    if sent["metric"] is not None:
+        if not sent["metric"]:
+            raise RanksDisagree(
+                f"replicas log different keys, among them {key[0]!r} with a metric object that is no attribute of the"
+                " module, so that this replica cannot find its own; make it in __init__, or log it on every rank"
+            )
+        metric = cast("Metric", module.get_submodule(sent["metric"]))
+    other = {"other": sent["other"]} if "other" in sent else {}
+    return Entry(key[0], metric, dict(sent["kwargs"]), [sent["value"]], [None], sent["dtype"], **other)

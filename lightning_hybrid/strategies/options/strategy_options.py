@@ -1,0 +1,291 @@
+"""Check what the user asked for as soon as it is asked, before any process is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.layout import LayoutError, ParallelLayout
+from lightning_hybrid.memory.recompute import Recompute, check_recompute
+from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
+from lightning_hybrid.step.batch.microbatch import BatchSplitter
+from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
+from lightning_hybrid.strategies.user_code.hook_context import scripted_modules
+from lightning_hybrid.tensor.requests.user_plan import check_styles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What ``Hybrid3DStrategy``, which explains the names, was asked for beyond what Lightning's own strategies take.
+
+    Raises:
+        LayoutError: A size that is no whole number of 1 or more.
+        ValueError: An unknown schedule, style or option of the compiler, or a count that is none.
+        TypeError: Cuts that are no list of names, a plan that is none of names and styles, or a splitter that cannot be
+            called.
+    """
+
+    sizes: Mapping[str, int | Literal["auto"]]
+    num_microbatches: int | Literal["auto"]
+    schedule: str
+    stages_per_rank: int
+    pipeline_cuts: Sequence[str] | None
+    batch_splitter: BatchSplitter | None
+    sequence_parallel: bool
+    zero_stage: int
+    shard_size: int | None
+    reshard_after_forward: bool | Literal["auto"]
+    offload: str | Mapping[str, str] | None
+    recompute: Recompute | None
+    microbatch_weight: MicrobatchWeight | None
+    tensor_parallel_plan: dict[str, str] | None
+    compile: Literal["units"] | dict[str, Any] | None
+    example_batch: Any
+    expert_chunks: int = 1
+    save_distributed_checkpoint: bool = False
+    async_checkpoint: bool = False
+    strict_layout: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that can be right in no world."""
+        self._check_sizes()
+        self._check_zero()
+        check_recompute(self.recompute)
+        if self.schedule not in SCHEDULE_NAMES:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
+        if self.num_microbatches != "auto" and not _is_count(self.num_microbatches):
+            raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
+        if not _is_count(self.stages_per_rank):
+            raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
+        make_schedule(self.schedule, 1, 1, self.stages_per_rank)  # refuses what it cannot be with any number of ranks
+        cuts = self.pipeline_cuts
+        if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
+            raise TypeError(
+                f"pipeline_cuts={cuts!r}; use a list with the name of the first module of each stage but the"
+                " first, such as ['model.layers.4']"
+            )
+        if self.batch_splitter is not None and not callable(self.batch_splitter):
+            raise TypeError(
+                f"batch_splitter={self.batch_splitter!r}; use function(batch, count) -> list of microbatches"
+            )
+        if self.microbatch_weight is not None and not callable(self.microbatch_weight):
+            raise TypeError(f"microbatch_weight={self.microbatch_weight!r}; use function(microbatch) -> count")
+        if self.tensor_parallel_plan is not None:
+            check_styles(self.tensor_parallel_plan)
+        compile_options(self.compile)
+        if not _is_count(self.expert_chunks):
+            raise ValueError(f"expert_chunks={self.expert_chunks!r}; use a whole number of 1 or more")
+        if self.async_checkpoint and not self.save_distributed_checkpoint:
+            raise ValueError(
+                "async_checkpoint=True writes distributed checkpoints while training goes on, and"
+                " save_distributed_checkpoint=False asks for one file; set save_distributed_checkpoint=True, or give"
+                " the Trainer plugins=[AsyncCheckpointIO()] of Lightning's"
+            )
+
+    def _check_sizes(self) -> None:
+        for name, size in self.sizes.items():
+            is_auto = name == "data_parallel_size" and size == "auto"
+            if not is_auto and not _is_count(size):
+                also = "'auto' or " if name == "data_parallel_size" else ""
+                raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
+        if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
+            raise ValueError(
+                "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1;"
+                " set tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but"
+                " positions"
+            )
+
+    def _check_zero(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
+            raise ValueError(
+                f"zero_stage={self.zero_stage!r}; use 0 (replicas), 1 (optimizer states are shared out), 2 (gradients"
+                " too) or 3 (parameters too)"
+            )
+        if self.shard_size is not None:
+            if not _is_count(self.shard_size):
+                raise LayoutError(f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number")
+            if not self.zero_stage:
+                raise ValueError(
+                    f"shard_size={self.shard_size} says how many replicas share a copy; set zero_stage=1, 2 or 3"
+                )
+        if self.reshard_after_forward not in (True, False, "auto"):
+            raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r}; use True, False or 'auto'")
+
+        for what, needed in (("parameters", 3), ("gradients", 1)):
+            if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
+                raise ValueError(
+                    f"offload={dict(self.offload)!r}: {what} are offloaded while no layer needs them, which needs"
+                    f" replicas that share them out; set zero_stage={needed} or more, or leave {what!r} out"
+                )
+        _ = self.offloaded
+
+    @property
+    def offloaded(self) -> dict[str, str]:
+        """Where what is kept at rest: "cpu" or "disk:PATH", by "parameters", "gradients" and "optimizer_states"."""
+        given = self.offload
+        if given is None:
+            return {}
+        if isinstance(given, str):
+            given = {"optimizer_states": given}
+            if self.offload == "cpu" and self.zero_stage:
+                given["gradients"] = "cpu"
+            if self.offload == "cpu" and self.zero_stage == 3:
+                given["parameters"] = "cpu"
+        for what, where in given.items():
+            is_file = str(where).startswith("disk:") and len(where) > len("disk:")
+            may_be_file = is_file and what != "gradients"
+            if what not in ("parameters", "gradients", "optimizer_states") or (where != "cpu" and not may_be_file):
+                raise ValueError(
+                    f"offload={self.offload!r}; use 'cpu', 'disk:PATH' for optimizer states in files, or a mapping with"
+                    " 'optimizer_states' and 'parameters' ('cpu' or 'disk:PATH') and 'gradients' ('cpu')"
+                )
+        return dict(given)
+
+    @property
+    def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
+        """The sizes of the layout."""
+        shard: int | Literal["all"] = 1
+        if self.zero_stage:
+            shard = "all" if self.shard_size is None else self.shard_size
+        return {**self.sizes, "data_shard_size": shard}
+
+    @property
+    def microbatches(self) -> int | None:
+        """A count that the user gave; None for "auto"."""
+        return None if self.num_microbatches == "auto" else self.num_microbatches
+
+
+def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
+    """Check how processes are to be started, and how they are to talk.
+
+    Args:
+        backend: Of ``torch.distributed``; None for the device's own.
+        timeout: Of collective operations; None for torch's own.
+        start_method: Of the processes on this node.
+
+    Raises:
+        TypeError: A backend that is no string, or a timeout that is no ``timedelta``.
+        ValueError: An unknown backend or method, or a timeout that is over at once.
+    """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"process_group_backend={backend!r}; use 'nccl', 'gloo' or None")
+    known = dist.Backend.backend_list
+    unknown = [part for part in (backend or "").split(",") if part and part.split(":")[-1].lower() not in known]
+    if unknown or backend == "":
+        raise ValueError(f"process_group_backend={backend!r} is unknown; use 'nccl', 'gloo' or None (by device)")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r}; use datetime.timedelta(minutes=30), say, or None for torch's own")
+    if timeout is not None and timeout <= timedelta():
+        raise ValueError(f"timeout={timeout!r} is over before any operation can be; use more than 0 seconds")
+    if start_method not in ("popen", "fork"):
+        raise ValueError(
+            f"start_method={start_method!r} is unknown; use 'popen' (the script runs once per device) or 'fork' (for"
+            " notebooks)"
+        )
+
+
+def compile_options(compile: Any) -> dict[str, Any] | None:
+    """The options of ``torch.compile`` that a user means.
+
+    Args:
+        compile: "units", a mapping, or None.
+
+    Returns:
+        None where nothing is compiled.
+
+    Raises:
+        ValueError: It is something else, or holds what ``torch.compile`` does not know.
+    """
+    if compile is None:
+        return None
+    if compile == "units":
+        return {}
+    if not isinstance(compile, Mapping):
+        raise ValueError(
+            f"compile={compile!r}; use None, 'units', or a mapping with options of torch.compile for the units:"
+            f" {', '.join(_COMPILE_OPTIONS)}"
+        )
+    if unknown := sorted(str(name) for name in compile if name not in _COMPILE_OPTIONS):
+        raise ValueError(
+            f"compile={dict(compile)!r} has {', '.join(unknown)}; allowed are {', '.join(_COMPILE_OPTIONS)}"
+        )
+    options = {name: value for name, value in compile.items() if value is not None}
+    allowed: dict[str, list[Any]] = {"dynamic": [True, False], "fullgraph": [True, False]}
+    if isinstance(options.get("backend"), str):
+        allowed["backend"] = torch.compiler.list_backends(())
+    if options.get("backend", "inductor") == "inductor" and "mode" in options:
+        allowed["mode"] = list(torch._inductor.list_mode_options())
+    for name, values in allowed.items():
+        if name in options and options[name] not in values:
+            raise ValueError(f"compile={{{name!r}: {options[name]!r}}} is unknown; allowed are {_listed(values)}")
+    if "mode" in options and "options" in options:
+        raise ValueError("compile has both a mode and options; torch.compile takes one of them")
+    return options
+
+
+_COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+_ADVISED = "_hybrid_advised"  # attribute of an error
+
+
+def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
+    """Have an error that advises to run a step as it is, with one pipeline rank, name all that must be set for that.
+
+    It passes several places on its way, of which the first one does so.
+
+    Args:
+        error: On its way up.
+        layout: The sizes.
+        options: What the user asked for.
+    """
+    following = {
+        "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
+        "tensor_parallel_size": (layout.tensor_parallel_size, 1),
+        "context_parallel_size": (layout.context_parallel_size, 1),
+        "expert_parallel_size": (layout.expert_parallel_size, 1),
+        "zero_stage": (options.zero_stage, 0),
+        "stages_per_rank": (options.stages_per_rank, 1),
+        "num_microbatches": (options.microbatches or 1, 1),
+        "microbatch_weight": (options.microbatch_weight, None),
+    }
+    changes = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone]
+    if changes and not hasattr(error, _ADVISED):
+        setattr(error, _ADVISED, True)
+        advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
+        message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
+        error.args = (message,)
+
+
+def check_scripted(module: pl.LightningModule) -> None:
+    """Refuse to recompute what nobody sees into.
+
+    Args:
+        module: The user's.
+
+    Raises:
+        ValueError: A module of ``torch.jit`` with parameters is inside.
+    """
+    if scripted := scripted_modules(module):
+        raise ValueError(
+            f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
+            " that it cannot be shared out, run in microbatches or recomputed; use the module that it was made of (and"
+            " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
+            " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    # bool is an int to Python; here it is always a mistake.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,1 @@
+"""From setup to the first batch."""

@@ -1,0 +1,178 @@
+"""One batch of the run's own loader, before the run starts and without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.strategies.start.iterator_pushback import TakenBack, give_back, is_one_shot
+from lightning_hybrid.strategies.user_code.dataloader_reads import NotedReads
+
+_NOTHING = object()
+
+
+def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"]) -> Any:
+    """The first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
+
+    The loader hook is called now instead of when the loop starts; the loop is handed the same loaders. The batch comes
+    from an iterator of its own, without workers, and all generators are put back.
+
+    Args:
+        trainer: The Lightning trainer.
+        loop: Its fit, evaluation or prediction loop.
+        mode: How the loop combines several loaders.
+    """
+    loaders = _request_dataloader(loop._data_source)
+    hand_out_once(loop._data_source, lambda: loaders)
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
+    states = GeneratorStates(trainer.strategy.root_device)
+    try:
+        for loader in combined.flattened:
+            trainer.strategy.deal_to_replicas(loader)
+        reads = NotedReads([*trainer.lightning_module.parameters()])
+        with trainer.strategy.user_world(), reads:
+            first = [_first(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
+        batches = [batch for batch, _ in first]
+        if any(new is not old for (_, new), old in zip(first, combined.flattened, strict=True)):
+            combined.flattened = [loader for _, loader in first]
+            loaders = combined if isinstance(loaders, CombinedLoader) else combined.iterables
+        needed = batches[:1] if combined._mode == "sequential" else batches
+        if any(batch is _NOTHING for batch in needed):
+            raise ValueError(
+                "a loader gave no batch to this rank, and stages are cut by recording a step on a batch; give every"
+                " rank data, or the strategy example_batch=..."
+            )
+        if combined._mode == "sequential":
+            batch = batches[0]
+        else:
+            batch = torch.utils._pytree.tree_unflatten(batches, combined._spec)
+        module = trainer.lightning_module
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    finally:
+        states.restore()
+
+
+def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
+    """Have a loop's source of loaders give these the next time, and what the user's hook makes from then on.
+
+    Args:
+        source: Of the loop.
+        loaders: Returns them when they are asked for.
+    """
+    request = source.dataloader
+
+    def dataloader_once() -> Any:
+        source.dataloader = request
+        return loaders()
+
+    source.dataloader = dataloader_once
+
+
+def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, Any]:
+    """The first batch of a loader, and what the loop is to read instead of the loader: mostly itself."""
+    if not isinstance(loader, DataLoader):
+        return _taken_from(loader, 1, device, reads, lambda taken: taken[0])
+    inner = _loaders_inside(loader)
+    owners = [owner for one in inner for owner in (one, one.sampler, getattr(one.batch_sampler, "sampler", None))]
+    drawing = [getattr(owner, "generator", None) for owner in owners]
+    generators = {id(generator): generator for generator in drawing if isinstance(generator, torch.Generator)}
+    drawn = [(generator, generator.get_state()) for generator in generators.values()]
+    # Not the loader: one that has a state begins to read when it is asked for it.
+    states = _states_of([*owners[1:], loader.batch_sampler, loader.dataset])
+    try:
+        if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
+            with _without_workers(inner):
+                return next(iter(loader), _NOTHING), loader  # only its own code knows what it hands out
+        samples = _samples(loader, device, reads)
+        return (_NOTHING if samples is _NOTHING else loader.collate_fn(samples)), loader
+    finally:
+        for generator, state in drawn:
+            generator.set_state(state)
+        _restore(states)
+
+
+def _taken_from(
+    owner: Any, count: int, device: torch.device, reads: NotedReads, use: Callable[[list[Any]], Any]
+) -> tuple[Any, Any]:
+    """What is made of the first items, and what is to be read instead of the owner.
+
+    What asks the model for its items (an environment that is played by a policy) has gone on with them, too.
+    """
+    states, before = _states_of([owner]), GeneratorStates(device)
+    rest = iter(owner)
+    try:
+        taken = list(itertools.islice(rest, count))
+    finally:
+        _restore(states)
+    if not states and (reads.is_read or is_one_shot(owner)):
+        owner = give_back(owner, TakenBack(taken, rest, before, GeneratorStates(device)))
+    return (use(taken) if taken else _NOTHING), owner
+
+
+def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
+    """The loader, and those that one of a class of its own reads from."""
+    held = flatten(list(vars(loader).values()))[0]
+    return [loader, *(leaf for leaf in held if isinstance(leaf, DataLoader) and leaf is not loader)]
+
+
+@contextlib.contextmanager
+def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
+    kept = [(loader, loader.num_workers, loader.timeout) for loader in loaders]
+    for loader in loaders:
+        loader.num_workers, loader.timeout = 0, 0
+    try:
+        yield
+    finally:
+        for loader, num_workers, timeout in kept:
+            loader.num_workers, loader.timeout = num_workers, timeout
+
+
+def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
+    """Where those that know their place are (a stateful loader, sampler or dataset)."""
+    known = {id(owner): owner for owner in owners if _is_stateful(owner)}
+    return [(owner, copy.deepcopy(owner.state_dict())) for owner in known.values()]
+
+
+def _is_stateful(owner: Any) -> bool:
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
+
+
+def _restore(states: list[tuple[Any, Any]]) -> None:
+    for owner, state in states:
+        owner.load_state_dict(state)
+
+
+def _samples(loader: DataLoader[Any], device: torch.device, reads: NotedReads) -> Any:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        if loader.num_workers:  # each worker reads a copy from its start
+            return _some(list(itertools.islice(iter(dataset), loader.batch_size or 1)), loader)
+        torch.empty((), dtype=torch.int64).random_(
+            generator=loader.generator
+        )  # as an iterator of the loader does first
+        count = loader.batch_size or 1
+        return _taken_from(dataset, count, device, reads, lambda taken: _some(taken, loader))[0]
+    indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
+    if loader.batch_sampler is None or indices is _NOTHING:
+        return _NOTHING if indices is _NOTHING else dataset[indices]
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+def _some(taken: list[Any], loader: DataLoader[Any]) -> Any:
+    if not taken:
+        return _NOTHING
+    return taken[0] if loader.batch_size is None else taken

@@ -1,0 +1,179 @@
+"""Record the step that a run begins with, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_hybrid.graph.partition import UnfitError
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import (
+    Weighing,
+    agreed_by,
+    describe_mixing,
+    outside,
+    weighing_of,
+)
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, split, why_whole
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_around
+from lightning_hybrid.strategies.start.example_batch import take_example
+from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
+from lightning_hybrid.strategies.user_code.hook_context import current_hook, step_arguments
+
+_STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
+    TrainerFn.FITTING: ("training_step", "max_size_cycle"),
+    TrainerFn.VALIDATING: ("validation_step", "sequential"),
+    TrainerFn.TESTING: ("test_step", "sequential"),
+    TrainerFn.PREDICTING: ("predict_step", "sequential"),
+}
+
+
+def record_first_step(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    runner: MicrobatchRunner,
+    *,
+    example: Any,
+    arguments: Sequence[Any] | None = None,
+    num_microbatches: int | None,
+    splitter: BatchSplitter | None,
+    context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
+) -> Sequence[Any] | None:
+    """Record the step of this run's kind on an example batch; it decides the cut.
+
+    Args:
+        trainer: About to run.
+        module: The user's module, whole.
+        runner: Of this run.
+        example: The user's example batch; drawn from the run's own loader if None.
+        arguments: Of a training step that comes next, in a run that has begun; the example is not used then.
+        num_microbatches: As the user gave it.
+        splitter: As the user gave it.
+        context: The contexts in which each step runs.
+
+    Returns:
+        What the step was given; None where the module has no such step, or it cannot be cut.
+
+    Raises:
+        BatchError: The batch cannot be split as asked.
+        StepError: A training step cannot be recorded.
+        PartitionError: It cannot be cut, or not as asked.
+    """
+    assert trainer.state.fn is not None
+    name, mode = _STEPS[TrainerFn(trainer.state.fn)]
+    if not is_overridden(name, module):
+        return None
+    if arguments is None:
+        batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
+        arguments = step_arguments(module, name, batch)
+        optimizers_exist = False
+    else:
+        batch, optimizers_exist = arguments[0], True
+    is_fitting = name == "training_step"
+    if is_fitting:  # evaluation takes as many microbatches as there are samples
+        check_count(batch, num_microbatches)
+    reason = why_whole(batch, splitter)
+    if reason and runner.plan.num_ranks > 1:
+        rank_zero_warn(
+            f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
+            " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
+        )
+    was_training = {part: part.training for part in module.modules()}
+    if not is_fitting:
+        module.eval()
+    try:
+        with torch.set_grad_enabled(is_fitting), current_hook(module, name):
+            record = partial(runner.record, name, getattr(module, name), arguments, context(name))
+            if optimizers_exist:
+                record()
+            elif is_fitting:
+                record_with_optimizers(trainer, module, record)
+            else:
+                try:
+                    record()
+                except Exception as reason:  # what is wrong with the step itself shows when it runs whole
+                    strategy: Any = trainer.strategy
+                    if isinstance(reason, UnfitError) and strategy.options.pipeline_cuts:
+                        raise
+                    runner.uncut.adopt(name, reason)
+                    runner.plan.cut_by_size()
+                    return None
+    finally:
+        for part, mode_before in was_training.items():
+            part.training = mode_before
+    _warn_of_compiled(module, runner)
+    return arguments
+
+
+def warn_of_mixing(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    runner: StepRunner,
+    arguments: Sequence[Any],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Try on as many samples as two microbatches have whether their loss is a mean; collective over the world.
+
+    Means whose counts are known weigh microbatches by these.
+
+    Args:
+        trainer: About to run.
+        module: The user's module, whole.
+        runner: Has recorded the training step on all ranks.
+        arguments: What this rank recorded it with.
+        context: The contexts in which it runs.
+    """
+    assert runner.plan.first is not None
+    batch, *rest = arguments
+    count = runner.count("training_step", batch)
+    is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    is_tried = count > 1 and not (is_empty or runner.plan.first.written)
+    if not trainer.strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
+        return
+    some = split(batch, max(1, count // 2))[0][0]
+    randomness = KeyedRandomness(0, trainer.strategy.root_device)
+    step = partial(_on_batch, module.training_step, rest)
+    uncompiled = Uncompiled()
+    uncompiled.on()
+    try:
+        with current_hook(module, "training_step"):
+            found = weighing_of(module, step, some, 2, None, randomness, context)
+    finally:
+        uncompiled.off()
+    if trainer.strategy.reduce_boolean_decision(runner.weighs_means, all=False):
+        differing = None
+        if found.loss is not None:
+            weights = runner.weights_of_terms(module.training_step, [some, *rest], context)
+            differing = outside(found.loss, weights)
+        found = agreed_by(None, Weighing(differing=differing))
+    else:
+        runner.weighing = found = agreed_by(None, found)
+    if found.mixes and found.differing is not None:
+        rank_zero_warn(describe_mixing(found.differing))
+    elif found.counts:
+        rank_zero_info(str(found))
+
+
+def _on_batch(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:
+    return step(batch, *rest)
+
+
+def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> None:
+    around = compiled_around(module, runner.plan.units().values())
+    if around:
+        names = ", ".join(fqn or type(module).__name__ for fqn in around)
+        rank_zero_warn(
+            f"{names}: you compiled it as a whole, and its layers run one by one here; it runs uncompiled. Set"
+            " compile='units' to compile each layer, or compile the layers in place of it"
+        )

@@ -1,0 +1,95 @@
+"""Steps that look at their optimizers (`self.log("lr", self.optimizers().param_groups[0]["lr"])`) before any exist.
+
+The first step is recorded before the run's optimizers are built, since these are to hold what a rank keeps of the
+parameters. A step that asks for them is recorded with others, built by a call of `configure_optimizers` of their own;
+what that call leaves on the module is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.step.module_state.snapshot import ModuleState
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.start.example_batch import hand_out_once
+
+
+class _AskedForOptimizers(BaseException):
+    """A step looked at optimizers that are not built yet."""
+
+
+class _NotBuilt(list[Any]):
+    """In place of a list of optimizers or schedulers; whoever looks into it is told so."""
+
+    def _ask(self, *_: Any) -> NoReturn:
+        raise _AskedForOptimizers
+
+    __len__ = __bool__ = __iter__ = __getitem__ = __contains__ = __reversed__ = _ask
+
+
+def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, record: Callable[[], None]) -> None:
+    """Record a training step, with optimizers if it asks for some.
+
+    Args:
+        trainer: About to fit.
+        module: The user's module, whole.
+        record: Records the step.
+    """
+    strategy: Any = trainer.strategy
+    before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
+    try:
+        strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = (
+            _NotBuilt(),
+            _NotBuilt(),
+            _NotBuilt(),
+        )
+        try:
+            record()
+            return
+        except _AskedForOptimizers:
+            pass
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+        with _undone(module, strategy.root_device), _loaders_set_up_later(trainer.fit_loop):
+            strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+        record()
+    finally:
+        strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = before
+
+
+@contextlib.contextmanager
+def _loaders_set_up_later(loop: Any) -> Iterator[None]:
+    """Inside, `trainer.estimated_stepping_batches` sets up the training data; that draws, so it happens again later."""
+    was_set_up = loop._combined_loader is not None
+    yield
+    combined = loop._combined_loader
+    if was_set_up or combined is None or not all(map(_can_be_read_again, combined.flattened)):
+        return
+    loop._data_fetcher.teardown()
+    loop._combined_loader = None
+    hand_out_once(loop._data_source, lambda: combined)
+
+
+def _can_be_read_again(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+@contextlib.contextmanager
+def _undone(module: pl.LightningModule, device: Any) -> Iterator[None]:
+    """Inside, `configure_optimizers` may set attributes, freeze parameters and draw; outside, nothing is left of it."""
+    state, generators = ModuleState(module), GeneratorStates(device)
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        state.restore()
+        generators.restore()
+        for parameter, wants_gradient in trained:
+            if not is_absent(parameter):
+                parameter.requires_grad_(wants_gradient)

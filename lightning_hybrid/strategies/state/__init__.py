@@ -1,0 +1,1 @@
+"""Copies of weights, gradients and optimizer states."""

@@ -1,0 +1,110 @@
+"""What a run has beside its parameters, in full, while its layout changes: optimizer states and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+
+def full_states(optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The full state dict of each optimizer on every rank, in host memory; collective over the world.
+
+    Args:
+        optimizers: Of the run.
+        gather: Gives the full state dict of one on the first rank.
+    """
+    box = [[map_leaves(_on_host, gather(optimizer)) for optimizer in optimizers]]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class FullGradients:
+    """The gradients of earlier batches, of all parameters, on every rank."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: StagePlan,
+        parts: HeldParts | None,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        are_complete: bool,
+    ) -> None:
+        """Gather them; collective over the world.
+
+        Args:
+            module: The user's, in parts.
+            plan: Which pipeline ranks hold what.
+            parts: What this rank holds of each parameter.
+            mesh: The ranks of the layout as it was.
+            device: Of this rank.
+            are_complete: Whether they are summed over stages and averaged over replicas.
+        """
+        self._are_complete, self._device = are_complete, device
+        self._full: dict[str, Tensor] = {}
+        named = dict(module.named_parameters())
+        mine = {name for name, parameter in named.items() if not is_absent(parameter) and parameter.grad is not None}
+        rows: list[Any] = [None] * mesh.layout.world_size
+        dist.all_gather_object(rows, mine)
+        present = set().union(*rows)
+        for name, parameter in named.items():
+            if name in present:
+                self._full[name] = self._gathered(name, parameter, plan, parts, mesh)
+
+    def _gathered(
+        self, name: str, parameter: nn.Parameter, plan: StagePlan, parts: HeldParts | None, mesh: Mesh
+    ) -> Tensor:
+        holders = plan.ranks_of(name)
+        full = None
+        if plan.rank in holders:
+            gradient = parameter.grad
+            full = torch.zeros_like(parameter) if gradient is None else gradient.detach()
+            full = full.to_dense() if full.is_sparse else full
+            if parts is not None:
+                full = parts.joined(name, full)
+            if self._are_complete and plan.rank != holders[0]:
+                full = torch.zeros_like(full)
+        shape = parameter.shape if full is None else full.shape
+        if full is None:
+            total = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
+        else:
+            total = full.to(self._device).clone()
+        mesh.all_reduce(total, "pp")
+        if not self._are_complete:
+            mesh.all_reduce(total, "data", op="mean")
+        return total
+
+    @torch.no_grad()
+    def give(self, module: nn.Module, plan: StagePlan | None, parts: HeldParts | None) -> None:
+        """Let each rank have what it holds of them.
+
+        Args:
+            module: The user's, in parts as it is from now on.
+            plan: As before, of the new layout.
+            parts: As before, of the new layout.
+        """
+        for name, parameter in module.named_parameters():
+            full = self._full.get(name)
+            if full is None or is_absent(parameter):
+                continue
+            if not self._are_complete and plan is not None and plan.ranks_of(name)[0] != plan.rank:
+                continue  # the sum over the pipeline ranks that hold it is still to come
+            own = full if parts is None else parts.part_of(name, parameter, full)
+            parameter.grad = own.to(parameter.device).clone()
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

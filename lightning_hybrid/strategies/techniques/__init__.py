@@ -1,0 +1,1 @@
+"""What each technique sets up in a run."""

@@ -1,0 +1,282 @@
+"""Units run compiled: ``torch.compile`` layer by layer, between what the strategy does around layers.
+
+Like layers are compiled once. Each kind has a function of its own whose argument is the layer, so that torch's cache
+for that function sees one program with other parameters, and a layer of another kind never counts against its limit.
+The user's modules are as ever: while a step runs, their instances' forwards are replaced, as all else here does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards, unwatched
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import is_absent, whole_shape
+from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
+from lightning_hybrid.tensor.runtime.compiled_linears import Entered, why_not_traced
+from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+class CompiledUnits:
+    """The units of one module that run compiled.
+
+    Attributes:
+        reasons: Why units are not compiled, by FQN.
+        kinds: The FQNs of those that are, like ones together.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        options: Mapping[str, Any],
+        device: torch.device,
+        *,
+        in_parts: bool,
+        synced_norms: bool = False,
+    ) -> None:
+        """Be ready to choose.
+
+        Args:
+            root: The user's module.
+            options: Of ``torch.compile``.
+            device: Where the units are.
+            in_parts: Whether several microbatches may wait for their backward.
+            synced_norms: Whether BatchNorm asks other ranks, which no compiler may look into.
+
+        Raises:
+            ValueError: There is no compiler, or a mode that keeps one microbatch's activations only.
+        """
+        self._root, self._options, self._synced_norms = root, dict(options), synced_norms
+        self._randomness: KeyedRandomness | None = None
+        self._held: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
+        self._runs: dict[str, Callable[..., Any]] = {}  # of those that no ranks share
+        self._shards: ModelShards | None = None
+        self._drawing: Collection[str] = ()
+        self.reasons: dict[str, str] = {}
+        self.kinds: list[list[str]] = []
+        if self.backend == "inductor":
+            check_compiler(device)
+        if in_parts and device.type == "cuda" and options.get("mode") in _GRAPH_MODES:
+            raise ValueError(
+                f"compile={dict(options)} replays CUDA graphs, which overwrite what other microbatches still need for"
+                " their backward; leave the mode out, or set pipeline_parallel_size=1 and num_microbatches=1"
+            )
+
+    @property
+    def backend(self) -> str:
+        """What compiles, in a word."""
+        backend = self._options.get("backend", "inductor")
+        return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+    def choose(
+        self,
+        units: Mapping[str, nn.Module] | None = None,
+        shards: ModelShards | None = None,
+        drawing: Collection[str] = (),
+        randomness: KeyedRandomness | None = None,
+    ) -> None:
+        """Choose what is compiled; once what lives elsewhere is absent, and parameters are cut.
+
+        Args:
+            units: Of the pipeline, by FQN; without a pipeline those of one stage.
+            shards: If layers are cut.
+            drawing: FQNs of modules that draw random numbers.
+            randomness: Which keys these.
+        """
+        self._randomness, self._shards, self._drawing = randomness, shards, drawing
+        by_user = compiled_modules(self._root, () if units is None else units.values())
+        plans = {} if shards is None else shards.plans
+        dealt = any(plan.positions is not None for plan in plans.values())
+        outside = any(plan.outside for plan in plans.values())
+        by_kind: dict[Hashable, list[str]] = {}
+        modules = find_layers(choose_units(self._root, 1) if units is None else units)
+        for fqn, module in modules.items():
+            if _is_one_operation(module):
+                continue
+            plan = plans.get(fqn)
+            if any(id(inner) in by_user for inner in module.modules()):
+                self.reasons[fqn] = "compiled by you"
+            elif self._synced_norms and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
+                self.reasons[fqn] = "its BatchNorm is synced over replicas"
+            elif dealt:
+                self.reasons[fqn] = "positions are dealt to ranks"
+            elif outside:
+                self.reasons[fqn] = "code outside of layers uses weights that are cut by their vocabulary"
+            elif plan is not None and plan.num_sharded and (reason := why_not_traced(module, plan)):
+                self.reasons[fqn] = reason
+            else:
+                key = _kind(module) if "forward" not in module.__dict__ else fqn
+                by_kind.setdefault(key, []).append(fqn)
+        self.kinds = list(by_kind.values())
+        for number, fqns in enumerate(self.kinds):
+            run = self._compiled(_function_of_kind(number))
+            for fqn in fqns:
+                module = modules[fqn]
+                if any(is_absent(parameter) for parameter in module.parameters()):
+                    continue
+                self._held[fqn] = module
+                if shards is not None and plans[fqn].num_sharded:
+                    shards.compile(fqn, self._keyed(fqn, unwatched(run)))
+                    continue
+                own = module.__dict__.get("forward")
+                call = partial(_call, run, module) if own is None else self._compiled(own)
+                call = self._keyed(fqn, unwatched(call))
+                self._runs[fqn] = call if shards is None else _settling(call)
+
+    def _keyed(self, fqn: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        draws = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing)
+        return run if self._randomness is None or not draws else self._randomness.keyed_as_one(fqn, run)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, **self._options)
+
+    @property
+    def draws(self) -> bool:
+        """Whether compiled units draw random numbers, which are others than without a compiler."""
+        drawing = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing for fqn in self._held)
+        return drawing or self._randomness is None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The units run compiled inside."""
+        import torch._dynamo.config as config
+
+        units = {fqn: self._held[fqn] for fqn in self._runs}
+        # Layers that read their own number are compiled one by one; none may fall back to running uncompiled.
+        limit = max(config.recompile_limit, 8 + 4 * len(self._held))
+        total = max(config.accumulated_recompile_limit, 8 * limit)
+        randomness = self._randomness
+        if randomness is not None:
+            randomness.as_one = self._held
+        try:
+            with (
+                config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
+                contextlib.nullcontext() if self._shards is None else self._shards.compiling(),
+                replaced_forwards(units, lambda fqn, _: self._runs[fqn]),
+            ):
+                yield
+        finally:
+            if randomness is not None:
+                randomness.as_one = ()
+
+    def lines(self) -> list[str]:
+        """What is compiled and what is not, in words."""
+        lines = []
+        for fqns in self.kinds:
+            lines.append(f"compiled with {self.backend}: {_some(fqns)}")
+        by_reason: dict[str, list[str]] = {}
+        for fqn, reason in self.reasons.items():
+            by_reason.setdefault(reason, []).append(fqn)
+        lines += [f"not compiled ({reason}): {_some(fqns)}" for reason, fqns in by_reason.items()]
+        return lines or ["nothing to compile: the module has no layers of more than one operation"]
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Equal for layers that may share a function; what else they differ in, torch finds out."""
+    return tuple((name, type(inner), *map(_member_kind, _tensors(inner))) for name, inner in module.named_modules())
+
+
+def _member_kind(member: tuple[str, torch.Tensor | None]) -> Hashable:
+    name, tensor = member
+    return name, None if tensor is None else (whole_shape(tensor), tensor.dtype)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+
+
+def _settling(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler does not know what stands for a whole of which each rank has a slice."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_wholes(args, kwargs)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _call(run: Callable[..., Any], unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return run(unit, None, args, kwargs)
+
+
+def _function_of_kind(number: int) -> Callable[..., Any]:
+    """A function with a cache of its own; torch keeps one for each code object."""
+
+    def run(unit: Any, entered: Entered | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = type(unit).forward(unit, *args, **kwargs)
+        if entered is not None:
+            entered.known.clear()
+        return output
+
+    code = run.__code__.replace(co_name=f"unit_of_kind_{number}")
+    return types.FunctionType(code, run.__globals__, code.co_name)
+
+
+def _is_one_operation(module: nn.Module) -> bool:
+    """Whether there is nothing to fuse: a linear, an embedding or a norm of torch's own."""
+    return not any(True for _ in module.children()) and type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _some(fqns: list[str]) -> str:
+    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
+
+
+def check_compiler(device: torch.device) -> None:
+    """See that torch's own backend finds what it needs on this machine.
+
+    Args:
+        device: Where the compiled code runs.
+
+    Raises:
+        ValueError: It does not; the message says what to install.
+    """
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if has_triton():
+            return
+        missing, install = "Triton", "install it (pip install triton)"
+    else:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+            return
+        except InvalidCxxCompiler:
+            tried = os.environ.get("CXX") or "g++, clang++"
+            missing, install = f"a C++ compiler ({tried})", "install one (such as g++), or name yours in CXX"
+    raise ValueError(
+        f"compile='units' needs {missing} for device {device} and this machine has none; {install}, or set"
+        " compile={'backend': 'aot_eager'}, which needs no compiler and gains little, or leave compile out"
+    )
+
+
+@contextlib.contextmanager
+def one_share_of_cores(num_processes: int) -> Iterator[None]:
+    """Ranks of one node compile at the same time: each starts its share of the processes that torch would start.
+
+    Args:
+        num_processes: Ranks on this node.
+    """
+    if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
+        yield
+        return
+    import torch._inductor.config as config
+
+    with config.patch(compile_threads=max(1, (os.cpu_count() or 1) // max(1, num_processes))):
+        yield

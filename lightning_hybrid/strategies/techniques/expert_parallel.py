@@ -1,0 +1,238 @@
+"""Expert parallelism in a strategy: find the experts as the first step is recorded, share them, say what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.found import ExpertCalls, FoundExperts, has_stacked_experts
+from lightning_hybrid.experts.in_words import by_reason, describe_experts
+from lightning_hybrid.experts.sharded import SharedExperts, placements_of
+from lightning_hybrid.experts.widths import CutWidths, width_placements
+from lightning_hybrid.layout import LayoutError, ParallelLayout
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.parts.local_shards import AxisCut
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
+from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
+from lightning_hybrid.strategies.techniques.tensor_parallel import check_cut
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, enter, leave, sum_gradients
+from lightning_hybrid.tensor.collectives.sequence_collectives import Dealt, collect, dealt_of
+from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+
+
+class ExpertPlanner:
+    """Finds the experts of one module while its first step is recorded, and runs the step with what was found.
+
+    Attributes:
+        summary: What was found, in words.
+        shared: The experts that ranks share, if they do.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness, guards: Guards
+    ) -> None:
+        """Before the recording.
+
+        Args:
+            module: The user's, whole.
+            mesh: The ranks.
+            options: What was asked for.
+            randomness: Keys what modules draw.
+            guards: Of the run.
+        """
+        self._module, self._mesh, self._randomness, self._guards = module, mesh, randomness, guards
+        self._chunks, self._compile = options.expert_chunks, compile_options(options.compile)
+        self._uncompiled: dict[str, _Uncompiled] = {}
+        self._size = mesh.layout.expert_parallel_size
+        self._calls = ExpertCalls()
+        self._drawing: Collection[str] = ()
+        self._widths: CutWidths | None = None
+        self.shared: SharedExperts | None = None
+        self.summary = ""
+
+    @staticmethod
+    def is_needed(module: nn.Module, layout: ParallelLayout) -> bool:
+        """Whether ranks may share the experts of a module."""
+        return layout.expert_parallel_size > 1 or (layout.tensor_parallel_size > 1 and has_stacked_experts(module))
+
+    @contextmanager
+    def watching(self, variant: Variant) -> Iterator[None]:
+        """See the modules while the step is recorded inside."""
+        with self._calls.watching(variant.recording.units):
+            yield
+        self._drawing = variant.recording.graph.draws
+
+    def plan(self, cuts: Sequence[AxisCut], shards: ModelShards | None) -> list[AxisCut]:
+        """Find the experts on the first rank, and share them; collective over the world.
+
+        Args:
+            cuts: What is cut before.
+            shards: Layers that tensor and context ranks share, if they do.
+
+        Returns:
+            What is cut besides.
+
+        Raises:
+            LayoutError: There are no experts that the ranks can share, or nothing is cut over tensor ranks; on every
+                rank.
+            RuntimeError: The search failed; on every rank.
+        """
+        size, tensor_size = self._size, self._mesh.size("tp")
+        box: list[Any] = [None]
+        if self._mesh.rank == 0:
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    box[0] = self._calls.find(self._module, size, tensor_size, partial(self._why_uncut, shards))
+            except Exception as error:
+                box[0] = f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(box, src=0)
+        found = box[0]
+        if not isinstance(found, FoundExperts):
+            raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {found}")
+        if size > 1 and not found.adapters:
+            reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(found.whole))
+            numbers = "a size that divides the number of experts, or " if found.whole else ""
+            raise LayoutError(
+                f"expert_parallel_size={size} finds no experts that {size} ranks can share"
+                f" ({reasons or 'no module has stacked experts or a list of them that its tokens choose from'});"
+                f" set {numbers}expert_parallel_size=1, or register an adapter with"
+                " lightning_hybrid.experts.register_experts"
+            )
+        self._calls = ExpertCalls()
+        further = []
+        if found.widths:
+            assert shards is not None
+            widths = width_placements(self._module, found.widths)
+            shards.cut_elsewhere(widths)
+            further.append(AxisCut(self._mesh.group("tp"), widths, axis="tp"))
+            self._widths = CutWidths(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
+        elif tensor_size > 1 and shards is not None:
+            check_cut(shards.plans, tensor_size)
+        if size > 1:
+            further.append(self._share(found, [*cuts, *further], shards))
+        self.summary = describe_experts(found, size, tensor_size)
+        if self._compile is not None and (found.adapters or found.widths):
+            _check_graphs(self._compile)
+            self._uncompiled = {fqn: _Uncompiled() for fqn in {**found.adapters, **found.widths}}
+        return further
+
+    def _share(self, found: FoundExperts, cuts: Sequence[AxisCut], shards: ModelShards | None) -> AxisCut:
+        placements = placements_of(self._module, found.adapters, self._size, cuts)
+        cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
+        context = None
+        if shards is not None and self._mesh.size("cp") > 1:
+            shards.share_experts(placements)
+            context = OverContext(self._mesh.group("cp"), shards)
+        self.shared = SharedExperts(
+            self._module,
+            found.adapters,
+            cut,
+            chunks=self._chunks,
+            randomness=self._randomness,
+            guards=self._guards,
+            context=context,
+        )
+        return cut
+
+    def _why_uncut(self, shards: ModelShards | None, fqn: str) -> str:
+        """Why the experts of a module cannot be cut, for what goes on around it; nothing if they might."""
+        if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
+            return "they draw random numbers, which ranks would draw alike for different features"
+        names = [f"{fqn}.{name}" for name, _ in self._module.get_submodule(fqn).named_parameters()]
+        return "" if shards is None else next(filter(None, map(shards.why_not_cut_elsewhere, names)), "")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Modules run inside with experts that ranks share."""
+        with ExitStack() as stack:
+            if self._widths is not None:
+                stack.enter_context(self._widths.holding())
+            if self.shared is not None:
+                stack.enter_context(self.shared.running())
+            if self._widths is not None:
+                stack.enter_context(self._widths.running())
+            modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
+            stack.enter_context(replaced_forwards(modules, lambda fqn, forward: self._uncompiled[fqn].around(forward)))
+            yield
+
+
+def _check_graphs(options: Mapping[str, Any]) -> None:
+    if options.get("fullgraph"):
+        raise ValueError(
+            f"compile={dict(options)} wants one graph of each layer, but experts that ranks share run between two"
+            " graphs; leave fullgraph out"
+        )
+
+
+class _Uncompiled:
+    """A forward that a compiled layer calls as it is: it asks other ranks how many rows they send."""
+
+    def __init__(self) -> None:
+        self._forward: Callable[..., Any] | None = None
+        self._call = torch.compiler.disable(self._forward_of_now)  # one object, by which compiled layers know it again
+
+    def _forward_of_now(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._forward is not None
+        return self._forward(*args, **kwargs)
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        self._forward = forward
+        return self._call
+
+
+class OverTensorRanks:
+    """See ``TensorRanks``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Args: group: the tensor ranks."""
+        self._ranks = GroupRanks(group)
+        self.rank = self._ranks.rank
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """See ``TensorRanks``."""
+        return enter(tensor, self._ranks)
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """See ``TensorRanks``."""
+        return leave(tensor, self._ranks)
+
+    def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
+        """See ``TensorRanks``."""
+        return sum_gradients(tensors, [None] * len(tensors), self._ranks)
+
+
+class OverContext:
+    """See ``ContextRows``."""
+
+    def __init__(self, group: dist.ProcessGroup, shards: ModelShards) -> None:
+        """Args: group: the context ranks. shards: the layers that they share."""
+        self._ranks, self._shards = GroupRanks(group), shards
+
+    def _of(self, number: int) -> Dealt:
+        return Dealt(0, number, self._ranks)
+
+    def see_own(self, names: Iterable[str]) -> bool:
+        """See ``ContextRows``."""
+        return any(map(self._shards.sees_own_positions, names))
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """See ``ContextRows``."""
+        lengths = self._of(number).lengths
+        first = sum(lengths[: self._ranks.rank])
+        return first, first + lengths[self._ranks.rank]
+
+    def share(self, rows: Tensor) -> Tensor:
+        """See ``ContextRows``."""
+        return dealt_of(rows, self._of(rows.shape[0]))
+
+    def joined(self, share: Tensor, number: int) -> Tensor:
+        """See ``ContextRows``."""
+        return collect(share, self._of(number))

@@ -1,0 +1,259 @@
+"""Tensor parallelism in a strategy: plan the units while the first step is recorded, cut them, say what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.tensor.discovery.unit_calls import Calls, seen_calls
+from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularyUses
+from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Deal, UnitPlan
+from lightning_hybrid.tensor.requests.precedence import wishes_by_unit
+from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, Wish, wishes_of_model, wishes_of_user
+from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.tensor.search.model_search import plan_units
+from lightning_hybrid.tensor.search.plan_cache import PlanCache
+from lightning_hybrid.tensor.search.unit_search import plan_unit
+
+
+class TensorPlanner:
+    """Plans the units of one module while its first step is recorded.
+
+    Attributes:
+        summary: Where the plans came from, in words; on the first rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool,
+        plan: Mapping[str, str] | None = None,
+        folder: str | None = None,
+    ) -> None:
+        """Read what is asked.
+
+        Args:
+            module: The user's, whole.
+            mesh: The ranks.
+            sequence_parallel: Deal positions between regions.
+            plan: The user's: pattern -> style.
+            folder: Where plans are kept from run to run, if they are.
+
+        Raises:
+            TensorPlanError: A pattern of the plan matches nothing; on every rank.
+        """
+        self._module, self._mesh = module, mesh
+        self._size, self._context = mesh.size("tp"), mesh.size("cp")
+        self._deal: Deal = "tensor" if sequence_parallel else None
+        self._yours: dict[str, Wish] = {}
+        self._own: dict[str, Wish] = {}
+        if self._size > 1:  # plans say how weights are cut
+            self._yours, self._own = wishes_of_user(module, plan or {}), wishes_of_model(module)
+        self._folder = folder
+        self.summary = ""
+        self._calls = Calls()
+        self._units: dict[str, nn.Module] = {}
+        self._watched: Collection[nn.Module] = ()
+        self._read_by_step: dict[str, str] = {}
+        self._uses: dict[str, Use] = {}
+
+    @contextlib.contextmanager
+    def watching(self, variant: Variant) -> Iterator[None]:
+        """See the units while the step is recorded inside."""
+        units = variant.recording.units
+        self._units, self._watched = find_layers(units), list(units.values())
+        self._read_by_step |= variant.recording.read_from_outside()
+        with seen_calls(self._units, units) as self._calls:
+            uses = VocabularyUses(self._module, self._units, self._calls.running)
+            with uses:
+                yield
+        if self._size > 1:
+            self._uses = uses.uses
+
+    def plan(self, with_experts: bool = False) -> ModelShards:
+        """Find the plans on the first rank, and have them on all; collective over the world.
+
+        Args:
+            with_experts: Whether experts may be cut besides: whoever finds that out checks that something is cut.
+
+        Raises:
+            LayoutError: Nothing of the module can be cut; on every rank.
+            TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
+            RuntimeError: The search failed; on every rank.
+        """
+        box: list[Any] = [None]
+        if self._mesh.rank == 0:
+            try:
+                box[0] = self._planned()
+            except TensorPlanError as error:
+                box[0] = error
+            except Exception as error:
+                box[0] = f"{type(error).__name__}: {error}"
+                if self._mesh.layout.world_size == 1:
+                    raise
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], TensorPlanError):
+            raise box[0]
+        if isinstance(box[0], str):
+            sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
+            raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
+        self._calls = Calls()
+        if self._size > 1 and not with_experts:
+            check_cut(box[0], self._size)
+        if self._context > 1:
+            _check_dealt(box[0], self._size, self._context)
+        groups = self._mesh.group("tp"), self._mesh.group("cp")
+        return ModelShards(self._module, box[0], *groups, self._mesh.places("cp"))
+
+    def _planned(self) -> dict[str, UnitPlan]:
+        cache = None if self._folder is None else PlanCache(self._folder)
+        plans = plan_units(
+            self._module,
+            self._units,
+            self._calls,
+            self._read_by_step,
+            self._size,
+            plan_unit if cache is None else cache.find,
+            self._deal,
+            self._context,
+            wishes_by_unit(self._module, self._units, self._yours, self._own),
+            self._uses,
+            self._watched,
+        )
+        if cache is not None:
+            self.summary = f"plans of layers: {cache.summary(cache.save())}"
+        return plans
+
+
+def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
+    if any(plan.positions is not None for plan in plans.values()):
+        return
+    reasons = "; ".join(f"{fqn}: {plan.undealt}" for fqn, plan in plans.items() if plan.undealt)
+    beside, divisor = "", ""
+    if size > 1:
+        beside = f" beside tensor_parallel_size={size}"
+        divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
+    raise LayoutError(
+        f"context_parallel_size={context}{beside} deals the positions of no layer to its ranks, so {context} ranks"
+        f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
+    )
+
+
+def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
+    """See that something is cut.
+
+    Args:
+        plans: By FQN of the unit.
+        size: Number of tensor ranks.
+
+    Raises:
+        LayoutError: Nothing is; the message has the sizes that are in the way, and the modules that have them.
+    """
+    if any(plan.num_sharded > len(plan.vocabulary) for plan in plans.values()):
+        return
+    if any(plan.vocabulary for plan in plans.values()) and not any(plan.uneven for plan in plans.values()):
+        return  # there is nothing but embeddings and heads that could be cut
+    uneven: dict[tuple[int, str], list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for fqn, plan in plans.items():
+        for name, count in plan.uneven.items():
+            uneven.setdefault(count, []).append(f"{fqn}.{name}" if name else fqn)
+        for name, reason in plan.kept.items():
+            if reason not in ("no weight of a linear", "added to the sum over ranks") and NOT_A_MULTIPLE not in reason:
+                others.setdefault(reason, []).append(f"{fqn}.{name}")
+    listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in uneven.items()]
+    listed += [f"{_first_and(names)}: {reason}" for reason, names in others.items()]
+    advice = ""
+    if uneven:
+        common = math.gcd(*(count for count, _ in uneven))
+        sizes = [str(divisor) for divisor in range(2, common + 1) if common % divisor == 0][:8]
+        which = f" (such as {' or '.join(sizes)})" if sizes else ""
+        advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
+    raise LayoutError(
+        f"tensor_parallel_size={size} cuts no layer of the module, so {size} ranks would do the same"
+        f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
+    )
+
+
+def _first_and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
+    """Say so if tensor ranks, which meet several times in each layer, lie on several nodes.
+
+    Args:
+        size: Number of tensor ranks; they are neighbours.
+        ranks_per_node: Ranks of each node.
+        num_nodes: Number of nodes.
+    """
+    if num_nodes == 1 or ranks_per_node % size == 0:
+        return
+    start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
+    rank_zero_warn(
+        f"tensor_parallel_size={size} does not divide the {ranks_per_node} ranks of a node, so tensor ranks such as"
+        f" {start} to {start + size - 1} lie on several of the {num_nodes} nodes, and each layer waits for the network"
+        f" between them; set tensor_parallel_size to a divisor of {ranks_per_node}, or devices to a multiple of {size}"
+    )
+
+
+def _spans(first: int, size: int, ranks_per_node: int) -> bool:
+    return first // ranks_per_node != (first + size - 1) // ranks_per_node
+
+
+class KeyedDraws:
+    """Draws inside of sharded regions differ between tensor ranks, and depend on their key alone."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        """Args: rank: the tensor rank. device: where units draw; their generator is seeded for each draw."""
+        self._device, self._rank = device, rank
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A context around one draw."""
+        generator = torch.default_generator
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index or 0]
+        # The same number on each rank, whether the draw is keyed or goes on from the one before.
+        key = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
+        before = generator.get_state()
+        generator.manual_seed(hash((key, self._rank + 1)) & 0x7FFFFFFFFFFFFFFF)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+# Replicas that share parameters out may have different numbers of these.
+
+
+def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
+    """The plans in words; units with one plan share its lines.
+
+    Args:
+        plans: By FQN of the unit.
+        summary: Where they came from.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for fqn, plan in plans.items():
+        alike.setdefault(tuple(plan.lines()), []).append(fqn)
+    lines = []
+    for text, fqns in alike.items():
+        lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
+        lines += [f"    {line}" for line in text]
+    if summary:
+        lines.append(summary)
+    return "\n".join(lines)

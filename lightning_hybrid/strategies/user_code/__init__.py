@@ -1,0 +1,1 @@
+"""Hooks, optimizers, loaders and checkpoints of the user."""

@@ -1,0 +1,279 @@
+"""What hooks of the user add to a checkpoint while the module is in parts: whole in the file, or refused.
+
+Their reads are answered as in other hooks (`user_hooks.py`). Beyond that, a tensor which they leave in the checkpoint
+may lie on other ranks, or in parts on several. When Lightning has put the checkpoint together, each of them is given
+its whole content on the rank that writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.held import Held
+from lightning_hybrid.full_params.cross_stage_mode import SAVING
+from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
+from lightning_hybrid.strategies.user_code.reads_protocol import Reads
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, Held)
+# What `save_hyperparameters` has noted of the module and of the data module.
+_HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
+_DEEPEST = 4  # containers in containers
+_ADVICE = (
+    "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
+    " and on every rank alike"
+)
+
+Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
+
+
+class SavedByHooks:
+    """Runs the hooks of one trainer that add to its checkpoints, and makes whole what they have added."""
+
+    def __init__(self, trainer: pl.Trainer, reads: Reads, in_parts: Callable[[], bool], watched: Watched) -> None:
+        """Say how hooks are run.
+
+        Args:
+            trainer: Of this run.
+            reads: Of this run.
+            in_parts: Whether the module is not whole now.
+            watched: Puts reads around a hook of someone, by its name.
+        """
+        self._trainer, self._reads, self._in_parts, self._watched = trainer, reads, in_parts, watched
+        self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
+
+    def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Who is to have which other function under which name."""
+        trainer: Any = self._trainer
+        found = [(trainer.lightning_module, "on_save_checkpoint")]
+        found += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
+        if trainer.datamodule is not None:
+            found.append((trainer.datamodule, "state_dict"))
+        hooks = [(user, name, getattr(user, name)) for user, name in found]
+        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(NOT_OF_THE_USER)]
+        for user, name, original in hooks:
+            yield (
+                user,
+                name,
+                self._noted(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
+            )
+        connector = trainer._checkpoint_connector
+        yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
+
+    def _noted(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of which is known what it adds."""
+
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if self._added is None:
+                return original(*args, **kwargs)
+            if self._is_cut_off:  # nothing will be written, and the ranks that would be asked are gone
+                return {}
+            is_state = where.endswith(".state_dict")
+            checkpoint = None if is_state else args[-1] if args else kwargs["checkpoint"]
+            before = {id(leaf) for _, leaf in _leaves(checkpoint)}
+            with torch._C._EnableTorchFunction():  # who saves in another hook reads there too
+                result = watched(*args, **kwargs)
+            for _, leaf in _leaves(result if is_state else checkpoint):
+                if id(leaf) not in before and not isinstance(leaf, _PLAIN):
+                    self._added.setdefault(id(leaf), (leaf, where))
+            return result
+
+        return hook
+
+    def _completed(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Lightning's way to put a checkpoint together, with whole tensors in what hooks added."""
+
+        @functools.wraps(original)
+        def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            if not self._in_parts() or self._added is not None:
+                return original(*args, **kwargs)
+            self._added = {}
+            strategy: Any = self._trainer.strategy
+            states = [optimizer.state for optimizer in strategy.optimizers]
+            copies = [] if strategy._averages is None else strategy._averages.copies
+            try:
+                with self._reads.following(states, copies):
+                    checkpoint = original(*args, **kwargs)
+                    if self._is_cut_off:
+                        return checkpoint
+                    with self._reads.hook(SAVING), torch._C.DisableTorchFunction():
+                        return self._whole(checkpoint, self._added)
+            finally:
+                self._added = None
+
+        return dump_checkpoint
+
+    @property
+    def _is_cut_off(self) -> bool:
+        strategy: Any = self._trainer.strategy
+        return bool(strategy._cut_off)
+
+    def _whole(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
+        """The checkpoint with whole tensors, on the rank that writes; collective over the ranks of a copy.
+
+        Raises:
+            CheckpointError: A content cannot be had, or some ranks add what others do not; on every rank of the copy.
+        """
+        tensors: dict[int, Tensor] = {}
+        objects: dict[int, Any] = {}
+        here: dict[int, Any] = {}
+        named: list[str] = []
+        refused: list[str] = []
+        for path, leaf in _leaves(checkpoint):
+            is_noted = path[:1] in _HYPER_PARAMETERS and not isinstance(leaf, _PLAIN)
+            if id(leaf) not in added and not is_noted:
+                continue
+            adds = added[id(leaf)][1] if id(leaf) in added else "save_hyperparameters"
+            name = f"checkpoint{''.join(f'[{key!r}]' for key in path)}, which {adds} adds,"
+            if not isinstance(leaf, Tensor):
+                if id(leaf) not in objects and _holds_tensors(leaf):
+                    objects[id(leaf)] = leaf
+                    named.append(name)
+                continue
+            is_here = self._reads.is_here(leaf)
+            if is_here is None:
+                refused.append(
+                    f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
+                    " a part of the content, and which was made in no hook that follows it"
+                )
+            elif is_here:
+                here[id(leaf)] = _bare(leaf, leaf)
+            elif id(leaf) not in tensors:
+                tensors[id(leaf)] = leaf
+                named.append(name)
+        said = self._reads.told((refused, named))
+        if problems := [each for others, _ in said for each in others]:
+            raise CheckpointError(f"{problems[0]}; {_ADVICE}")
+        if lone := [name for _, names in said for name in names if any(name not in others for _, others in said)]:
+            raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
+        writes = bool(self._trainer.strategy.is_global_zero)
+        wholes = self._reads.for_file(list(tensors.values()), keep=writes)
+        for (key, leaf), whole in zip(tensors.items(), wholes, strict=True):
+            here[key] = _bare(leaf, whole)
+        if objects:
+            with torch._C._EnableTorchFunction():  # pickles are of full contents there
+                here.update(zip(objects, _copies(list(objects.values()), keep=writes), strict=True))
+        return _rebuilt(checkpoint, here)
+
+    @property
+    def _rank(self) -> int:
+        return int(self._trainer.global_rank)
+
+
+def _bare(leaf: Tensor, content: Tensor) -> Tensor:
+    """The content as a tensor of the user's kind; what is noted on tensors of a run would be pickled with them."""
+    if content is leaf and not any(name.startswith("_hybrid") for name in leaf.__dict__):
+        return leaf
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(content.detach(), requires_grad=leaf.requires_grad)
+    return content.detach().requires_grad_(leaf.requires_grad)
+
+
+def _leaves(
+    value: Any, path: tuple[Any, ...] = (), around: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What builtin containers hold, with its place."""
+    if type(value) not in _CONTAINERS or id(value) in around:
+        yield path, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in items:
+        yield from _leaves(child, (*path, key), (*around, id(value)))
+
+
+def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ()) -> Any:
+    """The same with other tensors; containers that hold none of them stay the user's own objects."""
+    if type(value) not in _CONTAINERS or id(value) in around:
+        return contents.get(id(value), value)
+    around = (*around, id(value))
+    if isinstance(value, dict):
+        built = {key: _rebuilt(child, contents, around) for key, child in value.items()}
+        if all(built[key] is child for key, child in value.items()):
+            return value
+        result = copy.copy(value)
+        result.update(built)
+        return result
+    children = [_rebuilt(child, contents, around) for child in value]
+    if all(new is old for new, old in zip(children, value, strict=True)):
+        return value
+    return type(value)(children)
+
+
+class _Finder(pickle.Pickler):
+    """Goes through an object as the file would, and keeps the objects of some kinds that it comes by."""
+
+    def __init__(self, kind: tuple[type, ...]) -> None:
+        super().__init__(io.BytesIO())
+        self._kind = kind
+        self.found: list[Any] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, self._kind):
+            self.found.append(value)
+            return len(self.found)
+        return None
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object would bring modules or tensors into the file, as far as it can be pickled at all."""
+    finder = _Finder((Tensor, nn.Module))
+    with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
+        finder.dump(value)
+    return bool(finder.found)
+
+
+def _copies(values: list[Any], *, keep: bool) -> list[Any]:
+    """Copies of objects as the file has them; a rank that does not keep them only takes part."""
+    if keep:
+        copies: list[Any] = pickle.loads(pickle.dumps(values))
+        return copies
+    pickle.Pickler(_Nowhere()).dump(values)
+    return values
+
+
+class _Nowhere:
+    """A file that forgets what is written."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def tensors_kept_by(owners: Sequence[Any]) -> list[Tensor]:
+    """The tensors in attributes of modules and callbacks, in containers there, and in modules that they keep; once.
+
+    Args:
+        owners: Of the user.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting = [(owner, 0) for owner in reversed(owners)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+            continue
+        if isinstance(value, nn.Module):
+            found.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
+        inner = value if isinstance(value, dict | list | tuple) else None
+        if depth == 0 or isinstance(value, nn.Module):
+            inner = vars(value)
+        if inner is not None:
+            items = list(inner.values() if isinstance(inner, dict) else inner)
+            waiting += [(item, depth + 1) for item in reversed(items)]
+    return list(found.values())

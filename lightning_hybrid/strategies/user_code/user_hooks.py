@@ -1,0 +1,172 @@
+"""Let the user's hooks read gradients and parameters of the whole model, though each rank has a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+
+from lightning_hybrid.patching import replaced
+from lightning_hybrid.strategies.user_code.checkpoint_hooks import SavedByHooks
+from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
+from lightning_hybrid.strategies.user_code.reads_protocol import Reads
+
+_AROUND_STEP = "optimizer_step"
+_ROUNDS = ("train", "validation", "test", "predict")
+# Hooks that run while the module may be in parts, on every rank; in the last one the training step runs.
+_HOOKS = (
+    "on_fit_start",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "configure_gradient_clipping",
+    "backward",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    *(f"on_{round}_model_{mode}" for round in _ROUNDS[1:] for mode in ("eval", "train", "zero_grad")),
+    *(f"on_{round}_{when}_{end}" for round in _ROUNDS for when in ("epoch", "batch") for end in ("start", "end")),
+    *(f"on_{round}_start" for round in _ROUNDS),
+    *(f"on_{round}_end" for round in _ROUNDS[1:]),
+    _AROUND_STEP,
+)
+
+
+def read_globally(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    reads: Reads,
+    *,
+    latest: Callable[[], Reads],
+    in_parts: Callable[[], bool],
+    complete: Callable[[], bool],
+    passes: Callable[[], None],
+) -> Callable[[], None]:
+    """Put ``reads`` around every hook that the user wrote, on these instances alone.
+
+    Args:
+        trainer: Its callbacks are watched too.
+        module: The user's.
+        reads: Of this run.
+        latest: Those of the layout as it is now, which a hook may change by the step that it runs.
+        in_parts: Whether the module is not whole now.
+        complete: Whether gradients of shared parameters are summed over their ranks now.
+        passes: Called when this rank has done with a hook, before it waits for the others.
+
+    Returns:
+        Undoes it.
+    """
+    undo = contextlib.ExitStack()
+    watch = _HookWatch(trainer, latest, in_parts, complete, passes)
+    for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        for name in _HOOKS:
+            original = getattr(user, name, None)
+            calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
+            of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
+            if original is None or (of_lightning and not calls_user):
+                continue
+            undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
+    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched).members():
+        undo.enter_context(replaced(owner, name, function))
+    return undo.close
+
+
+@dataclasses.dataclass(frozen=True)
+class _HookWatch:
+    """Puts reads around hooks of the user; attributes as ``read_globally`` is given them."""
+
+    trainer: pl.Trainer
+    latest: Callable[[], Reads]
+    in_parts: Callable[[], bool]
+    complete: Callable[[], bool]
+    passes: Callable[[], None]
+
+    def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook with ``reads`` around its own lines, but not around the steps that it runs: those of an optimizer."""
+        before = f"{type(user).__name__}.{name}"
+        after = f"{before} after a step"
+        # What is cleared next are the gradients of the optimizer step before, which are complete.
+        is_complete = name in ("on_before_zero_grad", "optimizer_zero_grad")
+
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if not self.in_parts():
+                return original(*args, **kwargs)
+            with contextlib.ExitStack() as around, contextlib.ExitStack() as watching:
+                is_watched = False
+
+                def watch(where: str) -> None:
+                    nonlocal is_watched
+                    reads = self.latest()
+                    watching.enter_context(reads.hook(where, is_complete=is_complete or self.complete()))
+                    watching.enter_context(_lightning_of_its_own(self.trainer, reads))
+                    is_watched = True
+
+                def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+                    @functools.wraps(function)
+                    def call(*args: Any, **kwargs: Any) -> Any:
+                        nonlocal is_watched
+                        if not is_watched:  # inside another one
+                            return function(*args, **kwargs)
+                        self.passes()
+                        is_watched = False
+                        watching.close()
+                        result = function(*args, **kwargs)
+                        watch(after)
+                        return result
+
+                    return call
+
+                owners = [
+                    (self.trainer.strategy, _AROUND_STEP),
+                    *((optimizer, "step") for optimizer in self.trainer.optimizers),
+                ]
+                for owner, step in owners:
+                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step))))
+                if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
+                    args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
+                    kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
+                watch(before)
+                result = original(*args, **kwargs)
+                self.passes()
+                return result
+
+        return hook
+
+
+@contextlib.contextmanager
+def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
+    """What a hook asks of Lightning: logs get contents, and what is global already is not watched."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    with contextlib.ExitStack() as stack:
+
+        def unwatched(owner: Any, name: str, known: Callable[[Any], Any] = lambda value: value) -> None:
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = known((args, kwargs))
+                with torch._C.DisableTorchFunction():
+                    return original(*args, **kwargs)
+
+            stack.enter_context(replaced(owner, name, call))
+
+        unwatched(module, "log", reads.known)
+        unwatched(module, "log_dict", reads.known)
+        for logger in trainer.loggers:
+            unwatched(logger, "log_metrics", reads.known)
+        unwatched(trainer, "save_checkpoint")
+        unwatched(trainer.precision_plugin, "clip_gradients")
+        for optimizer in trainer.optimizers:
+            unwatched(optimizer, "zero_grad")
+        for name in ("lightning_module_state_dict", "optimizer_state", "make_whole"):
+            unwatched(strategy, name)
+        yield

@@ -1,0 +1,195 @@
+"""Let optimizers that are not torch's see the gradients and parameters of the whole model in their steps.
+
+A step that looks at one parameter at a time is right on each rank's part. One that takes a norm over all of them, or a
+step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as
+hooks of the user do: what is of other ranks is followed without content, and sent where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.patching import replace
+from lightning_hybrid.strategies.user_code.reads_protocol import Reads
+from lightning_hybrid.zero.replaced_step import replace_step
+
+# Their steps look at one parameter at a time; following them would only cost time.
+_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
+
+
+def looks_at_all(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step, or a hook on it, may combine what it sees of several parameters."""
+    if isinstance(optimizer, LBFGS):
+        return True
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
+
+
+def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool]) -> Callable[[], None]:
+    """Put ``reads`` around the steps of one optimizer; not around the closure, in which the training step runs.
+
+    Args:
+        optimizer: Built on parameters of which some are absent.
+        reads: Of this run.
+        in_parts: Whether the module is not whole now.
+
+    Returns:
+        Undoes it.
+    """
+    where = f"{type(optimizer).__name__}.step"
+    original = optimizer.step
+    known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not in_parts():
+            return original(*args, **kwargs)
+        with _later_hooks_after(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
+
+            def unwatched(closure: Any) -> Any:
+                if not callable(closure):
+                    return closure
+
+                def run() -> Any:
+                    watching.close()
+                    result = closure()
+                    watching.enter_context(reads.hook(where))
+                    return result
+
+                return run
+
+            args = tuple(unwatched(arg) for arg in args)
+            kwargs = {name: unwatched(arg) for name, arg in kwargs.items()}
+            watching.enter_context(reads.hook(where))
+            return original(*args, **kwargs)
+
+    _adopt(optimizer, reads)
+    return replace_step(optimizer, step)
+
+
+def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Let an optimizer that decides by the losses of its closure see their mean over replicas, as gradients are.
+
+    Args:
+        optimizer: Of the run.
+        average: Gives the mean of a loss; collective.
+
+    Returns:
+        Undoes it.
+    """
+    original = optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
+        def averaged() -> Any:
+            loss = closure()
+            return average(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        return original(averaged)
+
+    return replace_step(optimizer, step)
+
+
+def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
+    """Let an optimizer that the user's step calls see shards of parameters, which the step itself sees in full.
+
+    Args:
+        optimizer: Of the run.
+        guards: Of the run.
+
+    Returns:
+        Undoes it.
+    """
+    original, zero_grad = optimizer.step, optimizer.zero_grad
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(guards.users(arg) if callable(arg) else arg for arg in args)
+        kwargs = {name: guards.users(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        with guards.off():
+            return original(*args, **kwargs)
+
+    def clear(*args: Any, **kwargs: Any) -> None:
+        with guards.off():
+            zero_grad(*args, **kwargs)
+
+    undo, undo_clear = replace_step(optimizer, step), replace(optimizer, "zero_grad", clear)
+
+    def undo_both() -> None:
+        undo()
+        undo_clear()
+
+    return undo_both
+
+
+def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, or one inside of it, keeps tensors of each parameter outside of its state."""
+    if not looks_at_all(optimizer):
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value is not optimizer:
+            return True
+        lists = value if isinstance(value, list) and all(isinstance(inner, list) for inner in value) else [value]
+        copies = [copy for inner in lists if isinstance(inner, list) for copy in inner]
+        if copies and len(copies) == len(parameters) and all(map(_is_like, copies, parameters)):
+            return True
+    return False
+
+
+def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:
+    """What an optimizer, or one inside of it, has made of each parameter at its birth is where the parameter is.
+
+    That is its state, and lists of tensors like its parameters, in their order, as slow weights are.
+    """
+    reads.adopt_state(optimizer.state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for value in list(vars(optimizer).values()):
+        if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
+            _adopt(value, reads, (*outer, optimizer))
+        elif isinstance(value, list):
+            _adopt_copies(value, parameters, reads)
+
+
+def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> None:
+    lists = value if all(isinstance(inner, list) for inner in value) else [value]
+    copies = [copy for inner in lists for copy in inner]
+    if len(copies) != len(parameters) or not all(map(_is_like, copies, parameters)):
+        return
+    if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
+        return  # they are no copies
+    state = {parameter: {"copy": copy} for parameter, copy in zip(parameters, copies, strict=True)}
+    reads.adopt_state(state)
+    adopted = iter(state.values())
+    for inner in lists:
+        inner[:] = [next(adopted)["copy"] for _ in inner]
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+@contextlib.contextmanager
+def _later_hooks_after(
+    optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Let post hooks that came after the optimizer was built (those of callbacks) run when nothing is watched."""
+    hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
+    if not hooks or known.issuperset(hooks):
+        yield
+        return
+    later = [hook for key, hook in hooks.items() if key not in known]
+    first = OrderedDict((key, hook) for key, hook in hooks.items() if key in known)
+    optimizer.__dict__["_optimizer_step_post_hooks"] = first
+    try:
+        yield
+    finally:
+        optimizer.__dict__["_optimizer_step_post_hooks"] = hooks
+    for hook in later:
+        hook(optimizer, args, kwargs)

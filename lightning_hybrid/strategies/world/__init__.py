@@ -1,0 +1,1 @@
+"""What ranks know of each other; evaluation, samplers and stops over replicas."""

@@ -1,0 +1,209 @@
+"""When a rank fails, its peers learn of it within seconds.
+
+Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
+the others waiting for its messages until their timeout. What ranks tell each other goes through the store by which they
+met: it works while collectives do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hybrid.mesh import Mesh, is_lost_connection
+from lightning_hybrid.pipeline.runtime.error_notes import note, notes
+from lightning_hybrid.shared_memory.streams import close_streams
+from lightning_hybrid.strategies.world.graceful_stop import Stopping
+from lightning_hybrid.strategies.world.rendezvous import Rendezvous
+from lightning_hybrid.strategies.world.run_callback import RunCallback
+from lightning_hybrid.strategies.world.slurm_requeue import Requeue
+
+# So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
+_SECONDS_FOR_PEERS = 1.0
+# So long the rank that may host the store stays, for the others to read why it failed.
+_SECONDS_FOR_READERS = 2.0
+_NEVER_SENT = 0x7FFFFFFE
+_SHOWN_CHARS = 500
+# Why the connections of a world were closed; one that is made anew is another.
+_closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
+
+
+class Failures(RunCallback):
+    """Stands before the user's callbacks: theirs may wait for ranks that this one wakes or brings along first.
+
+    Attributes:
+        cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.
+        rendezvous: Where ranks meet before something is gathered from all.
+    """
+
+    def __init__(self, trainer: Any, mesh: Mesh, timeout: timedelta) -> None:
+        """Begin to watch.
+
+        Args:
+            trainer: About to run.
+            mesh: Of this run; every rank watches over as many runs as the others.
+            timeout: For ranks of which nothing is heard.
+        """
+        self.cut_off = False
+        self._trainer = trainer
+        self._mesh = mesh
+        self._store = dist.distributed_c10d._get_default_store()
+        # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
+        self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
+        self._reported = False
+        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, Failures))]
+        self._requeue = Requeue(trainer, mesh, self._store, self._prefix)
+        self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
+        self._stopping = Stopping(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
+
+    def stop_watching(self) -> None:
+        """Undo what was done to the trainer."""
+        self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
+        self._requeue.stop_listening()
+        self._stopping.stop_listening()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Lightning's hook."""
+        self.report(exception)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks, and make sure that none of them waits for this one; say who failed if they did.
+
+        Args:
+            error: What ends the run on this rank; gets a note if the cause lies with another rank.
+        """
+        if self._reported or self._mesh.layout.world_size == 1:
+            return
+        self._reported = True
+        here = self._where(error)
+        lost = is_lost_connection(error)
+        mine = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
+        first = self._tell(mine)
+        if lost:
+            reason = "another rank of the job has died without a word" if first == mine else first
+            note(error, f"{here} had to stop: {reason}")
+            self._close(reason)
+        elif not self._all_reported(_SECONDS_FOR_PEERS):
+            self._close(first)
+            if self._mesh.rank == 0:
+                self._all_reported(_SECONDS_FOR_READERS)
+
+    def _tell(self, mine: str) -> str:
+        """Publish a reason unless there is one already; the one that stands."""
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            first = self._store.compare_set(self._prefix + "reason", "", mine).decode(errors="replace")
+            self._store.add(self._prefix + "failed", 1)
+            return first
+        return mine
+
+    def any_reported(self) -> bool:
+        """Whether a rank has failed."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.add(self._prefix + "failed", 0) > 0
+        return True
+
+    def _all_reported(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while self._store.add(self._prefix + "failed", 0) < self._mesh.layout.world_size:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+            return True
+        return False
+
+    def _close(self, reason: str) -> None:
+        """Close this rank's connections; whoever waits for it gets an error."""
+        self.cut_off = True
+        world: Any = dist.group.WORLD
+        _closed[world] = reason
+        for group in {id(group): group for group in (world, *self._mesh.groups)}.values():
+            if group.size() > 1:
+                _close_group(group)
+
+    def _where(self, error: BaseException) -> str:
+        """This rank, its stage and what it was doing."""
+        size = self._mesh.size("pp")
+        rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
+        for text in notes(error):
+            place = re.match(r"on pipeline rank \d+, (.*)", text)
+            if place:
+                return f"{rank} in {place[1]}"
+        hook = _hook_of(error)
+        return f"{rank} in {hook}" if hook else rank
+
+    def _on_batch_start(self, *_: Any, **__: Any) -> None:
+        self._stopping.on_batch_start()
+        if self._mesh.layout.world_size > 1:
+            self.rendezvous.passes()
+
+    on_train_batch_start: Callable[..., None] = _on_batch_start
+    on_validation_batch_start: Callable[..., None] = _on_batch_start
+    on_test_batch_start: Callable[..., None] = _on_batch_start
+    on_predict_batch_start: Callable[..., None] = _on_batch_start
+
+
+def check_connections() -> None:
+    """See that no run that failed has closed the connections that another would use.
+
+    Raises:
+        RuntimeError: One has.
+    """
+    reason = _closed.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    if reason is not None:
+        raise RuntimeError(
+            "a run in this process failed, and its connections to the other ranks were closed so that none waits for"
+            f" it: {reason}; start the script again to train, validate or test on"
+        )
+
+
+def warn_of_missing_checkpoint(path: Any) -> None:
+    """Say why a checkpoint that was asked for after a failure is not written."""
+    rank_zero_warn(
+        f"no checkpoint is written to {path}: a rank has failed, and the parameters of its stage cannot be reached;"
+        " resume from the last checkpoint of the run"
+    )
+
+
+def _close_group(group: dist.ProcessGroup) -> None:
+    close_streams(group)
+    if dist.get_backend(group) != "gloo":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        return
+    # [Note: closing gloo] Neither abort nor destroy_process_group closes sockets of gloo while anything still refers to
+    # the group. A receive that runs out of time does: gloo then closes all connections of the group.
+    # From a peer that is gone it fails at once and closes nothing, so every peer is tried.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+
+def _hook_of(error: BaseException) -> str:
+    """The innermost hook of Lightning's that an error came through."""
+    hook, frames = "", error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:
+            hook = frames.tb_frame.f_locals.get("hook_name", hook)
+        frames = frames.tb_next
+    return hook
+
+
+def _brief(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [""]
+    text = lines[0][:_SHOWN_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,76 @@
+"""A job that SLURM is about to take back: all ranks save after the same batch, and the first one asks for its return.
+
+Lightning saves where the signal finds a rank. Ranks that share a model are then in different places of a step, and a
+file needs all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.world.run_callback import RunCallback
+
+_HANDLER = "_slurm_sigusr_handler_fn"
+
+
+class Requeue(RunCallback):
+    """Stands after all other callbacks, so that what they do at the end of a batch is saved as done."""
+
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
+        """Begin to listen.
+
+        Args:
+            trainer: About to run.
+            mesh: The ranks.
+            store: By which they met; it works where collectives do not.
+            prefix: Of this run's keys in the store.
+        """
+        self._trainer = trainer
+        self._store = store
+        self._prefix = prefix
+        self._round = 0
+        self._batches = 0
+        self._signum = 0
+        environment = trainer._accelerator_connector.cluster_environment
+        listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, Requeue)]
+        if listens and mesh.layout.world_size > 1:
+            self._signum = int(environment.requeue_signal or 0)
+            trainer.callbacks.append(self)
+            setattr(trainer._signal_connector, _HANDLER, self._on_signal)
+
+    def stop_listening(self) -> None:
+        """Undo what was done to the trainer."""
+        self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
+        vars(self._trainer._signal_connector).pop(_HANDLER, None)
+
+    @property
+    def _key(self) -> str:
+        return f"{self._prefix}requeue-{self._round}"
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        """Agree on the batch after which all ranks save; the first signal decides."""
+        # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
+        due = self._batches + 2 + self._trainer.accumulate_grad_batches
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(self._key, "", str(due))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Save and requeue if this is the batch."""
+        self._batches += 1
+        if not self._is_due():
+            return
+        self._round += 1
+        connector = trainer._signal_connector
+        getattr(type(connector), _HANDLER)(connector, self._signum, None)
+
+    def _is_due(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            return self._store.check([self._key]) and self._batches >= int(self._store.get(self._key))
+        return False

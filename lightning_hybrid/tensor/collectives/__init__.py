@@ -1,0 +1,1 @@
+"""What tensor ranks send each other inside of layers, with its gradients."""

@@ -1,0 +1,1 @@
+"""What a recorded step shows of linears, attention and vocabularies."""

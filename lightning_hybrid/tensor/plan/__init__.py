@@ -1,0 +1,1 @@
+"""How the layers of a model are cut over tensor ranks, as plain data."""

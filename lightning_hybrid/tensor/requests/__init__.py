@@ -1,0 +1,1 @@
+"""What the user and the model ask for, and which of them wins."""

@@ -1,0 +1,110 @@
+"""What a unit is, as a digest that is the same in each process: the key under which a plan is kept.
+
+Units with one digest have the same classes with the same code, whole numbers, shapes and arguments, and the same is
+asked of them. Weights and what functions elsewhere do are not in it: what is read under a key is proved once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.tensor.plan.unit_plan import Deal
+from lightning_hybrid.tensor.requests.precedence import Wishes
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+_LIBRARIES = ("builtins", "torch.", "lightning.")
+_MAX_DEPTH, _MAX_LENGTH = 6, 1000
+
+
+def digest_of(
+    unit: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sizes: tuple[int, int],
+    whole: Mapping[str, str],
+    asked: Wishes,
+    deal: Deal = None,
+) -> str:
+    """The key of a unit's plan.
+
+    Args:
+        unit: The unit.
+        args: Positional arguments of one call.
+        kwargs: Keyword arguments.
+        sizes: Numbers of tensor ranks and of context ranks.
+        whole: Parameters that stay whole, each with the reason.
+        asked: What plans ask for its modules.
+        deal: Whether positions are dealt.
+    """
+    classes = {base for module in unit.modules() for base in type(module).__mro__}
+    described = (
+        [(name, _module(module)) for name, module in unit.named_modules()],
+        sorted(_class(base) for base in classes if not f"{base.__module__}.".startswith(_LIBRARIES)),
+        _value((args, dict(kwargs))),
+        (sizes, deal, sorted(whole.items()), asked.key),
+        (torch.__version__, sys.version_info[:3], _own_source()),
+    )
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+@functools.cache
+def _own_source() -> str:
+    """What searches: a plan of another version of it is searched again."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _module(module: nn.Module) -> Any:
+    tensors = [(name, tensor is None or _value(tensor)) for name, tensor in module._parameters.items()]
+    tensors += [(name, tensor is None or _value(tensor)) for name, tensor in module._buffers.items()]
+    attributes = [(name, _value(value)) for name, value in vars(module).items() if name not in _SKIPPED]
+    return _name(type(module)), tensors, attributes
+
+
+def _value(value: Any, depth: int = 0, within: bool = False) -> Any:
+    """An attribute or argument; of an object (a configuration) what it holds itself, of objects in it the class."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype), value.requires_grad
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, (tuple, list, set, frozenset, Mapping)):
+        if depth == _MAX_DEPTH or len(value) > _MAX_LENGTH:
+            return _name(type(value)), len(value)
+        if isinstance(value, Mapping):
+            # The ids of hooks are counted over the process.
+            pairs = [(name if isinstance(name, str) else "", item) for name, item in value.items()]
+            return [(name, _value(item, depth + 1, within)) for name, item in pairs]
+        items = [_value(item, depth + 1, within) for item in value]
+        return items if isinstance(value, (tuple, list)) else sorted(map(repr, items))
+    if isinstance(value, FunctionType):
+        return _name(value), _code(value.__code__)
+    if isinstance(value, type):
+        return _name(value)
+    if within or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        return _name(type(value))
+    return _name(type(value)), [(name, _value(item, depth + 1, True)) for name, item in vars(value).items()]
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _class(base: type) -> Any:
+    members = [(name, member) for name, member in vars(base).items() if isinstance(member, FunctionType)]
+    return _name(base), [(name, _code(member.__code__)) for name, member in members]
+
+
+def _code(code: CodeType) -> Any:
+    """The instructions, and where they stand: what a plan rewrites is named by its line."""
+    constants = [_code(item) if isinstance(item, CodeType) else _value(item) for item in code.co_consts]
+    return code.co_filename, code.co_firstlineno, code.co_code, code.co_names, constants

@@ -1,0 +1,1 @@
+"""Run layers that are cut over tensor ranks."""

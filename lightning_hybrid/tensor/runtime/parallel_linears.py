@@ -1,0 +1,183 @@
+"""The forwards that take the place of a unit's linears and attentions while it runs sharded.
+
+    column      own output features: what it reads enters its region
+    row         own input features: what it gives is summed over ranks, and then its bias is added
+    gathered    own output features, which are gathered
+    attention   an `nn.MultiheadAttention`: both in one
+
+Where positions are dealt, those that tensor ranks share are gathered on the way in, and of the sum a rank keeps its
+own; in a region that mixes positions, context ranks exchange them for features behind its columns and before its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.placement import Shard, cut
+from lightning_hybrid.patching import Replacement
+from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
+from lightning_hybrid.tensor.collectives.sequence_collectives import OwnPositions, dealt_of, saved_in_parts
+from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
+from lightning_hybrid.tensor.runtime.partial_products import convolution_of, product_of
+from lightning_hybrid.tensor.runtime.region_inputs import Entrances
+from lightning_hybrid.tensor.runtime.region_mode import RegionWatch
+from lightning_hybrid.tensor.runtime.sequence_sharding import Dealing
+from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
+from lightning_hybrid.tensor.shard_state.shard_marks import mark, tensors_in
+
+Run = Callable[..., Tensor]  # the product of a linear with what a rank has of its weight, with or without the bias
+
+
+class Linears:
+    """The linears of one unit on one rank.
+
+    Attributes:
+        forwards: By FQN inside the unit.
+        watch: Of the forward under way, if there is one.
+        dealing: How positions are dealt in the forward under way, if they are.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        plan: UnitPlan,
+        positions: PositionsPlan | None,
+        ranks: tuple[Ranks, Ranks, Ranks],
+        entrances: Entrances,
+        around_draw: AroundDraw,
+    ) -> None:
+        """Make the forwards.
+
+        Args:
+            modules: Of the unit, by FQN.
+            plan: Its plan.
+            positions: As context ranks share what a tensor rank has.
+            ranks: The tensor ranks, the context ranks, and both together where these are dealt positions.
+            entrances: Of the unit.
+            around_draw: A context around each draw of random numbers inside of a region.
+        """
+        self._modules, self._plan, self._positions = modules, plan, positions
+        self._ranks, self._context, self._all = ranks
+        self._entrances, self._around_draw = entrances, around_draw
+        self.watch: RegionWatch | None = None
+        self.dealing: Dealing | None = None
+        self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
+        if positions is not None:
+            shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
+            self.forwards |= {fqn: partial(self._shown, fqn, modules[fqn].forward) for fqn in shown}
+        self.forwards = {
+            fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward) for fqn, run in self.forwards.items()
+        }
+
+    def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
+        """As `Entrances.enter`."""
+        return self._entrances.enter(tensor, ranks, fresh=fresh)
+
+    def _forward_of(self, fqn: str) -> Callable[..., Any]:
+        module, role = self._modules[fqn], self._plan.roles[fqn]
+        if role == "attention":
+            assert isinstance(module, nn.MultiheadAttention)
+            return partial(self._unwatched, partial(self._attention, fqn, module))
+        linear = self._plan.linears[fqn]
+        run = convolution_of(module) if linear.is_convolution else partial(product_of, module, linear)
+        forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
+        return partial(self._unwatched, partial(forward, linear, run))
+
+    def _unwatched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What is done here is right as it is."""
+        watch = self.watch
+        if watch is None:
+            return forward(*args, **kwargs)
+        watch.paused = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            watch.paused = False
+
+    def _shown(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module whose code asks for the length of the sequence."""
+        if self.dealing is not None:
+            args, kwargs = self._unwatched(self.dealing.shown, fqn, args, kwargs)
+            self.dealing.is_own = False
+        return forward(*args, **kwargs)
+
+    def _given(self, linear: LinearLike, x: Tensor) -> tuple[Tensor, bool]:
+        """The input of a linear, and whether it is this rank's positions."""
+        return (x, False) if self.dealing is None else self.dealing.given(linear.fqn, x)
+
+    def _product(self, run: Run, x: Tensor, is_dealt: bool, *args: Any, **kwargs: Any) -> Tensor:
+        """The product with what enters, at the positions that tensor ranks have together."""
+        if is_dealt and self.dealing is not None and self.dealing.inner is not None:
+            x = self.dealing.in_region(x)
+        with saved_in_parts(x):
+            return run(self.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
+
+    def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dealing, over, placement = self.dealing, self._ranks, self._plan.placements[linear.parameter("weight")]
+        x, is_dealt = self._given(linear, x)
+        if dealing is not None and dealing.exchanges(linear.fqn):
+            # Positions are exchanged for features behind the linear, which has those of the tensor rank.
+            assert self._plan.positions is not None and self._positions is not None
+            over, placement = self._all, self._plan.positions.features[linear.fqn]
+            if is_dealt:
+                out = dealing.to_heads(self._product(run, x, True), linear.fqn)
+            else:  # another sequence, whole on every rank
+                features = self._positions.features[linear.fqn]
+                out = cut(run(self.enter(x, over), True), features, self._context.rank, self._context.size)
+            dealing.is_own = False
+        else:
+            out = self._product(run, x, is_dealt, *args, **kwargs)
+            if dealing is not None and dealing.inner is not None:
+                dealing.is_own = False
+        assert isinstance(placement, Shard)
+        column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
+        return mark(out, over.size, column)
+
+    def _row(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dealing = self.dealing
+        if dealing is not None and dealing.exchanges(linear.fqn):
+            x = dealing.to_positions(x, linear.fqn)
+        if self._ranks.size == 1:
+            return run(x, True, *args, **kwargs)
+        out = run(x, False, *args, **kwargs)
+        if dealing is not None and dealing.inner is not None:
+            out = dealing.leave_region(out)
+        else:
+            out = leave(out, self._ranks)
+        bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
+        # Added once, to the sum, where that lies.
+        return out if bias is None else out.add_(bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim)))
+
+    def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        stands_for_all = isinstance(x, OwnPositions)
+        x, is_dealt = self._given(linear, x)
+        out = self._product(run, x, is_dealt, *args, **kwargs)
+        out = gather(out, out.dim() + linear.feature_dim, self._ranks)
+        inner = None if self.dealing is None else self.dealing.inner
+        return dealt_of(out, inner) if inner is not None and is_dealt and not stands_for_all else out
+
+    def _attention(
+        self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.dealing is not None:
+            args, kwargs = self.dealing.shown(fqn, args, kwargs)
+            self.dealing.is_own = False
+        ranks = self._all  # those of one axis where no positions are dealt to the other
+        with contextlib.ExitStack() as saved:
+            for tensor in tensors_in((*args, *kwargs.values())):
+                saved.enter_context(saved_in_parts(tensor))
+            enter = partial(self.enter, ranks=ranks)
+            return sharded_attention(module, ranks, enter, self._leave, self._around_draw, *args, **kwargs)
+
+    def _leave(self, addend: Tensor) -> Tensor:
+        """The sum over all ranks, of a rank's own positions where positions are dealt."""
+        if self.dealing is None:
+            return leave(addend, self._ranks)
+        addend = self.dealing.leave(addend)
+        return leave(addend, self._ranks) if self.dealing.inner is None else addend

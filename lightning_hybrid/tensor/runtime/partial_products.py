@@ -1,0 +1,35 @@
+"""The products of linears and convolutions that are cut: with this rank's weight, and with or without the bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hybrid.tensor.plan.unit_plan import LinearLike
+
+
+def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
+    """A matrix product with what the module holds of its weight."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    bias = module._parameters.get("bias") if with_bias else None
+    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
+
+
+def convolution_of(module: nn.Module) -> Callable[..., Tensor]:
+    """Calls a convolution, without its bias if so told."""
+    forward = module.forward
+
+    def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:
+        if with_bias:
+            return forward(x, *args, **kwargs)
+        bias, module._parameters["bias"] = module._parameters["bias"], None
+        try:
+            return forward(x, *args, **kwargs)
+        finally:
+            module._parameters["bias"] = bias
+
+    return run

@@ -1,0 +1,382 @@
+"""Watches the operations of a unit that runs sharded, from a column-parallel linear to the row-parallel one.
+
+A value is *cut* if it comes from a cut one: each rank holds other features of it; over tensor ranks, or over tensor
+ranks times context ranks where these exchanged positions for features. The watch follows cut values through the user's
+code and does what the code could not know about:
+
+- a replicated value that meets a cut one enters the region, so that its gradient is summed over ranks;
+- one that has a dim of the whole's size (a position bias for each head, the weight of a norm over channels) is sliced;
+- sizes and offsets written in terms of the whole (`view(B, T, n_head, C // n_head)`) are divided.
+
+While learning it decides by the shapes, which are chosen so that only features can be divided, and notes what it did at
+which call of the user's code. Afterwards it does exactly that, whatever the shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
+from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
+from lightning_hybrid.tensor.runtime.local_lengths import place_of_positions
+from lightning_hybrid.tensor.runtime.local_offsets import CannotShard, local_index, local_offset, local_sections
+from lightning_hybrid.tensor.shard_state.shard_marks import cut_over, mark, marked, tensors_in
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_SITE_DEPTH = 3
+_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+_QUERIES = frozenset(
+    {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "requires_grad_"}
+)
+_VIEWS = frozenset({"view", "reshape"})
+_CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
+_BROADCAST = frozenset(
+    f"{pre}{name}{post}"
+    for name in ("add", "sub", "mul", "div", "truediv", "pow", "and", "or")
+    for pre, post in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
+) | {
+    "where",
+    "masked_fill",
+    "masked_fill_",
+    "maximum",
+    "minimum",
+    "lerp",
+    "addcmul",
+    "rsub",
+    "true_divide",
+    "logical_and",
+}
+_ATTENTION = "scaled_dot_product_attention"
+_BATCHED = "baddbmm"  # its addend has batch and heads in one dim
+
+
+class RegionWatch(TorchFunctionMode):
+    """Active while one rank runs a unit sharded.
+
+    Attributes:
+        rules: What was done at each call; filled while learning.
+        inside: Names of replicated parameters that met a cut value.
+        outside: Names of parameters that were used elsewhere.
+        sliced: Parameters and buffers that were sliced along a dim: name -> dim.
+        entered: Whether a value that is no parameter entered on its way.
+        drew: Whether random numbers were drawn for a cut value.
+        paused: Whether operations pass unseen: those of our own linears.
+    """
+
+    def __init__(
+        self,
+        *,
+        learning: bool,
+        rules: dict[Site, Rule],
+        enter: Callable[[Tensor, Ranks], Tensor],
+        names: dict[int, str],
+        cut_ids: Mapping[int, int],
+        regions: Iterable[Ranks],
+        batch: int,
+        around_draw: Callable[[], AbstractContextManager[Any]],
+        positions: tuple[Collection[int], int] | None = None,
+    ) -> None:
+        """Make a watch for one forward.
+
+        Args:
+            learning: Whether rules are made or followed.
+            rules: By call.
+            enter: Lets a replicated value enter a region of some ranks; remembers what it did for which value.
+            names: id -> name of the unit's parameters and buffers in this forward.
+            cut_ids: Ids of those that are cut, each with the number of ranks.
+            regions: Ranks that share features: the tensor ranks, and those times context ranks.
+            batch: The first size of the unit's first input.
+            around_draw: A context around each draw for a cut value.
+            positions: How many values in regions may have, and how many this rank has, where positions are dealt.
+        """
+        super().__init__()
+        self._learning, self.rules = learning, rules
+        self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
+        self._regions = {ranks.size: ranks for ranks in regions}
+        self._over: Ranks = OneRank()  # over which values of the operation under way are cut
+        self._batch, self._positions = batch, positions
+        self.inside: set[str] = set()
+        self.outside: set[str] = set()
+        self.sliced: dict[str, int] = {}
+        self.entered = False
+        self.drew = False
+        self.paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if self.paused or name in _QUERIES:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            value = func(*args, **kwargs)
+            return marked(value, self._size_of(args[0])) if self._is_cut(args[0]) else value
+        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
+        cut = [tensor for tensor in tensors if self._size_of(tensor)]
+        if not cut:
+            self.outside.update(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
+            return func(*args, **kwargs)
+        size = self._size_of(cut[0]) if len(cut) == 1 else self._common_size(cut)
+        self._over = self._regions[size]
+        if name in _REWRITTEN:
+            args, kwargs = self._rewritten(name, args, kwargs)
+        in_place = _is_in_place(name)
+        if len(cut) < len(tensors):
+            args, kwargs = self._with_sides(name, args, kwargs, cut, in_place=in_place)
+        if draws(name, args, kwargs):
+            self.drew = True
+            with self._around_draw():
+                return marked(func(*args, **kwargs), size)
+        out = marked(func(*args, **kwargs), size)
+        if in_place and isinstance(args[0], Tensor):
+            mark(args[0], size)
+        return out
+
+    def _size_of(self, tensor: Tensor) -> int:
+        return self._cut_ids.get(id(tensor)) or cut_over(tensor)
+
+    def _is_cut(self, tensor: Tensor) -> bool:
+        return self._size_of(tensor) > 0
+
+    def _common_size(self, cut: list[Tensor]) -> int:
+        """Over how many ranks all of these values are cut."""
+        sizes = {self._size_of(tensor) for tensor in cut}
+        if len(sizes) > 1:
+            raise CannotShard(f"features of {min(sizes)} ranks meet those of {max(sizes)}, context ranks among them")
+        return sizes.pop()
+
+    # --- replicated values that meet a cut one ------------------------------------------------------------------------
+
+    def _with_sides(
+        self, name: str, args: Args, kwargs: Kwargs, cut: list[Tensor], in_place: bool
+    ) -> tuple[Args, Kwargs]:
+        """Arguments of an operation in a region: the replicated ones enter, those with all features are sliced."""
+        reference = self._reference(name, args, cut)
+        written = args[0] if in_place and args and isinstance(args[0], Tensor) else None
+
+        def side(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value if value is written or self._is_cut(value) else self._side(name, value, reference)
+            if type(value) in (tuple, list):
+                return type(value)(side(item) for item in value)
+            return value
+
+        return tuple(side(value) for value in args), {key: side(value) for key, value in kwargs.items()}
+
+    def _reference(self, name: str, args: tuple[Any, ...], cut: list[Tensor]) -> tuple[int, ...]:
+        """The shape that values beside a cut one are held against; empty where none is expected to match."""
+        if name == _ATTENTION:
+            return (*args[0].shape[:-1], 0)
+        if name in _CHANNELS or name in _CONVOLUTIONS:
+            return tuple(args[0].shape)
+        if name == _BATCHED:
+            return (len(cut[0]),)
+        if name in _BROADCAST:
+            return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in cut)))
+        return ()
+
+    def _side(self, name: str, value: Tensor, reference: tuple[int, ...]) -> Tensor:
+        parameter = self._names.get(id(value))
+        dims = self._sliced_dims(name, value, reference, parameter or "")
+        if value.requires_grad and torch.is_grad_enabled():
+            inside = self._enter(value, self._over)
+            self.entered |= parameter is None and inside is not value
+            value = inside
+        if parameter is not None:
+            if dims and self.sliced.setdefault(parameter, dims[0]) != dims[0]:
+                raise CannotShard(f"{parameter} is sliced along different dims")
+            if not dims:
+                self.inside.add(parameter)
+        for dim in dims:
+            if name == _BATCHED:  # batch and heads are one dim, batch outermost
+                value = value.unflatten(0, (self._batch, -1)).chunk(self._over.size, 1)[self._over.rank].flatten(0, 1)
+            else:
+                value = value.chunk(self._over.size, dim)[self._over.rank]
+        return value
+
+    def _sliced_dims(self, name: str, value: Tensor, reference: tuple[int, ...], parameter: str) -> tuple[int, ...]:
+        if not reference or value.dim() == 0:
+            return ()
+        if name in _CHANNELS or name in _CONVOLUTIONS:
+            channels = reference[1] * self._over.size
+            return (0,) if value.shape[0] % channels == 0 and value.shape[0] > 1 else ()
+        key = self._site(name, "side", str(value.dim()), parameter)
+        if name == _BATCHED and self._learning:
+            merged = self._batch * self._over.size
+            fits = len(value) == reference[0] * self._over.size and len(value) % merged == 0
+            self._note(key, (0,) if fits else None)
+        if not self._learning or name == _BATCHED:
+            known = self.rules.get(key) or ()
+            return tuple(int(dim) for dim in known if isinstance(dim, int))
+        dims = tuple(
+            -k
+            for k in range(1, min(value.dim(), len(reference)) + 1)
+            if value.shape[-k] == reference[-k] * self._over.size and value.shape[-k] > 1
+        )
+        self._note(key, dims or None)
+        return dims
+
+    # --- sizes and offsets in terms of the whole ----------------------------------------------------------------------
+
+    def _rewritten(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if not args or not isinstance(args[0], Tensor) or not self._is_cut(args[0]):
+            return args, kwargs
+        tensor = args[0]
+        if name in _VIEWS and len(args) > 1:
+            sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            if all(type(size) is int for size in sizes):
+                sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
+                return (tensor, self._view(name, tuple(tensor.shape), sizes)), kwargs
+        if name == "unflatten" and len(args) == 3 and all(type(size) is int for size in args[2]):
+            return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
+        if name == "expand" and len(args) > 1:
+            sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
+            return (tensor, self._expand(tensor, list(sizes))), kwargs
+        if name == "group_norm":
+            self._must_divide(name, args[1])
+            self.rules[self._site(name)] = ("groups",)
+            return (tensor, args[1] // self._over.size, *args[2:]), kwargs
+        if name in _CONVOLUTIONS:
+            return self._grouped(name, args, kwargs)
+        return self._with_local_offsets(name, args, kwargs)
+
+    def _all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Sizes with as many positions as the value has where the code asked a rank's own positions for theirs."""
+        if self._positions is None:
+            return sizes
+        lengths, local = self._positions
+        key = self._site(name, "positions", str(len(sizes)))
+        if self._learning:
+            found = place_of_positions(old, sizes, lengths, local, same_dims=name == "expand")
+            self._note(key, None if found is None else ("positions", *found))
+        rule = self.rules.get(key)
+        if rule is None:
+            return sizes
+        place, dim = int(str(rule[1])), int(str(rule[2]))
+        return (*sizes[:place], old[dim], *sizes[place + 1 :])
+
+    def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        key = self._site(name, "view", str(len(sizes)))
+        given, wanted = prod(old), prod(size for size in sizes if size != -1)
+        fits = given % wanted == 0 if -1 in sizes else given == wanted
+        if not self._learning:
+            if key not in self.rules:
+                raise CannotShard(
+                    f"{name}{sizes} of a value of local shape {old} at {_where(key)} did not run when the unit's plan "
+                    f"was proved, so what its sizes mean is not known; keep the unit whole if it branches on its inputs"
+                )
+            rule = self.rules[key]
+            if rule is None:
+                return sizes
+            place, ratio = int(str(rule[0])), int(str(rule[1]))
+            return (*sizes[:place], sizes[place] // ratio, *sizes[place + 1 :])
+        if fits:
+            self._note(key, None)
+            return sizes
+        ratio = self._over.size if -1 in sizes else wanted // given
+        if -1 not in sizes and wanted != given * ratio:
+            return sizes  # torch says what is wrong with it
+        first = 0
+        while first < min(len(sizes), len(old) - 1) and sizes[first] == old[first]:
+            first += 1
+        for place in range(first, len(sizes)):
+            if sizes[place] > 0 and sizes[place] % ratio == 0:
+                self._note(key, (place, ratio))
+                return (*sizes[:place], sizes[place] // ratio, *sizes[place + 1 :])
+        return sizes
+
+    def _expand(self, tensor: Tensor, sizes: list[int]) -> list[int]:
+        """A dim that is no 1 must be asked for as it is; the whole's size can only mean the local one."""
+        for k in range(1, tensor.dim() + 1):
+            if tensor.shape[-k] != 1 and sizes[-k] == tensor.shape[-k] * self._over.size:
+                self.rules[self._site("expand")] = ("expand",)
+                sizes[-k] = tensor.shape[-k]
+        return sizes
+
+    def _grouped(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
+        if groups == 1:
+            return args, kwargs
+        self._must_divide(name, groups)
+        self.rules[self._site(name)] = ("groups",)
+        if len(args) > 6:
+            return (*args[:6], groups // self._over.size, *args[7:]), kwargs
+        return args, {**kwargs, "groups": groups // self._over.size}
+
+    def _must_divide(self, name: str, groups: int) -> None:
+        if groups % self._over.size:
+            raise CannotShard(f"{name} has {groups} groups, which {self._over.size} ranks cannot share; keep it whole")
+
+    def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        tensor = args[0]
+        column = getattr(tensor, "_column", None)
+        if column is None:
+            return args, kwargs
+        placement, feature_dim = column
+        if name == "split":
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            sections = args[1] if len(args) > 1 else kwargs["split_size"]
+            if dim % tensor.dim() - tensor.dim() == feature_dim:
+                self.rules[self._site(name)] = ("offsets",)
+                return (tensor, local_sections(placement, sections)), {"dim": dim}
+        if name == "narrow" and args[1] % tensor.dim() - tensor.dim() == feature_dim:
+            self.rules[self._site(name)] = ("offsets",)
+            start, stop = (local_offset(placement, offset) for offset in (args[2], args[2] + args[3]))
+            return (tensor, args[1], start, stop - start), kwargs
+        if name == "__getitem__":
+            index = local_index(args[1], tensor.dim(), placement, feature_dim)
+            if index is not None:
+                self.rules[self._site(name)] = ("offsets",)
+                return (tensor, index), kwargs
+        return args, kwargs
+
+    # --- rules --------------------------------------------------------------------------------------------------------
+
+    def _note(self, key: Site, rule: Rule) -> None:
+        if self.rules.setdefault(key, rule) != rule:
+            raise CannotShard(f"one call, {_where(key)}, would have to be rewritten in two ways")
+
+    def _site(self, *what: str) -> Site:
+        """Which call of the user's code this is."""
+        places: list[object] = [*what]
+        frame = sys._getframe(2)
+        while frame is not None and len(places) < len(what) + _SITE_DEPTH:
+            path = frame.f_code.co_filename
+            if path.startswith(_HERE):
+                if frame.f_code.co_name == "run_sharded":
+                    break
+            elif not path.startswith((_TORCH, _PACKAGE)):  # what this package puts between says nothing
+                places.append((path, frame.f_lineno))
+            frame = frame.f_back  # type: ignore[assignment]
+        return tuple(places)
+
+
+def _where(site: Site) -> str:
+    """The innermost line of user code."""
+    place = next((item for item in site if isinstance(item, tuple)), ("?", 0))
+    return f"{place[0]}:{place[1]}"
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__",))
+    return name.endswith("_")

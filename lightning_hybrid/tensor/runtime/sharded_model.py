@@ -1,0 +1,286 @@
+"""What a rank holds of the parameters of a model whose units are sharded, and how it runs them.
+
+At rest a parameter that is cut holds this rank's part, in the user's own ``Parameter`` object: optimizers, the
+reduction over replicas and clipping see nothing else. Buffers stay whole, and a sharded unit works on a view of its
+part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.parts.local_shards import AxisCut
+from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.runtime.compiled_linears import Entered, traced_forwards
+from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
+from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullReads
+from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
+from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideReads
+
+
+class ModelShards:
+    """The sharded units of one model on one rank.
+
+    Attributes:
+        plans: By FQN of the unit.
+        cuts: What they hold of each parameter: over tensor ranks a part of some, over context ranks all.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plans: Mapping[str, UnitPlan],
+        group: dist.ProcessGroup,
+        context: dist.ProcessGroup,
+        context_places: Mapping[str, int] | None = None,
+    ) -> None:
+        """Before parameters are cut.
+
+        Args:
+            root: The user's module, whole.
+            plans: By FQN of the unit.
+            group: The tensor ranks.
+            context: The context ranks.
+            context_places: Where this rank is among them, by the axes that these consist of.
+        """
+        self.plans = dict(plans)
+        self._root = root
+        self._group, self._context = group, context
+        self._runners: dict[str, ShardedUnit] = {}
+        self._reads: FullReads | None = None
+        self._tell: Callable[[str], None] = warnings.warn
+        self._told: set[str] = set()  # FQNs of units that have done what their plans were not proved for
+        self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
+        self._of_experts: frozenset[str] = frozenset()  # that context ranks share
+        self._users_of_experts: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
+        parameters = {id(parameter): name for name, parameter in root.named_parameters()}
+        names = parameters | {id(buffer): name for name, buffer in root.named_buffers()}
+        placements: dict[str, Shard] = {}
+        buffers: dict[str, Shard] = {}
+        for fqn, plan in plans.items():
+            tensors = _tensors_of(root.get_submodule(fqn))
+            for name, placement in plan.placements.items():
+                if isinstance(placement, Shard) and name in tensors:
+                    key = id(tensors[name])
+                    (placements if key in parameters else buffers)[names[key]] = placement
+        axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp", places=context_places or {})]
+        self.cuts = [axis for axis in axes if axis.group.size() > 1]
+
+    def be_ready(
+        self,
+        around: Callable[[int], AroundDraw],
+        tell: Callable[[str], None] = warnings.warn,
+        apart: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        """Be ready to run, now that each parameter holds this rank's part.
+
+        Args:
+            around: Makes a context around draws, other ones for each number: for regions the number of this rank
+                among tensor ranks times context ranks, for positions a number of the context rank alone.
+            tell: Warns the user.
+            apart: A context around forwards of which nothing counts, random draws neither; made by torch if None.
+        """
+        self._tell = tell
+        # One of each, so that units know that they are dealt to the same.
+        ranks, context = GroupRanks(self._group), GroupRanks(self._context)
+        both = paired(ranks, context)
+        around_draw = around_own = around(both.rank)
+        if both.size not in (ranks.size, context.size):
+            around_own = around(both.size + context.rank)
+        hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
+        for fqn, proved in self.plans.items():
+            unit = self._root.get_submodule(fqn)
+            plan = self._with_experts(fqn, unit, proved)
+            is_sharded = plan.num_sharded or plan.positions is not None
+            if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
+                buffers = _Buffers(unit, plan, self._group)
+                self._runners[fqn] = ShardedUnit(
+                    unit,
+                    plan,
+                    ranks,
+                    context=context,
+                    tensors=buffers,
+                    around_draw=around_draw,
+                    around_own=around_own,
+                )
+                self._runners[fqn].hands_on = hands_on
+                if apart is not None and (calls := self._runners[fqn].proved) is not None:
+                    calls.apart = apart
+                if proved.positions is not None and plan.positions is not None:
+                    summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
+                    self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
+
+    def why_not_cut_elsewhere(self, name: str) -> str:
+        """Why others cannot cut a parameter over tensor ranks; nothing if they can.
+
+        Args:
+            name: FQN in the root.
+        """
+        for fqn, plan in self.plans.items():
+            inner = name.removeprefix(f"{fqn}.")
+            if inner == name or inner not in plan.placements:
+                continue
+            if isinstance(plan.placements[inner], Shard) or inner in plan.summed:
+                return "they lie in what the layer's plan cuts"
+            if plan.positions is not None and inner in plan.positions.summed_over_tensor:
+                return "tensor ranks have other positions there (sequence_parallel)"
+        return ""
+
+    def cut_elsewhere(self, names: Collection[str]) -> None:
+        """Others cut these parameters over tensor ranks: plans do not say that they are whole.
+
+        Args:
+            names: FQNs in the root.
+        """
+        for fqn, plan in self.plans.items():
+            kept = {name: reason for name, reason in plan.kept.items() if f"{fqn}.{name}" not in names}
+            self.plans[fqn] = replace(plan, kept=kept)
+
+    def share_experts(self, names: Collection[str]) -> None:
+        """Context ranks hold different experts, whose gradients others sum; before `be_ready`.
+
+        Args:
+            names: FQNs of their parameters in the root.
+        """
+        self._of_experts = frozenset(names)
+
+    def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
+        if plan.positions is None or plan.positions.by == "tensor" or not self._of_experts:
+            return plan
+        if all(f"{fqn}.{name}" in self._of_experts for name, _ in unit.named_parameters()):
+            # A unit that is an expert: its rows are those of all context ranks, which it cannot ask.
+            return plan.otherwise or replace(plan, positions=None)
+        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._of_experts)
+        return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
+
+    def sees_own_positions(self, name: str) -> bool:
+        """Whether what uses a parameter in the forward under way has the positions of this context rank alone.
+
+        Args:
+            name: FQN in the root.
+        """
+        runner = self._users_of_experts.get(name)
+        return runner is not None and runner.is_dealing
+
+    def compile(self, fqn: str, run: Callable[..., Any]) -> None:
+        """Let a unit that this rank holds run compiled, where `why_not_traced` finds no reason against it.
+
+        Args:
+            fqn: Of the unit.
+            run: ``run(unit, entered, args, kwargs)``, compiled: the unit's own forward.
+        """
+        runner = self._runners.get(fqn)
+        if runner is None:
+            return
+        unit, entered = self._root.get_submodule(fqn), Entered()
+        forwards = traced_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
+        self._compiled[runner] = lambda *args, **kwargs: run(unit, entered, args, kwargs), forwards
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Units of which `compile` was told run compiled inside."""
+        for runner, compiled in self._compiled.items():
+            runner.compiled = compiled
+        try:
+            yield
+        finally:
+            for runner in self._compiled:
+                runner.compiled = None
+
+    def outside_reads(self) -> AbstractContextManager[Any]:
+        """Entered around the user's step, if code outside of units uses what is cut by its vocabulary."""
+        if not any(plan.outside for plan in self.plans.values()):
+            return contextlib.nullcontext()
+        parameters = dict(self._root.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found = {}
+        for fqn, plan in self.plans.items():
+            unit = self._root.get_submodule(fqn)
+            for inner in plan.outside:
+                parameter = unit.get_parameter(inner)
+                if WHOLE_SHAPE in parameter.__dict__:
+                    found[id(parameter)] = self.cuts[0].placements[names[id(parameter)]]
+        return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
+
+    def gather_on_read(self, guards: Guards) -> None:
+        """Let code outside of units find full parameters, where no recording shows what it reads.
+
+        Args:
+            guards: Of the run.
+        """
+        used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
+        cut = next((axis for axis in self.cuts if axis.axis == "tp" and axis.placements), None)
+        self._reads = None if cut is None else FullReads(self._root, cut, used_outside, guards)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The units run sharded inside."""
+        units = {fqn: self._root.get_submodule(fqn) for fqn in self._runners}
+        reads = self._reads
+
+        def run(fqn: str, full: Callable[..., Any]) -> Callable[..., Any]:
+            sharded = self._runners[fqn].run_sharded
+            if reads is not None:
+                sharded = reads.of_layer(units[fqn], sharded)
+            return partial(self._sharded_or_full, fqn, sharded, full)
+
+        with contextlib.nullcontext() if reads is None else reads.on(), replaced_forwards(units, run):
+            yield
+
+    def _sharded_or_full(
+        self, fqn: str, sharded: Callable[..., Any], full: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A unit's forward; what its plan was not proved for runs full on each rank, as code outside of units does."""
+        proved = self._runners[fqn].proved
+        where = "" if proved is None else proved.otherwise_at(sharded, full, args, kwargs)
+        if not where:
+            return sharded(*args, **kwargs)
+        if fqn not in self._told:
+            self._told.add(fqn)
+            self._tell(
+                f"{fqn} does something that its tensor plan was not proved for ({where}); where it does, it runs full"
+                " on every tensor rank"
+            )
+        args, kwargs = with_wholes(args, kwargs)
+        return full(*args, **kwargs)
+
+    def forget(self) -> None:
+        """The module is whole again."""
+        self._runners, self._compiled, self._users_of_experts = {}, {}, {}
+        self._reads = None
+
+
+class _Buffers:
+    """The local parts of a unit's buffers, as views of the whole ones."""
+
+    def __init__(self, unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> None:
+        self._unit = unit
+        self._cuts: list[tuple[str, int, int, int]] = []
+        for name, _ in unit.named_buffers():
+            placement = plan.placements.get(name)
+            if isinstance(placement, Shard):
+                ((start, length),) = placement.ranges(group.rank(), group.size())
+                self._cuts.append((name, placement.dim, start, length))
+
+    def __call__(self) -> dict[str, Tensor]:
+        return {name: self._unit.get_buffer(name).narrow(dim, start, length) for name, dim, start, length in self._cuts}
+
+
+def _tensors_of(unit: nn.Module) -> dict[str, Any]:
+    return {**dict(unit.named_parameters(remove_duplicate=False)), **dict(unit.named_buffers(remove_duplicate=False))}

@@ -1,0 +1,180 @@
+"""The ways in which one group of linears may be cut, the likely ones first.
+
+They differ in how a projection's output features are arranged (one piece, several, dealt by whole heads), in which
+whole numbers of the modules are divided, and in whether offsets into a projection are written in terms of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_hybrid.parts.placement import Piece, Placement, Shard
+from lightning_hybrid.tensor.discovery.linear_dataflow import Arrangement, Discovery
+from lightning_hybrid.tensor.plan.unit_plan import LinearLike
+from lightning_hybrid.tensor.runtime.local_offsets import local_pieces
+
+Attributes = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to cut a group.
+
+    Attributes:
+        placements: Of the group's parameters, by FQN.
+        attributes: Whole numbers that are divided: FQN of the module -> name -> value.
+        offsets: Whether offsets into columns' outputs are written in terms of the whole.
+        how: In words.
+    """
+
+    placements: Mapping[str, Placement]
+    attributes: Attributes
+    offsets: bool
+    how: str
+
+
+def variants(
+    unit: nn.Module, found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
+) -> Iterator[Variant]:
+    """All variants of a group.
+
+    Args:
+        unit: The unit, or a copy.
+        found: What a run of it showed.
+        columns: The linears to cut by output features.
+        rows: Those to cut by input features.
+        size: Number of tensor ranks.
+    """
+    column_linears = [found.linears[fqn] for fqn in columns]
+    seen: list[object] = []
+    for row_placements, row_words in _row_cuts([found.linears[fqn] for fqn in rows], found, size):
+        for pieces, words in _column_cuts(column_linears, found, size):
+            placements = {**row_placements}
+            for linear, cut in zip(column_linears, pieces, strict=True):
+                placements[linear.parameter("weight")] = Shard(linear.out_dim, cut)
+                if linear.has_bias:
+                    placements[linear.parameter("bias")] = Shard(0, cut)
+            fused = any(len(cut) > 1 for cut in pieces)
+            numbers = _numbers(column_linears, found.arrangements, pieces, size)
+            for attributes, which in _attributes(unit, columns, rows, numbers):
+                for offsets in (False, True) if fused else (False,):
+                    key = (placements, attributes, offsets)
+                    if key not in seen:
+                        seen.append(key)
+                        said = [words, row_words, which, "offsets divided" if offsets else ""]
+                        yield Variant(placements, attributes, offsets, ", ".join(word for word in said if word))
+
+
+def uneven_sizes(
+    found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
+) -> dict[str, tuple[int, str]]:
+    """The sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
+
+    Args:
+        found: What a run of the unit showed.
+        columns: Linears to cut by output features.
+        rows: Linears to cut by input features.
+        size: Number of tensor ranks.
+    """
+    uneven = {}
+    for fqn in columns:
+        _, seen = found.arrangements[fqn].pieces(found.linears[fqn].num_out)
+        # Fewer heads than ranks are repeated.
+        heads = [count for count in seen if count is not None and count > 1 and count % size and size % count]
+        if heads:
+            uneven[fqn] = heads[0], "heads"
+    if uneven:
+        return uneven
+    sides = [(columns, "num_out", "output features"), (rows, "num_in", "input features")]
+    lengths = [(fqn, getattr(found.linears[fqn], name), what) for fqns, name, what in sides for fqn in fqns]
+    return {fqn: (length, what) for fqn, length, what in lengths if length % size}
+
+
+def _row_cuts(rows: list[LinearLike], found: Discovery, size: int) -> Iterator[tuple[dict[str, Placement], str]]:
+    """Input features in one piece, or in those that the input was joined from."""
+    joined = [found.arrangements[linear.fqn].joined for linear in rows]
+    for lengths in ([(linear.num_in,) for linear in rows], joined):
+        placements: dict[str, Placement] = {}
+        for linear, cuts in zip(rows, lengths, strict=True):
+            if sum(cuts) == linear.num_in and not any(length % size for length in cuts):
+                cut = tuple(Piece(length, size) for length in cuts)
+                placements[linear.parameter("weight")] = Shard(linear.in_dim, cut)
+        if len(placements) == len(rows):
+            yield placements, "" if lengths is not joined else "inputs in pieces"
+        if not any(len(cuts) > 1 for cuts in joined):
+            return
+
+
+def _column_cuts(
+    linears: list[LinearLike], found: Discovery, size: int
+) -> Iterator[tuple[list[tuple[Piece, ...]], str]]:
+    """Pieces for each column: as the code was seen to use them, then one, three and two equal ones."""
+    used = [found.arrangements[linear.fqn].pieces(linear.num_out) for linear in linears]
+    shown = [local_pieces(lengths, heads, size) for lengths, heads in used]
+    if all(cut is not None for cut in shown):
+        most = max(len(cut) for cut in shown if cut is not None)
+        yield [cut for cut in shown if cut is not None], "by output features" if most == 1 else f"in {most} pieces"
+    for count in (1, 3, 2):
+        if count > 1 and len(linears) > 1:
+            continue  # a group of several linears is not fused
+        cuts = [linear.num_out for linear in linears]
+        if not any(length % (count * size) for length in cuts):
+            words = "by output features" if count == 1 else f"in {count} pieces"
+            yield [tuple(Piece(length // count, size) for _ in range(count)) for length in cuts], words
+
+
+def _numbers(
+    linears: list[LinearLike], arrangements: Mapping[str, Arrangement], pieces: list[tuple[Piece, ...]], size: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """What numbers of heads and what widths become on one rank."""
+    heads: dict[int, int] = {}
+    widths: dict[int, int] = {}
+    for linear, cut in zip(linears, pieces, strict=True):
+        _, seen = arrangements[linear.fqn].pieces(linear.num_out)
+        for piece, num_heads in zip(cut, seen if len(seen) == len(cut) else [None] * len(cut), strict=True):
+            widths[piece.length] = piece.local_length
+            if num_heads is not None and num_heads > 1:
+                heads[num_heads] = num_heads // piece.parts
+        widths[linear.num_out] = sum(piece.local_length for piece in cut)
+    most, least = max(heads, default=0), min(heads, default=0)
+    if least and most % least == 0 and any(piece.parts < size for cut in pieces for piece in cut):
+        # Query heads for each key head: fewer where key heads are repeated.
+        heads.setdefault(most // least, heads[most] // heads[least])
+    elif most and any(piece.parts == 1 for cut in pieces for piece in cut):
+        heads.setdefault(most, most // size)
+    return heads, widths
+
+
+def _attributes(
+    unit: nn.Module, columns: tuple[str, ...], rows: tuple[str, ...], numbers: tuple[dict[int, int], dict[int, int]]
+) -> Iterator[tuple[Attributes, str]]:
+    """None; those named after heads; those with a number of heads; widths too."""
+    heads, widths = numbers
+    owners = dict.fromkeys(fqn.rpartition(".")[0] for fqn in (*columns, *rows) if fqn)
+    modules = {fqn: unit.get_submodule(fqn) for fqn in owners}
+
+    def chosen(named: bool, numbers: Mapping[int, int]) -> Attributes:
+        found: Attributes = {}
+        for fqn, module in modules.items():
+            for name, value in vars(module).items():
+                if type(value) is int and value in numbers and numbers[value] != value:
+                    if named and ("head" not in name or "dim" in name or "size" in name):
+                        continue
+                    found.setdefault(fqn, {})[name] = numbers[value]
+        return found
+
+    yield {}, ""
+    if named := chosen(True, heads):
+        yield named, "heads divided"
+        wide = chosen(False, widths)
+        yield (
+            {fqn: {**wide.get(fqn, {}), **named.get(fqn, {})} for fqn in {**wide, **named}},
+            "heads and widths divided",
+        )
+    if counted := chosen(False, heads):
+        yield counted, "heads divided by value"
+    if wide := chosen(False, {**widths, **heads}):
+        yield wide, "heads and widths divided by value"

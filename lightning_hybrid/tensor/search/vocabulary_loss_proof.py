@@ -1,0 +1,76 @@
+"""Proves that a cross entropy over logits that ranks share by vocabulary is that of the whole ones.
+
+The units are proved by themselves, and a loss is often no part of any. So this is done once for each size of a
+vocabulary, with a weight that is both looked up and multiplied by.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hybrid.parts.placement import Shard, cut, join
+from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE
+from lightning_hybrid.tensor.trial.threaded_ranks import ThreadRanks, TrialFailed, on_ranks
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
+
+_WIDTH, _POSITIONS = 5, (3, 7)
+_MOST_ROWS = 97
+
+
+def cross_entropy_failure(length: int, size: int) -> str | None:
+    """What is wrong with a cross entropy in parts, in random float64 numbers; None if nothing is.
+
+    Args:
+        length: Of the vocabulary; a large one is stood for by a small one that is as uneven.
+        size: Number of tensor ranks.
+    """
+    rows = length if length <= _MOST_ROWS * size else _MOST_ROWS * size + length % size
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    weight, bias, x = random(rows, _WIDTH), random(rows), random(*_POSITIONS, _WIDTH)
+    tokens = torch.linspace(0, rows - 1, x[..., 0].numel()).long().view(_POSITIONS)
+    targets = tokens.flip(0).clone()
+    targets[0, 0] = targets[2, 3] = -100
+    expected = _run(weight, bias, x, tokens, targets, None)
+
+    def one(ranks: ThreadRanks) -> list[Tensor]:
+        vocabulary = Vocabulary(rows, ranks)
+        own = [cut(whole, vocabulary.shard(0), ranks.rank, size) for whole in (weight, bias)]
+        return _run(own[0], own[1], x, tokens, targets, vocabulary)
+
+    try:
+        outcomes = on_ranks(size, one)
+    except TrialFailed as failure:
+        return str(failure)
+    placement = Shard.unevenly(0, rows, size)
+    for place, (name, wanted) in enumerate(zip(_NAMES, expected, strict=True)):
+        each = [outcome[place] for outcome in outcomes]
+        for found in [join(each, placement)] if "row" in name else each:
+            distance = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
+            if not distance <= TOLERANCE:
+                return f"{name} of a cross entropy in parts: relative difference {distance:.1e}"
+    return None
+
+
+_NAMES = ("loss", "smoothed loss", "largest", "gradient of rows", "gradient of the rows' biases", "gradient of inputs")
+
+
+def _run(
+    weight: Tensor, bias: Tensor, x: Tensor, tokens: Tensor, targets: Tensor, vocabulary: Vocabulary | None
+) -> list[Tensor]:
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (weight, bias, x)]
+    own, added, x = inputs
+    if vocabulary is not None:
+        own, added = represent(own, 0, vocabulary), represent(added, 0, vocabulary)
+    logits = F.linear(F.embedding(tokens, own) * 0.5 + x, own, added)
+    shifted = logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(shifted, targets[:, 1:].flatten())
+    smooth = F.cross_entropy(logits.transpose(1, 2), targets, label_smoothing=0.1, reduction="sum")
+    largest = logits.argmax(-1).double()
+    return [loss.detach(), smooth.detach(), largest, *torch.autograd.grad(loss + smooth, inputs)]

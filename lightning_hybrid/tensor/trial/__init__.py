@@ -1,0 +1,1 @@
+"""Try a plan with threads as ranks, and compare it with the layer."""

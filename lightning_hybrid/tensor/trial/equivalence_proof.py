@@ -1,0 +1,357 @@
+"""Proves that a unit run sharded is the unit: outputs, gradients and buffers, in all its modes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.equivalence.deterministic_mode import Exact, random_copy
+from lightning_hybrid.equivalence.output_differences import difference_of
+from lightning_hybrid.step.tracing.call_trace import calls_of
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.runtime.proved_calls import value_read_in
+from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
+from lightning_hybrid.tensor.trial.threaded_ranks import (
+    Outcome,
+    Setting,
+    TrialFailed,
+    TrialRanks,
+    beside,
+    run_whole,
+)
+
+TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
+LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it and nothing stops it
+
+
+@dataclass
+class Proof:
+    """Compares plans with the whole unit on one example.
+
+    Attributes:
+        unit: The unit with random weights.
+        example: Its arguments.
+        ranks: Runs it on all ranks.
+        dtype: Of weights and arguments.
+        cut_outputs: Outputs of the last run that had the local size along one dim: place -> dim.
+        relative_error: What the last run differed by; infinite where not by numbers alone.
+    """
+
+    unit: nn.Module
+    example: Example
+    ranks: TrialRanks
+    dtype: torch.dtype
+
+    @property
+    def first(self) -> Setting:
+        """The setting that finds most errors."""
+        return Setting(dtype=self.dtype)
+
+    @property
+    def evaluating(self) -> Setting:
+        """In which code runs that trained units do not have."""
+        return Setting(training=False, grad=False, dtype=self.dtype)
+
+    @property
+    def unwatched(self) -> Setting:
+        """As the user's code will see it: torch takes other paths where nothing watches."""
+        return replace(self.evaluating, exact=False)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All that a plan must pass."""
+        return [
+            self.first,
+            Setting(training=False, dtype=self.dtype),
+            Setting(grad=False, dtype=self.dtype),
+            self.evaluating,
+            self.unwatched,
+        ]
+
+    def __post_init__(self) -> None:
+        self._whole: dict[str, tuple[Outcome, frozenset[str]]] = {}  # and whose gradients it lacks
+        self._as_first: dict[str, bool] = {}
+        self.cut_outputs: dict[int, int] = {}
+        self.relative_error = math.inf
+
+    def on(self, size: int, context: int = 1) -> Proof:
+        """The same example on other numbers of tensor and context ranks."""
+        proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
+        proof._whole, proof._as_first = self._whole, self._as_first
+        return proof
+
+    def whole(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
+        """What the whole unit gives, at least; run once for each setting.
+
+        Args:
+            setting: How it is run.
+            without: Parameters whose gradients are not wanted.
+        """
+        key = f"{setting} {setting.exact}"
+        known = self._whole.get(key)
+        if known is None or not known[1] <= set(without):
+            known = self._whole[key] = run_whole(self.unit, self.example, setting, without), frozenset(without)
+        return known[0]
+
+    def difference(
+        self,
+        plan: UnitPlan,
+        setting: Setting,
+        *,
+        learning: bool = False,
+        forward_only: bool = False,
+        without: Collection[str] = (),
+    ) -> str | None:
+        """What differs first when the unit runs by a plan, or None if nothing does.
+
+        Args:
+            plan: How it is sharded.
+            setting: How it is run.
+            learning: Whether rules are made on the way.
+            forward_only: Whether outputs alone are looked at.
+            without: Parameters whose gradients are not looked at.
+        """
+        outcomes = self.outcomes(plan, setting, learning=learning, forward_only=forward_only, without=without)
+        if isinstance(outcomes, str) or forward_only:
+            return outcomes if isinstance(outcomes, str) else None
+        expected, tolerance = self.whole(setting, () if learning else without), self._tolerance(setting)
+        # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
+        for kind in ("grads",) if learning else ("grads", "buffers"):
+            for name, wanted in getattr(expected, kind).items():
+                if kind == "grads" and name in without:
+                    continue
+                for found, part in beside(outcomes, plan, name, kind, wanted):
+                    for each in found:
+                        if (error := difference_of(each, part, tolerance, whole=wanted)) is not None:
+                            self.relative_error = error.relative
+                            return f"{kind[:-1]} of {name} in {setting}: {error}"
+        return None
+
+    def outcomes(
+        self,
+        plan: UnitPlan,
+        setting: Setting,
+        *,
+        learning: bool = False,
+        forward_only: bool = False,
+        without: Collection[str] = (),
+    ) -> list[Outcome] | str:
+        """What the ranks have when the unit runs by a plan; or what is wrong with its outputs, or else.
+
+        Args:
+            plan: How it is sharded.
+            setting: How it is run.
+            learning: Whether rules are made on the way.
+            forward_only: Whether outputs alone are wanted.
+            without: Parameters whose gradients are not wanted.
+        """
+        self.cut_outputs, self.relative_error = {}, math.inf
+        expected = self.whole(setting, () if learning else without)
+        wrong: list[str] = []
+
+        def are_right(outcomes: list[Outcome]) -> bool:  # else nothing is run backward
+            wrong.extend(filter(None, [self._outputs_differ(outcomes, expected, setting)]))
+            return not wrong and not forward_only
+
+        try:
+            found = self.ranks.run(plan, self.example, setting, learning=learning, check=are_right, without=without)
+        except TrialFailed as failure:
+            return str(failure)
+        return wrong[0] if wrong else found
+
+    def _outputs_differ(self, outcomes: list[Outcome], expected: Outcome, setting: Setting) -> str | None:
+        """What differs first between the outputs of ranks and those of the whole unit, or None if nothing does."""
+        for rank, outcome in enumerate(outcomes):
+            if len(outcome.outputs) != len(expected.outputs):
+                return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
+            self.cut_outputs |= self._cut_outputs(outcome, expected)
+            for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+                if (error := difference_of(found, wanted, self._tolerance(setting))) is not None:
+                    self.relative_error = error.relative
+                    return f"output {place} of rank {rank} in {setting}: {error}"
+        return None
+
+    def _tolerance(self, setting: Setting) -> float:
+        return TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
+
+    def _cut_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
+        found = {}
+        for place, (local, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+            if isinstance(local, Tensor) and isinstance(wanted, Tensor) and local.dim() == wanted.dim():
+                differ = [dim for dim in range(local.dim()) if local.shape[dim] != wanted.shape[dim]]
+                if len(differ) == 1 and local.shape[differ[0]] * self.ranks.size == wanted.shape[differ[0]]:
+                    found[place] = differ[0]
+        return found
+
+    def first_failure(self, plan: UnitPlan) -> str | None:
+        """What differs in any setting, or None: then the plan is proved."""
+        failures = (self.difference(plan, setting) for setting in self.settings if not self.is_as_first(setting))
+        return next((failure for failure in failures if failure is not None), None)
+
+    def is_as_first(self, setting: Setting) -> bool:
+        """Whether the whole unit calls the same of torch from the same lines as in the first setting, to the same bits.
+
+        What holds there holds here: nothing that a plan is made of can tell the two apart.
+
+        Args:
+            setting: Another one.
+        """
+        if not setting.exact or setting == self.first:
+            return False
+        known = self._as_first.get(str(setting))
+        if known is None:
+            first = self.whole(self.first)
+            here = run_whole(self.unit, self.example, setting, backward=False) if setting.grad else self.whole(setting)
+            known = self._as_first[str(setting)] = (
+                here.path == first.path
+                and len(here.outputs) == len(first.outputs)
+                and all(map(_are_same, here.outputs, first.outputs))
+                and all(map(_are_same, here.buffers.values(), first.buffers.values()))
+            )
+        return known
+
+    @property
+    def calls(self) -> frozenset[int]:
+        """The lines of the unit's code that called torch in its own runs so far; see ``proved_calls``."""
+        return frozenset(call for outcome, _ in self._whole.values() for call in calls_of(outcome.path))
+
+    @property
+    def value_read(self) -> str:
+        """A line at which the unit reads values of tensors; "" if it has not so far."""
+        return next(filter(None, (value_read_in(outcome.path) for outcome, _ in self._whole.values())), "")
+
+    def run_unit(self) -> None:
+        """One run of the whole unit on its example."""
+        _run(self.unit, self.example, self.dtype)
+
+
+def proof_of(
+    unit: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    size: int,
+    seed: int,
+    vocabulary: Mapping[str, int] | None = None,
+    *,
+    context: int = 1,
+    least: int = 1,
+) -> Proof | str:
+    """What plans of a unit are compared with, or why there is nothing.
+
+    Args:
+        unit: The user's; a copy with random weights is run.
+        args: Arguments of one call.
+        kwargs: Its keyword arguments.
+        size: Number of tensor ranks.
+        seed: Of the random weights.
+        vocabulary: What is cut by its vocabulary: FQN -> dim; each rank is asked for some of its rows.
+        context: Number of context ranks.
+        least: Positions that the example has at least.
+    """
+    if size * context == 1:
+        return "there is one tensor rank"
+    generator = torch.Generator().manual_seed(seed)
+    errors: list[Exception] = []
+    # Some kernels have no float64; float32 tells right from wrong too, less sharply.
+    for dtype in (torch.float64, torch.float32):
+        try:
+            twin = random_copy(unit, generator, dtype)
+        except Exception as error:
+            return f"the unit cannot be copied: {type(error).__name__}: {error}"
+        runs = partial(_runs, twin, dtype, errors)
+        example = make_example(args, kwargs, twin, size * context, runs, generator, dtype, max(context, least))
+        # Code that casts by itself runs in its own dtype alone where nothing watches.
+        if example is not None:
+            if vocabulary:
+                lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
+                example = spread_rows(example, lengths, runs)
+            proof = Proof(twin, example, TrialRanks(twin, size, context), dtype)
+            if written := _written_by(proof):
+                return f"its forward writes {written}, which ranks would do to copies"
+            if dtype is torch.float32 or _runs_by_itself(proof):
+                return proof
+    return f"a copy of the unit with random weights does not run: {errors[-1]}"
+
+
+@torch.no_grad()
+def _written_by(proof: Proof) -> str:
+    """FQN of a parameter that the unit writes in its forward (to a norm, to a range); "" if it writes none."""
+    parameters = dict(proof.unit.named_parameters())
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    large = {name: (data * 1000).to(data.dtype) for name, data in before.items()}  # out of any range, and of no norm
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = large[name].clone()
+        with contextlib.suppress(Exception):  # sums of large numbers may be none
+            run_whole(proof.unit, proof.example, proof.first, backward=False)
+        return next((name for name, p in parameters.items() if not torch.equal(p.data, large[name])), "")
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = before[name]
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b)
+
+
+def _run(unit: nn.Module, example: Example, dtype: torch.dtype) -> None:
+    args, kwargs, _ = example.call()
+    with Exact(dtype):
+        unit(*args, **kwargs)
+
+
+def _runs(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example: Example) -> bool:
+    try:
+        with torch.no_grad():
+            _run(unit, example, dtype)
+        return True
+    except Exception as error:
+        errors.append(error)
+        return False
+
+
+def _runs_by_itself(proof: Proof) -> bool:
+    try:
+        proof.whole(proof.unwatched)
+        return True
+    except Exception:
+        return False
+
+
+def prove_again(
+    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan, *, seed: int = 0
+) -> UnitPlan | None:
+    """The plan if it holds for a unit, and None otherwise.
+
+    Args:
+        unit: The user's.
+        args: Arguments of one call.
+        kwargs: Its keyword arguments.
+        plan: Made for a unit of the same structure.
+        seed: Of the random weights.
+    """
+    began = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        least = 1
+        if plan.positions is not None:
+            least = plan.size * plan.context if plan.positions.by == "both" else plan.size
+        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
+        if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
+            return None
+        num_trials = proof.ranks.num_trials
+        if plan.otherwise is not None:
+            proof = proof.on(plan.size)
+            if proof.first_failure(plan.otherwise) is not None:
+                return None
+            num_trials += proof.ranks.num_trials
+    return replace(plan, calls=proof.calls, num_trials=num_trials, seconds=time.perf_counter() - began)

@@ -1,0 +1,349 @@
+"""What operations do to a tensor that is cut along its vocabulary, each rank with its own part.
+
+A rule gets the arguments of one kernel and answers with its result, or with ``NotImplemented``: then it is run on the
+whole, which is always right. Autograd runs above these rules; gradients of slices are slices.
+
+Whatever is no slice is the same on every rank. So a plain tensor of the whole's size is narrowed to this rank's rows,
+unless it needs a gradient, which would then be a slice where a plain one is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice
+
+Rule = Callable[..., Any]
+aten = torch.ops.aten
+
+
+def rule_of(func: Any) -> Rule | None:
+    """The rule of a kernel, or None if it is run on the whole."""
+    packet = func.overloadpacket
+    if packet in _RULES:
+        return _RULES[packet]
+    if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
+        return _in_place if func._schema.is_mutable else _pointwise
+    return None
+
+
+# --- elementwise ------------------------------------------------------------------------------------------------------
+
+_POINTWISE = {aten.copy_, aten.fill_, aten.zero_, aten.masked_fill_}
+
+
+def _reference(args: Any, kwargs: Any) -> Slice | None:
+    """The slice that all others are cut alike with, and that no operand is broadcast over along the cut dim."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
+    first = slices[0]
+    if any(not first.is_like(other) for other in slices):
+        return None
+    if any(tensor.requires_grad and _is_whole_beside(tensor, first) for tensor in tensors):
+        return None  # its gradient would be a slice
+    return first
+
+
+def _is_whole_beside(value: Any, reference: Slice) -> bool:
+    """Whether a plain operand has all rows of a vocabulary."""
+    if isinstance(value, Slice) or not isinstance(value, Tensor) or value.dim() < -reference.from_right:
+        return False
+    return value.shape[reference.from_right] != 1
+
+
+def _operand(value: Any, reference: Slice) -> Any:
+    if isinstance(value, Slice):
+        return value.local
+    if _is_whole_beside(value, reference):
+        return reference.vocabulary.own(value, reference.from_right % value.dim())
+    return value
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+    reference = _reference(args, kwargs)
+    if reference is None or any(isinstance(value, list | tuple) for value in args):
+        return NotImplemented
+    local = [_operand(value, reference) for value in args]
+    out = func(*local, **{key: _operand(value, reference) for key, value in kwargs.items()})
+    return reference.like(out, out.dim() + reference.from_right)
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    reference = _reference(args, kwargs)
+    if reference is None or not isinstance(args[0], Slice) or "out" in kwargs:
+        return NotImplemented
+    func(*[_operand(value, reference) for value in args], **{k: _operand(v, reference) for k, v in kwargs.items()})
+    args[0].written()
+    return args[0]
+
+
+def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    (x,) = args
+    device = kwargs.get("device")
+    return x.like(func(x.local, **kwargs)) if device is None or device == x.device else NotImplemented
+
+
+def _filled_like(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return x.like(func(x.local, *args[1:], **kwargs)) if isinstance(x, Slice) else NotImplemented
+
+
+def _new_filled(func: Any, args: Any, kwargs: Any) -> Any:
+    """New memory for something of the same vocabulary, such as a gradient."""
+    x, size, *rest = args
+    place = len(size) + x.from_right
+    if place < 0 or size[place] != x.vocabulary.length:
+        return NotImplemented
+    size = [*size[:place], x.vocabulary.local_length, *size[place + 1 :]]
+    return x.like(func(x.local, size, *rest, **kwargs), place)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    x, sizes = args
+    sizes = list(sizes)
+    if -1 in sizes:
+        rest = prod(size for size in sizes if size != -1)
+        if rest == 0:
+            return NotImplemented
+        sizes[sizes.index(-1)] = x.numel() // rest
+    before = prod(x.shape[: x.cut_dim])
+    for dim, size in enumerate(sizes):
+        if size == x.vocabulary.length and prod(sizes[:dim]) == before:
+            sizes[dim] = x.vocabulary.local_length
+            return x.view_of(func(x.local, sizes), dim)
+    return NotImplemented
+
+
+def _expand(func: Any, args: Any, kwargs: Any) -> Any:
+    x, sizes, *rest = args
+    sizes = list(sizes)
+    if sizes[x.from_right] in (-1, x.vocabulary.length):
+        sizes[x.from_right] = x.vocabulary.local_length
+        return x.view_of(func(x.local, sizes, *rest, **kwargs), len(sizes) + x.from_right)
+    return NotImplemented
+
+
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """What autograd makes of a dense view that is written: the same elements in another shape."""
+    x, sizes, strides, *rest = args
+    if (rest and rest[0]) or not x.is_contiguous() or tuple(strides) != _dense_strides(sizes):
+        return NotImplemented
+    return _view(aten.view.default, (x, sizes), {}) if prod(sizes) == x.numel() else NotImplemented
+
+
+def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    x, sizes, strides = args
+    if tuple(strides) != _dense_strides(sizes):
+        return NotImplemented
+    return _new_filled(aten.new_empty.default, (x, sizes), kwargs)
+
+
+def _dense_strides(sizes: Any) -> tuple[int, ...]:
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _same(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].view_of(func(args[0].local, *args[1:], **kwargs))
+
+
+def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if func.overloadpacket is aten.permute:
+        order = [dim % x.dim() for dim in args[1]]
+    else:
+        order = list(range(x.dim()))
+        first, second = args[1:] if len(args) > 1 else (0, -1)
+        order[first], order[second] = order[second], order[first]
+    return x.view_of(x.local.permute(order), order.index(x.cut_dim))
+
+
+def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
+    x, dim = args
+    return x.view_of(func(x.local, dim), x.cut_dim + (dim % (x.dim() + 1) <= x.cut_dim))
+
+
+def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *given = args
+    dims = given[0] if given else range(x.dim())
+    dims = [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)]
+    gone = [dim for dim in dims if x.shape[dim] == 1 and dim != x.cut_dim]
+    return x.view_of(x.local.squeeze(tuple(gone)), x.cut_dim - sum(dim < x.cut_dim for dim in gone))
+
+
+def _sliced(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *rest = args
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    dim, start, end, step = tuple(rest) + defaults[len(rest) :]
+    if dim % x.dim() != x.cut_dim:
+        return x.view_of(func(x.local, *rest, **kwargs))
+    if (start or 0) == 0 and (end is None or end >= x.vocabulary.length) and step == 1:
+        return x.view_of(x.local.view_as(x.local))
+    return NotImplemented
+
+
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    x, dim, index = args
+    dim %= x.dim()
+    return NotImplemented if dim == x.cut_dim else x.view_of(func(x.local, dim, index), x.cut_dim - (dim < x.cut_dim))
+
+
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
+    x, sizes, *rest = args
+    if (rest[0] if rest else kwargs.get("dim", 0)) % x.dim() == x.cut_dim:
+        return NotImplemented
+    return [x.view_of(part) for part in func(x.local, sizes, *rest, **kwargs)]
+
+
+def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    dim = (args[1] if len(args) > 1 else 0) % x.dim()
+    if dim == x.cut_dim:
+        return NotImplemented
+    return [x.view_of(part, x.cut_dim - (dim < x.cut_dim)) for part in func(x.local, dim)]
+
+
+def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    first = tensors[0]
+    if not isinstance(first, Slice) or dim % first.dim() == first.cut_dim:
+        return NotImplemented
+    if any(not first.is_like(other) for other in tensors):
+        return NotImplemented
+    return first.like(func([tensor.local for tensor in tensors], dim))
+
+
+def _slice_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, sizes, dim, *rest = args
+    cut = grad.cut_dim + (func.overloadpacket is aten.select_backward and dim % len(sizes) <= grad.cut_dim)
+    if dim % len(sizes) == cut:
+        return NotImplemented
+    sizes = [grad.vocabulary.local_length if k == cut else size for k, size in enumerate(sizes)]
+    return grad.like(func(grad.local, sizes, dim, *rest), cut)
+
+
+# --- positions chosen by indices --------------------------------------------------------------------------------------
+
+
+def _dims_indexed(indices: Any, x: Slice) -> int | None:
+    """How many first dims are indexed, if these are all before the cut one; None otherwise."""
+    while indices and indices[-1] is None:
+        indices = indices[:-1]
+    if not indices or any(not isinstance(i, Tensor) or isinstance(i, Slice) for i in indices):
+        return None
+    count = sum(index.dim() if index.dtype in (torch.bool, torch.uint8) else 1 for index in indices)
+    return count if count <= x.cut_dim else None
+
+
+def _index(func: Any, args: Any, kwargs: Any) -> Any:
+    x, indices = args
+    if not isinstance(x, Slice) or _dims_indexed(indices, x) is None:
+        return NotImplemented
+    out = func(x.local, indices)
+    return x.like(out, out.dim() + x.from_right)
+
+
+def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
+    x, indices, values, *rest = args
+    if not isinstance(x, Slice) or _dims_indexed(indices, x) is None:
+        return NotImplemented
+    if _reference((x, values), {}) is None:
+        return NotImplemented
+    out = func(x.local, indices, _operand(values, x), *rest, **kwargs)
+    if not func._schema.is_mutable:
+        return x.like(out)
+    x.written()
+    return x
+
+
+def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
+    x, dim, index = args
+    if not isinstance(x, Slice) or dim % x.dim() == x.cut_dim:
+        return NotImplemented
+    return x.like(func(x.local, dim, index))
+
+
+# --- sums and products ------------------------------------------------------------------------------------------------
+
+
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    given = args[1] if len(args) > 1 else None
+    dims = [dim % x.dim() for dim in ([given] if isinstance(given, int) else given)] if given else [*range(x.dim())]
+    keep = args[2] if len(args) > 2 else False
+    is_mean = func.overloadpacket is aten.mean
+    if x.cut_dim not in dims:
+        return x.like(
+            x.local.mean(dims, keep, **kwargs) if is_mean else x.local.sum(dims, keep, **kwargs),
+            x.cut_dim if keep else x.cut_dim - sum(dim < x.cut_dim for dim in dims),
+        )
+    total = x.vocabulary.summed(x.local.sum(dims, keep, **kwargs))
+    return total / prod(x.shape[dim] for dim in dims) if is_mean else total
+
+
+def _mm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``a @ b``: cut by what is cut outside, summed over ranks by what is cut inside."""
+    a, b = args
+    if isinstance(a, Slice) and a.cut_dim == 0 and not isinstance(b, Slice):
+        return a.like(func(a.local, b))
+    if isinstance(b, Slice) and b.cut_dim == 1 and not isinstance(a, Slice):
+        return b.like(func(a, b.local))
+    left, right = _contracted(a, 1, b), _contracted(b, 0, a)
+    if left is None or right is None:
+        return NotImplemented
+    vocabulary = a.vocabulary if isinstance(a, Slice) else b.vocabulary
+    return vocabulary.summed(func(left, right))
+
+
+def _contracted(x: Tensor, dim: int, other: Tensor) -> Tensor | None:
+    """The part of a factor that this rank multiplies, if it is cut along ``dim`` or can be."""
+    if isinstance(x, Slice):
+        return x.local if x.cut_dim == dim else None
+    assert isinstance(other, Slice)
+    return None if x.requires_grad else other.vocabulary.own(x, dim)
+
+
+def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+    bias, a, b = args
+    if isinstance(a, Slice) or not isinstance(b, Slice) or b.cut_dim != 1:
+        return NotImplemented
+    if not isinstance(bias, Slice) and bias.requires_grad and bias.shape[-1] != 1:
+        return NotImplemented
+    if isinstance(bias, Slice) and bias.from_right != -1:
+        return NotImplemented
+    return b.like(func(_operand(bias, b), a, b.local, **kwargs))
+
+
+_RULES: dict[Any, Rule] = {
+    aten._to_copy: _to_copy,
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), _filled_like),
+    **dict.fromkeys((aten.new_zeros, aten.new_empty, aten.new_ones, aten.new_full), _new_filled),
+    **dict.fromkeys((aten.view, aten._unsafe_view), _view),
+    aten.as_strided: _as_strided,
+    aten.new_empty_strided: _new_strided,
+    aten.expand: _expand,
+    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh), _same),
+    **dict.fromkeys((aten.t, aten.transpose, aten.permute), _transposed),
+    aten.unsqueeze: _unsqueeze,
+    aten.squeeze: _squeeze,
+    aten.slice: _sliced,
+    aten.select: _select,
+    **dict.fromkeys((aten.split, aten.split_with_sizes), _split),
+    aten.unbind: _unbind,
+    aten.cat: _cat,
+    **dict.fromkeys((aten.slice_backward, aten.select_backward), _slice_backward),
+    aten.index: _index,
+    **dict.fromkeys((aten.index_put, aten.index_put_, aten._index_put_impl_), _index_put),
+    aten.index_select: _index_select,
+    **dict.fromkeys((aten.sum, aten.mean), _sum),
+    aten.mm: _mm,
+    aten.addmm: _addmm,
+}

@@ -1,0 +1,223 @@
+"""Softmax, cross entropy and what else looks along the vocabulary, where each rank holds its rows of it.
+
+The logarithm of the sum over all rows takes one number per position and rank, the target's logit one sum per position.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_hybrid.step.instrument.autograd_functions import Unwatched
+from lightning_hybrid.tensor.vocabulary.op_rules import Rule
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice
+
+aten = torch.ops.aten
+
+
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+
+def _log_sum(x: Slice, local: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials over the whole vocabulary; the cut dim stays, with size 1."""
+    own = torch.logsumexp(local, x.cut_dim, keepdim=True)
+    return torch.logsumexp(torch.stack(x.vocabulary.ranks.all_gather(own.contiguous())), 0)
+
+
+def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
+    x, dim, to_float = args
+    if dim % x.dim() != x.cut_dim:
+        return x.like(func(x.local, dim, to_float))
+    out_dtype = torch.float32 if to_float else x.dtype
+    local = x.local.to(torch.promote_types(x.dtype, torch.float32))  # as torch's own kernels do
+    out = local - _log_sum(x, local)
+    if func.overloadpacket is aten._softmax:
+        out = out.exp_()
+    return x.like(out.to(out_dtype))
+
+
+def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, out, dim, dtype = args
+    if not isinstance(out, Slice) or (isinstance(grad, Slice) and not out.is_like(grad)):
+        return NotImplemented
+    own = grad.local if isinstance(grad, Slice) else out.vocabulary.own(grad, out.cut_dim)
+    if dim % out.dim() != out.cut_dim:
+        return out.like(func(own, out.local, dim, dtype))
+    wide = torch.promote_types(own.dtype, torch.float32)
+    own, local = own.to(wide), out.local.to(wide)
+    is_log = func.overloadpacket is aten._log_softmax_backward_data
+    addend = own if is_log else own * local
+    total = grad.sums if is_log and isinstance(grad, Slice) else None
+    if total is None:
+        total = out.vocabulary.summed(addend.sum(out.cut_dim, keepdim=True))
+    result = addend - (local.exp() if is_log else local) * total
+    return out.like(result.to(dtype))
+
+
+def _logsumexp(func: Any, args: Any, kwargs: Any) -> Any:
+    x, dims, *keep = args
+    if [dim % x.dim() for dim in dims] != [x.cut_dim]:
+        return NotImplemented
+    out = _log_sum(x, x.local)
+    return out if keep and keep[0] else out.squeeze(x.cut_dim)
+
+
+# --- the target's logit -----------------------------------------------------------------------------------------------
+
+
+def _picked(x: Slice, rows: Tensor) -> Tensor:
+    """The numbers at these rows along the last dim, which is the cut one."""
+    local, foreign = x.vocabulary.located(rows)
+    return x.vocabulary.summed(x.local.gather(-1, local).masked_fill_(foreign, 0))
+
+
+def _last(x: Slice) -> tuple[Slice, int]:
+    """With the vocabulary along the last dim, and along which it was."""
+    return x.view_of(x.local.movedim(x.cut_dim, -1), x.dim() - 1), x.cut_dim
+
+
+def _weights(target: Tensor, weight: Tensor | None, ignored: Tensor, like: Tensor) -> Tensor:
+    weights = like.new_ones(target.shape) if weight is None else weight[target.masked_fill(ignored, 0)]
+    return weights.masked_fill(ignored, 0)
+
+
+def _nll(func: Any, args: Any, kwargs: Any) -> Any:
+    """Negative log likelihood: the same sums as torch's, of numbers that their owners tell."""
+    x, target, weight, reduction, ignore = args
+    if not isinstance(x, Slice) or isinstance(target, Slice) or isinstance(weight, Slice):
+        return NotImplemented
+    x, _ = _last(x)
+    ignored = target == ignore
+    picked = _picked(x, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    weights = _weights(target, weight, ignored, picked)
+    losses = torch.where(ignored, torch.zeros_like(picked), -picked * weights)
+    if reduction == 0:
+        return losses, picked.new_zeros(())
+    total = weights.sum()
+    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+
+
+def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    grad, x, target, weight, reduction, ignore, total = args
+    if not isinstance(x, Slice) or any(isinstance(other, Slice) for other in (grad, target, weight)):
+        return NotImplemented
+    x, dim = _last(x)
+    ignored = target == ignore
+    weights = _weights(target, weight, ignored, grad)
+    each = torch.where(ignored, torch.zeros_like(weights), -weights * (grad / total if reduction == 1 else grad))
+    local, foreign = x.vocabulary.located(target.masked_fill(ignored, 0).unsqueeze(-1))
+    each = each.unsqueeze(-1)
+    out = torch.zeros_like(x.local).scatter_(-1, local, each.masked_fill(foreign, 0))
+    result = x.like(out.movedim(-1, dim), dim)
+    result.sums = each.movedim(-1, dim)
+    return result
+
+
+# --- the largest ------------------------------------------------------------------------------------------------------
+
+
+def _largest(func: Any, args: Any, kwargs: Any) -> Any:
+    """``max`` and ``argmax`` along the vocabulary: each rank tells its largest and where it is."""
+    x, *rest = args
+    dim = rest[0] if rest else kwargs.get("dim")
+    if dim is None or dim % x.dim() != x.cut_dim:
+        return NotImplemented
+    keep = rest[1] if len(rest) > 1 else kwargs.get("keepdim", False)
+    values, rows = x.local.max(x.cut_dim, keepdim=True)
+    vocabulary = x.vocabulary
+    all_values = torch.stack(vocabulary.ranks.all_gather(values.contiguous()))
+    all_rows = torch.stack(vocabulary.ranks.all_gather(rows + vocabulary.offset))
+    values, who = all_values.max(0, keepdim=True)
+    rows = all_rows.gather(0, who)[0]
+    values = values[0]
+    if not keep:
+        values, rows = values.squeeze(x.cut_dim), rows.squeeze(x.cut_dim)
+    return rows if func.overloadpacket is aten.argmax else (values, rows)
+
+
+LOSS_RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten._log_softmax, aten._softmax), _softmax),
+    **dict.fromkeys((aten._log_softmax_backward_data, aten._softmax_backward_data), _softmax_backward),
+    aten.logsumexp: _logsumexp,
+    **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), _nll),
+    **dict.fromkeys((aten.nll_loss_backward, aten.nll_loss2d_backward), _nll_backward),
+    aten.argmax: _largest,
+}
+
+
+# --- functions of their own: their backwards would make a whole -------------------------------------------------------
+
+
+class _Lookup(torch.autograd.Function, Unwatched):
+    """Rows of an embedding's weight: each rank those that it holds, summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Slice, rows: Tensor, padding: int | None) -> Tensor:
+        vocabulary = weight.vocabulary
+        local, foreign = vocabulary.located(rows)
+        ctx.save_for_backward(local, foreign)
+        ctx.weight_like, ctx.padding = (vocabulary, type(weight)), padding
+        found = torch.embedding(weight.local, local).masked_fill_(foreign.unsqueeze(-1), 0)
+        return vocabulary.summed(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Slice, None, None]:
+        local, foreign = ctx.saved_tensors
+        vocabulary, kind = ctx.weight_like
+        padding = -1
+        if ctx.padding is not None:
+            padding = ctx.padding % vocabulary.length - vocabulary.offset
+            padding = padding if 0 <= padding < vocabulary.local_length else -1
+        grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
+        dense = aten.embedding_dense_backward(grad, local, vocabulary.local_length, padding, False)
+        return kind(dense, 0, vocabulary), None, None
+
+
+class _Gather(torch.autograd.Function, Unwatched):
+    """``torch.gather`` along the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Slice, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.like = x.vocabulary, type(x), x.local.shape, x.cut_dim
+        last, dim = _last(x)
+        return _picked(last, rows.movedim(dim, -1)).movedim(-1, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Slice, None]:
+        (rows,) = ctx.saved_tensors
+        vocabulary, kind, shape, dim = ctx.like
+        local, foreign = vocabulary.located(rows)
+        out = grad.new_zeros(shape).scatter_add_(dim, local, grad.masked_fill(foreign, 0))
+        return kind(out, dim, vocabulary), None
+
+
+def looked_up(
+    rows: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """``F.embedding`` on a slice; ``NotImplemented`` where an option looks at whole rows of all ranks."""
+    if not isinstance(weight, Slice) or weight.cut_dim != 0 or isinstance(rows, Slice):
+        return NotImplemented
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    return _Lookup.apply(weight, rows, padding_idx)
+
+
+def gathered_at(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+    """``torch.gather`` on a slice; ``NotImplemented`` along another dim."""
+    if not isinstance(x, Slice) or not isinstance(dim, int) or dim % x.dim() != x.cut_dim or sparse_grad:
+        return NotImplemented
+    same = all(index.shape[k] == x.shape[k] for k in range(x.dim()) if k != x.cut_dim)
+    return _Gather.apply(x, index) if same and prod(index.shape) else NotImplemented
