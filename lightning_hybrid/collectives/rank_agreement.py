@@ -1,4 +1,4 @@
-"""After a step, give every rank of a pipeline what only some of them know: one small message, and tensors by need."""
+"""Agreement of the ranks of a replica after a step: one small message of numbers, and broadcasts of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What proofs run: copies with random weights, and operations whose results are comparable to the last digits."""
+"""Copies of layers with random weights, and a mode in which results compare to the last digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between values of a sharded run and those of the whole unit, in words and as a number.
+"""The differences between outputs and gradients of a sharded run and of the full unit, in words and as a number.
 
 Gradients of large layers are held against each other a few rows at a time, so that nothing of their size is made.
 """

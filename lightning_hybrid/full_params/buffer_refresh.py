@@ -1,4 +1,4 @@
-"""Buffers in hooks of the user: those that a step writes are right on one pipeline rank, until all have the content."""
+"""Buffers in user hooks: a broadcast from the pipeline rank whose step writes them."""
 
 from __future__ import annotations
 

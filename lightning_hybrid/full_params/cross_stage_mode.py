@@ -1,4 +1,4 @@
-"""In hooks of the user, gradients and parameters mean the whole model, though each rank holds a part of them.
+"""A function mode for user hooks: gradients and parameters of other pipeline stages read as the full model's.
 
 ``GlobalReads`` sees every torch operation of a hook and knows of every tensor on which pipeline ranks its content is:
 

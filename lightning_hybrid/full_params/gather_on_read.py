@@ -1,4 +1,4 @@
-"""Parameters of other ranks, lent to all of them for as long as an operation of the user's code reads them.
+"""A function mode that gathers parameters of other ranks for each operation that reads them.
 
 Where every rank runs the same code on the same values, each operation needs the whole of the parameters that it reads,
 and no other rank's arithmetic. So the ranks that hold a parameter send it when it is read. Layers, caches, loops and

@@ -1,4 +1,4 @@
-"""Conversions of modules by the user, such as ``self.net.to(self.device)``, where other ranks hold parameters."""
+"""Conversions of modules by the user (``self.net.to(self.device)``) where parameters are on other ranks."""
 
 from __future__ import annotations
 

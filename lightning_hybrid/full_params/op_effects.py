@@ -1,4 +1,4 @@
-"""What an operation of a hook does with the tensors it is given: reads their content, writes one, or takes a shape."""
+"""The effect of an operation on its tensors: reads their content, writes one of them, or asks for a shape."""
 
 from __future__ import annotations
 

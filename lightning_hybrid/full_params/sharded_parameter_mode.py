@@ -1,4 +1,4 @@
-"""In hooks of the user, a parameter of which this rank holds a part, and its gradient, are the whole ones.
+"""A function mode for user hooks: sharded parameters, and their gradients, read as full ones.
 
     p.shape, p.numel()      those of the whole
     p.norm(), p.grad.max()  of the whole, which the ranks that hold the parts send each other

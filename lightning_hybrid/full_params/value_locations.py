@@ -1,4 +1,4 @@
-"""On which pipeline ranks the content of a tensor is, and how the others get it."""
+"""The pipeline ranks that have the content of a tensor, and the collectives by which the others get it."""
 
 from __future__ import annotations
 

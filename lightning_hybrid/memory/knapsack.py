@@ -1,4 +1,4 @@
-"""Choose which results of a layer's operations are kept: those that cost most to make again, for each byte.
+"""A knapsack over a layer's operations: keep the results that cost most to make again, for each byte.
 
 What a layer would save is one set of bytes; a share of it is to be spent. Everything else is made again from what is
 kept, so an operation is dear together with all that must run before it. The choice is greedy: at each turn the

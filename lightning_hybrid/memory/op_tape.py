@@ -1,4 +1,4 @@
-"""What a layer computes, operation by operation, and what autograd saves of it.
+"""A tape of a layer's operations, and of what autograd saves of each.
 
 While a layer runs, each of its operations is noted below autograd. What autograd then wants saved for the backward is
 saved as a recipe (the operation and the values it read) where that is cheaper than the value. Whatever cannot be

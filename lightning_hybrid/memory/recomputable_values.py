@@ -1,4 +1,4 @@
-"""Values that can be made again: which operation made them, from what, with which random numbers.
+"""Recomputable values: the operation that made each, its inputs, and its random numbers.
 
 A recipe repeats one operation with the arguments that it had, so its result has the same bits, and no code of the user
 runs a second time. Results live as long as somebody refers to them: autograd, or the recipe of another value.

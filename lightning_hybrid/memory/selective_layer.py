@@ -1,4 +1,4 @@
-"""Layers that keep what is dear to make again: their operations are noted and weighed, and cheap results dropped."""
+"""Selective activation checkpointing of a layer: expensive results are kept, cheap ones made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of which a rank holds a shard, gathered when code reads them that is not their layer's forward.
+"""Gather on read: sharded parameters gathered when code reads them that is not their layer's forward.
 
 Between the calls of its layer such a parameter has another class, so that torch asks here before any operation on it:
 code that never reads one pays nothing. The object stays the user's own.

@@ -1,4 +1,4 @@
-"""What this rank holds of the parameters of one module, which several axes of the mesh may cut one after the other.
+"""Local shards of parameters, which several axes of the mesh may cut one after the other.
 
 At rest a parameter that is cut holds this rank's part, in the user's own ``Parameter`` object: optimizers, the
 reduction over replicas and clipping see nothing else. Whoever asks for wholes asks here: checkpoints, hooks that read

@@ -1,4 +1,4 @@
-"""Where the parts of a parameter live on the tensor ranks, as data, and how a whole is cut and joined.
+"""Placements of parameters over tensor ranks, as data, and how a full one is cut and joined.
 
 A parameter is either whole on every rank, or cut along one dim. What is cut consists of pieces, one after the other
 (a fused projection holds queries, keys and values), and every rank gets its part of each piece:

@@ -1,4 +1,4 @@
-"""Which boxes of a whole tensor a rank holds, and where they lie in what it has: what checkpoints write and read.
+"""Boxes of a full tensor that a rank holds, and where they lie in its shard: what checkpoints write and read.
 
 whole   q0 q1 q2 q3 | k0 k1        cut in two pieces over two tensor ranks
 rank 0  q0 q1 | k0                 two spans: q0 q1 at 0 of the whole and 0 of the part, k0 at 4 and 2

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline that run the user's step on a share of the batch each, where it cannot be cut into stages.
+"""Data shares of a batch: pipeline ranks that each run the user's step on some samples, where no cut can be made.
 
 Their losses are weighted by their numbers of samples, so that gradients are those of the whole batch where the loss is
 a mean over samples. What a step logs and returns is put together on every one of them.

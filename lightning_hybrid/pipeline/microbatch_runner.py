@@ -1,4 +1,4 @@
-"""What runs a step of the user's microbatch by microbatch: what pipelines and plain runs have in common."""
+"""The base class of step runners: what runs with stages and runs without have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the steps of a LightningModule as they are written, on real values, where there is one pipeline stage.
+"""The step runner for one pipeline stage: plain Python on real values, microbatch by microbatch.
 
 Nothing is recorded and nothing replayed: a step may branch on values, change from batch to batch, and read what it
 likes. What ranks share of a layer (parameters, positions, experts, recomputation) hangs on the layer's forward. A batch

@@ -1,4 +1,4 @@
-"""Random numbers of steps that run as they are written: those that stages draw."""
+"""Keyed random numbers for steps that run as plain Python: those that stages draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the steps of a LightningModule through a pipeline: record, cut, schedule, execute, share the results.
+"""The step runner for several pipeline stages: record, cut, schedule, execute, share the results.
 
 Recordings are kept per *signature*: which step, the structure and shapes of the batch, train or eval mode and
 requires_grad everywhere. A batch of another length, or a parameter unfrozen mid-run, is another signature.

@@ -1,4 +1,4 @@
-"""Steps of evaluation that cannot be cut: text is generated token by token, or a value of the model decides a branch.
+"""Evaluation steps that run on every rank: text generation, or a branch on a value of the model.
 
 Every rank of a replica runs such a step whole, on the whole batch, as one process does. Parameters of other ranks are
 gathered when they are read (``full_params``). That costs the time of one process and the messages, but no memory beyond

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on stages, schedules or ranks.
+"""Random numbers keyed by step, microbatch and module: they do not depend on stages, schedules or ranks.
 
 Every operation that draws is seeded by a key: (seed, step, microbatch, FQN of the module that draws, how often it has
 drawn in this microbatch). So each stage draws the same numbers for the same operation wherever the cut lies, and one

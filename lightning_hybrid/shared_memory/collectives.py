@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.shared_memory.hidden_segments import hidden
+from lightning_hybrid.shared_memory.hidden_operations import hidden
 from lightning_hybrid.shared_memory.streams import OfGroups, Streams, given_files
 
 SLOT_BYTES = 2**21  # more goes in several rounds, so that what is written is read while it is in the cache

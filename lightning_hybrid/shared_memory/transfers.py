@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.shared_memory.hidden_segments import hidden
+from lightning_hybrid.shared_memory.hidden_operations import hidden
 from lightning_hybrid.shared_memory.streams import OfGroups, Streams, given_files
 
 _SMALLEST_PLACE = 4096  # bytes: a page

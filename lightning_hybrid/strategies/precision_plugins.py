@@ -1,4 +1,4 @@
-"""The precision plugin of a strategy: this package's own in the place of Lightning's, or one of the user's."""
+"""Precision plugins of a strategy: this package's own in the place of Lightning's, or one of the user's."""
 
 from __future__ import annotations
 

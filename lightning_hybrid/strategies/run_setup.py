@@ -1,4 +1,4 @@
-"""How a run is set up, in order: agree on the start, record and cut, drop what lives elsewhere, build optimizers."""
+"""The set-up of a run, in order: agree on the start, record and cut, drop what lives elsewhere, build optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a strategy with stages runs Lightning's steps: a whole schedule per batch, or the user's step as it is."""
+"""The execution of Lightning's steps: a whole schedule per batch, or the user's step as it is."""
 
 from __future__ import annotations
 

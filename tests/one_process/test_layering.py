@@ -1,6 +1,7 @@
 """The folder list is the architecture: a file imports only from floors below its own (docs/design, the house)."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,10 @@ def test_a_wrong_import_is_found(path, source):
 )
 def test_a_right_import_passes(path, source):
     assert not list(violations(source, Path(path)))
+
+
+def test_each_room_is_in_the_docs():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.parent for path in sources() if path.name == "__init__.py"} - {Path(), Path("step")}
+    rooms -= {Path("for_pytorch_lightning")}
+    assert [str(room) for room in sorted(rooms) if not re.search(rf"[`/]{room.name}[`/]", text)] == []

@@ -1,4 +1,4 @@
-"""By what the parts of a batch weigh, as far as the batches of a run have shown it."""
+"""Microbatch weights of the loss by a count of tokens, as far as the batches of a run have shown it."""
 
 from __future__ import annotations
 

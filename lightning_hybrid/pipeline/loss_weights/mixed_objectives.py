@@ -1,4 +1,4 @@
-"""Whether the loss of a batch is the mean of its parts' losses, tried on a batch without gradients.
+"""A test, without gradients, whether the loss of a batch is the mean of its microbatches' losses.
 
 It is not where an objective mixes samples (contrastive pairs, a term for the whole batch). Then parts of a batch train
 another objective than one process does, as gradient accumulation would. Where it is a mean over the tokens that labels

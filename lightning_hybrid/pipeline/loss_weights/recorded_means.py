@@ -1,4 +1,4 @@
-"""How means over what the content of a batch decides weigh in each microbatch (``step.batch_means.mean_ops``).
+"""Microbatch weights of the means that a recorded step takes over labels or masks of the batch.
 
 The counts must be known before the first backward, so the step runs on each microbatch beforehand, without the model's
 arithmetic; only steps with such a mean pay for that, and not where all labels are the batch's own and none is ignored.

@@ -1,4 +1,4 @@
-"""Hand gradients over at the moment Lightning expects them.
+"""The hand-over of gradients to Lightning at the moment when it calls backward.
 
 A pipeline has run forward and backward when ``training_step`` returns, but Lightning then calls ``zero_grad`` and only
 afterwards ``backward(loss)``. So the new gradients are set aside, and the loss that is returned carries an autograd

@@ -1,4 +1,4 @@
-"""Catch what a step logs, microbatch by microbatch, to log it once per step and on every rank."""
+"""A capture of ``self.log`` calls, microbatch by microbatch, logged once per step and on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make metrics known on every rank: state from the rank that feeds them, summed over replicas once.
+"""Synchronisation of torchmetrics states: from the rank that feeds a metric, and over replicas once.
 
 A metric is fed on one pipeline rank. Before its value is computed, that rank gives its state to the others, and the
 sync over processes that torchmetrics then does covers the data axes alone, so no sample counts twice.

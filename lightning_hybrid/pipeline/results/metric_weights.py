@@ -1,4 +1,4 @@
-"""Have metrics count each batch once, whether ranks run it in microbatches, in shares, or each of them as a whole.
+"""Metric states that count each batch once, in microbatches, in data shares, or on every rank.
 
 A metric that a step has fed with a share of each batch is the sum over the ranks of its shares. A batch that each of
 these ranks runs whole is then counted by the first of them alone; and what they all had counted before is the first

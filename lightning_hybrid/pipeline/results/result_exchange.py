@@ -1,4 +1,4 @@
-"""Share what one step gave over the ranks of a pipeline: logged numbers, the loss, and the tensors users ask for.
+"""The exchange of what a step gave over pipeline ranks: logged numbers, the loss, and returned tensors.
 
 The numbers are known once a rank has done its last forward, long before the last backward of the first stage ends. So
 they travel meanwhile, where the channel lets a collective pass transfers.

@@ -1,4 +1,4 @@
-"""What a step returned for the microbatches becomes what one process returns for the batch."""
+"""Outputs of a step: what hooks and prediction get of the microbatches' results."""
 
 from __future__ import annotations
 

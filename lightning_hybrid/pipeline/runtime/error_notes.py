@@ -1,4 +1,4 @@
-"""Say where in a step an error arose: in a note of the error, which Python prints below its traceback."""
+"""Notes on errors: the stage, microbatch and operation of a step in which they arose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a program: the forwards, backwards and transfers of one rank, in order.
+"""The executor of a program: forwards, backwards and transfers of one rank, in order.
 
 The data path of one microbatch on one stage::
 

@@ -1,4 +1,4 @@
-"""What other stages send for one forward, waited for when the step first reads it.
+"""Values received from other stages, waited for when the step first reads them.
 
 Until then the step does what comes before: its contexts are entered, and the operations of earlier stages skipped. So
 that is done while the rank would wait anyway.

@@ -1,4 +1,4 @@
-"""Backwards in two parts: what another rank waits for first, the gradients of weights when that has left.
+"""Split backwards (zero bubble): gradients of inputs first, gradients of weights when the first have left.
 
     F   y = x @ weight.T
     I   dx = dy @ weight             goes to the stage before

@@ -1,4 +1,4 @@
-"""What the modules hold, as each of several stages on one rank left it.
+"""Module state per stage, where one rank runs several stages.
 
 Python side effects count once per microbatch, also where this rank runs several stages of it; and what one
 microbatch leaves for the next (a hidden state) is there on the stage that made it.

@@ -1,4 +1,4 @@
-"""What the user's modules held before a training step, to leave the step as if it had never begun."""
+"""A snapshot of modules before a training step, for a rollback if the step breaks in its middle."""
 
 from __future__ import annotations
 

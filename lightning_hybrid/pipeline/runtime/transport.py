@@ -1,4 +1,4 @@
-"""Carry messages between pipeline ranks.
+"""Point-to-point messages between pipeline ranks.
 
 A message is the tensors of one portal for one microbatch. Their shapes are known from the step graph, so nothing but
 their content travels; a tensor whose shape depends on data is preceded by a small header. What arrives lies in memory

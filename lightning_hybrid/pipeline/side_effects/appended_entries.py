@@ -1,4 +1,4 @@
-"""Lists on the user's modules to which a training step appends: an entry per batch, not one per microbatch.
+"""Entries that a step appends to lists of its modules: one per batch, joined from the microbatches'.
 
 ``self.outputs.append(loss)`` and its like are Lightning's own idiom for what an epoch's end looks at. A list that every
 microbatch has made longer by as many entries gets them joined, entry by entry; all else that a step leaves on its

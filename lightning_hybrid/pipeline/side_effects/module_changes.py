@@ -1,4 +1,4 @@
-"""Whether a training step leaves something of its batch on the user's modules: then no rank may run a share of it.
+"""Changes that a training step leaves on modules: with one of its batch, no rank may run a share of it.
 
 Buffers (statistics, queues, centres), tensors and numbers in attributes would be those of a share. But whole numbers
 that have grown by one count batches, and what lists have grown by is joined (``appended``).

@@ -1,4 +1,4 @@
-"""Run a user's step once more for its Python side effects alone: ``self.losses.append(loss.item())``.
+"""A second run of a step for its Python side effects alone: ``self.losses.append(loss.item())``.
 
 In one process the numbers of a step are there when its Python asks for them. On a rank of a pipeline they are known
 after the step. So a step that keeps or returns numbers of the model runs on its whole batch, and once the numbers are

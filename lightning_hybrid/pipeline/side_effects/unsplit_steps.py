@@ -1,4 +1,4 @@
-"""Steps whose batches are not split: microbatches would not tell what the batch leaves (``kept_values``)."""
+"""Steps whose batches are not split, since microbatches do not tell what the batch leaves (``kept_values``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds what where no step tells: parameters in the order of the module, as many bytes to each stage."""
+"""A cut into stages by bytes of parameters, where no recorded step tells costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a stage hands on and that get no gradient there: to the stage before it, that is none and not zero.
+"""Gradients that are None at a stage boundary: sent back as none and not as zeros.
 
 A parameter without a gradient is left alone by an optimizer; with one of zero it decays. What is sent back for such a
 value is a NaN with bits that no operation makes. It is looked for in the first batch of each recorded form, and from

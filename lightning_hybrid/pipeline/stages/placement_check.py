@@ -1,4 +1,4 @@
-"""Steps that use a parameter where its ranks cannot have what goes with it: after what lies on a later stage."""
+"""A check that a trace uses each parameter on a stage that can hold it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sum the gradients of parameters that live on several pipeline ranks.
+"""Tied parameters: the sum of their gradients over the pipeline ranks that hold them.
 
 A tied embedding lives on the stage that looks tokens up and on the stage that makes logits. Each has a part of its
 gradient; every holder needs the sum before clipping and stepping.

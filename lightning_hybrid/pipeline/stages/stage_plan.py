@@ -1,4 +1,4 @@
-"""Who holds what: the cut of one module over the ranks of a pipeline, and its recorded steps.
+"""The stage plan: which pipeline rank holds which parameters and units, and the recorded traces of a module.
 
 The first recorded training step decides the cut. Afterwards parameters of other ranks are dropped, and further
 recordings (other shapes, validation) are assigned to the same homes.

@@ -1,4 +1,4 @@
-"""Which recorded form of the step each microbatch takes.
+"""A cache of recorded traces: which of them each microbatch takes.
 
 A batch of new shapes is recorded. Of a known one the form is known too, unless the step may do something else this
 time: it looks at what may change (``guards``), or an attribute around its units has changed since. Then each

@@ -1,4 +1,4 @@
-"""One recorded form of a step, cut into stages."""
+"""A trace variant: one recorded form of a step, cut into stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers keep in plain attributes (a counter, a running mean) is set on the rank that runs them alone."""
+"""Synchronisation of plain attributes (a counter, a running mean) that layers keep on the rank that runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Join what a step returned for each microbatch to what one process returns for the whole batch.
+"""The merge of per-microbatch outputs to those of the whole batch.
 
 The number of samples of each microbatch says what is one entry per sample.
 """

@@ -1,4 +1,4 @@
-"""The value of a torchmetrics object for a whole batch, of which its ``forward`` sees one microbatch after the other.
+"""torchmetrics values for a whole batch, of which ``forward`` sees one microbatch after the other.
 
 A copy of the metric with empty states sees each microbatch too; its value in the end is that of the batch.
 """

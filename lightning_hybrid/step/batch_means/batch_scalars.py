@@ -1,4 +1,4 @@
-"""Numbers that a step computes (losses, values of metrics, what is made of them), and what they are for the batch.
+"""Scalars of a step (losses, metric values, functions of them) for the whole batch.
 
 ``torch.exp(loss)`` of the batch is no mean over its microbatches, but ``torch.exp`` of the batch's loss. So operations
 that take nothing but numbers are computed once more, on the numbers of the batch.

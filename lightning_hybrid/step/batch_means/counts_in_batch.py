@@ -1,4 +1,4 @@
-"""What the loss of a batch is a mean over, looked for in the batch itself and proved by the value of the loss.
+"""The count that a loss is a mean over, found in the batch and proved by the value of the loss.
 
 A masked language model takes the mean over the tokens whose labels are not ``-100``. Its loss on a batch is then no
 mean over samples of its losses on parts of the batch, but one over these tokens: parts weigh by their *count*. A step

@@ -1,4 +1,4 @@
-"""Which means of a step weigh by what its microbatches count: those on which the loss depends linearly."""
+"""The means on which a loss depends linearly: these weigh by their microbatch's count."""
 
 from __future__ import annotations
 

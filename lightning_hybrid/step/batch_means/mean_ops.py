@@ -1,4 +1,4 @@
-"""What a mean is taken over that the content of a batch decides: labels that are not ignored, rows that a mask picks.
+"""Operations that average over labels or masks of the batch, and their denominators.
 
 ``cross_entropy`` divides by the number of labels that count, or by the sum of their class weights; other code divides a
 sum by a number made of the batch. The mean over a batch is then no mean over its microbatches, but each of these has a

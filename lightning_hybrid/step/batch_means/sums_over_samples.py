@@ -1,4 +1,4 @@
-"""Sums over the samples of a batch: what is a sum in each microbatch is the sum of these in the batch."""
+"""Sums over the samples of a batch: they add up over microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values of parameters that are built without storage.
+"""Deferred initialisation: parameters built without storage, and their initial values.
 
 Under ``InitialValues.building()`` a parameter made of uninitialised memory goes to the meta device as soon as a module
 registers it; buffers, and parameters made from values, stay. What user code then does to it, there or by loading a

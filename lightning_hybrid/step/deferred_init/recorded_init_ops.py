@@ -1,4 +1,4 @@
-"""Operations on tensors without storage, noted to be repeated later on real memory.
+"""A recording of initialisation operations on meta tensors, repeated later on real memory.
 
 While ``watching()``, tensors on the meta device pass for real ones. An operation that makes or writes one is noted with
 what it read and, if it draws, with the generator's state; it draws once on memory freed at once, so that the generator

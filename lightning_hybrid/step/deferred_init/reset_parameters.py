@@ -1,4 +1,4 @@
-"""Initialise modules that user code built on the meta device, as their constructors would have.
+"""``reset_parameters`` for modules that user code built on the meta device.
 
 Nobody saw what was done to their parameters, so each module's own ``reset_parameters`` is called again, children before
 their parent, in order of definition. Then, where a module defines ``_init_weights`` (the idiom

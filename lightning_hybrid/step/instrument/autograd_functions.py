@@ -1,4 +1,4 @@
-"""User code that torch's function modes do not see: autograd functions and collectives called in a step.
+"""Autograd functions and collectives of user code, which torch's function modes do not see.
 
 Each call of a ``torch.autograd.Function``, and each collective of ``torch.distributed`` on values of the model, is one
 event. A recording only rehearses collectives: other replicas need not record at the same time.

@@ -1,4 +1,4 @@
-"""What a replay replaces in the user's modules, put there once per step.
+"""Instrumentation of user modules for a replay: forwards of units, metric methods, torch's checkpoint function.
 
 The forwards of units and of drawing modules, the methods of metrics, and torch's checkpoint function ask a `Current`
 which run of the step is under way. Putting them there for each microbatch would cost more than what they do.

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics as functions, which ask whether they were given probabilities or logits.
+"""Functional torchmetrics that branch on whether they were given probabilities or logits.
 
 On a CPU they ask by a branch, elsewhere by ``torch.where``. A step whose values are not there does the latter.
 """

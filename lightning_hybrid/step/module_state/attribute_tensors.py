@@ -1,4 +1,4 @@
-"""Values that code around a unit leaves on its modules, where the unit's forward finds them.
+"""Attribute tensors: values that code around a unit sets on its modules, such as a normed weight.
 
 ``torch.nn.utils.weight_norm`` is the best known: a hook computes the weight before each forward and sets it as a plain
 attribute. ``torch.func.functional_call`` puts other tensors in the place of parameters for one call. To the step graph

@@ -1,4 +1,4 @@
-"""Pickles and copies of parameters that this rank does not hold in full: of the full ones, or refused.
+"""Pickles and copies of parameters that this rank does not hold in full.
 
 In hooks of the user the modes that gather on read (`parts.reads`, `pipeline.global_reads`) show full contents to
 `copy` and `pickle` too. Where none of them is active, a shard or a tensor without content would pass for the parameter.

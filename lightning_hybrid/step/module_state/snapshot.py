@@ -1,4 +1,4 @@
-"""Recording is a transaction: afterwards every module is as it was before.
+"""Snapshots of module state: attributes, containers, buffers and hooks, put back in place.
 
 Attributes, the containers they hold, buffers and hooks are noted before and put back, in place, after. Generators are
 the business of ``randomness``. What the step would have left on the modules (a list of outputs, a lazily built mask) is

@@ -1,4 +1,4 @@
-"""Deep copies of what modules are called with: caches that they fill must be as they were for a second call."""
+"""Deep copies of arguments, so that caches in them are as they were for a second call."""
 
 from __future__ import annotations
 

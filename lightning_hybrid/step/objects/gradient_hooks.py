@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters that say when they need not be called."""
+"""Gradient hooks that say when they need not be called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worth keeping of the batches seen lately: their sizes may be new each time, and a run has no end."""
+"""A bounded cache that forgets what was used longest ago."""
 
 from __future__ import annotations
 

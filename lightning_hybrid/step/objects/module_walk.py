@@ -1,4 +1,4 @@
-"""The modules and parameters of a module as torch lists them, in less time: every step asks for them.
+"""Fast walks over the modules and parameters of a module.
 
 Torch's own generators hand each item up through as many frames as it lies deep.
 """

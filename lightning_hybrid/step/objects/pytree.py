@@ -1,4 +1,4 @@
-"""Take apart and rebuild the containers that user code passes around.
+"""Pytrees: take apart and rebuild the containers that user code passes around.
 
 Steps receive and return tensors inside tuples, named tuples, dicts, dataclasses, ``torch.distributions``, Hugging Face
 ``BatchEncoding`` and ``ModelOutput`` objects. ``flatten`` yields the leaves in a fixed order and a ``Spec`` from which

@@ -1,4 +1,4 @@
-"""Find the layers: the smallest modules that repeat, a transformer block or a residual block.
+"""Repeated layers: the smallest modules that repeat, a transformer block or a residual block.
 
 The pipeline's units may be larger (with one stage, the whole network is one): there, what lies in their lists of layers
 is taken.

@@ -1,4 +1,4 @@
-"""Tensors of a class of the user's, such as torchvision's images: plain tensors that carry more than their numbers."""
+"""Tensor subclasses of the user, such as torchvision's images: plain memory with more than its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a unit reads beside its arguments and its own members.
+"""Captured inputs of a unit: tensors that it reads beside its arguments and its own members.
 
 It may come in an object that the unit is given (a cache with the keys of a learned prefix), belong to another module
 (a table of positions that all layers are handed), or be left on the unit by an earlier call of it (the mean and the

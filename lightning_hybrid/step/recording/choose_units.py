@@ -1,4 +1,4 @@
-"""Choose units: the smallest modules that a cut never enters.
+"""The choice of units: the smallest modules that a cut never enters.
 
 The module tree is descended while a module holds more than a stage's share of the parameters. What the recording then
 shows (a unit that dominates its stage, or one whose parameters are read around its forward) opens further units.

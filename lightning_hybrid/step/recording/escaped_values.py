@@ -1,4 +1,4 @@
-"""What a recorded step does with values of the model beside its operations: numbers read from them, values kept."""
+"""Values of the model that leave a recorded step: numbers read from them, and values kept on modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step looks at that may be another one in the next batch: then what it does may be something else too.
+"""Guards of a trace: what a step looks at that may be another one in the next batch.
 
 While a step is recorded, it is noted whether its Python asks for anything of this kind: the number of the batch, the
 trainer (its steps and epochs), random numbers, the content of the batch, attributes that it changes itself. A step

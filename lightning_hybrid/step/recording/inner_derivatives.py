@@ -1,4 +1,4 @@
-"""Derivatives that the step itself takes: all that ``torch.autograd.grad`` goes back through runs on one stage."""
+"""Derivatives inside a step: what ``torch.autograd.grad`` goes back through stays on one stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step leaves on its modules or returns, and whether the results of microbatches can be joined to the batch's.
+"""Values that a step keeps on its modules or returns, and whether microbatches tell those of the batch.
 
 Entries that a step appends to lists of its modules, and what it returns, are joined: rows of samples are concatenated,
 means averaged. Nothing else that is kept of the model can be told from microbatches (a running sum, the last output,

@@ -1,4 +1,4 @@
-"""Tensors made from the batch alone that the step writes values of the model into: they become absent themselves."""
+"""Tensors of the batch that the step writes values of the model into: they become absent themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record the first of many like layers, and reuse what it showed for the others.
+"""Deduplication of units: the first of many like layers is recorded, and reused for the others.
 
 Two units are alike if they have the same classes, plain attributes and tensor shapes throughout, get arguments of the
 same shapes, and share every other object they refer to. A whole number that equals a unit's own position in its list

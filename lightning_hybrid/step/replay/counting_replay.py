@@ -1,4 +1,4 @@
-"""Run a step without the model's arithmetic, and count what its means are taken over (``step.batch_means``)."""
+"""A replay without the model's arithmetic that counts what means are taken over (``step.batch_means``)."""
 
 from __future__ import annotations
 

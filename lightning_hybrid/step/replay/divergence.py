@@ -1,4 +1,4 @@
-"""A step that does something else than when it was recorded, and what its user is told of the cause.
+"""Divergence of a run from its recording (``StepChanged``), and the cause that its user is told.
 
 The cause may be a size that depends on values: ``if len(h[mask]):``, ``for c in torch.unique(k):``. A recording guesses
 those that depend on values of the model. As numbers they are right in each batch; a step that decides by one takes

@@ -1,4 +1,4 @@
-"""Replay a step for its Python side effects alone, with the content of some of the model's values known."""
+"""A replay for Python side effects alone, with the content of some of the model's values known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay one stage of a recorded step: the user's own code again, with only this stage's arithmetic.
+"""The replay of one stage: the user's own code again, with only this stage's arithmetic.
 
 Node k of the graph is executed if it belongs to the stage and skipped if not; a skipped node answers with the received
 tensor where this stage was sent it, and with an absent stand-in otherwise. So the user's side effects happen on every

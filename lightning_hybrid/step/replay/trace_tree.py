@@ -1,4 +1,4 @@
-"""The ways that a step is known to take, and a rehearsal that finds out which one it takes now.
+"""The tree of known traces, and the dry run that finds out which of them a microbatch takes.
 
 All recordings of a step are a tree: two that begin alike share their beginning. A rehearsal runs the user's step
 without any of the model's arithmetic and walks down the tree::

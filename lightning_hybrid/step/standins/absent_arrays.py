@@ -1,4 +1,4 @@
-"""Stand-ins for what ``tolist()`` and ``numpy()`` read of an absent tensor: they can be kept, and nothing else.
+"""Absent arrays: stand-ins for what ``tolist()`` and ``numpy()`` read of an absent tensor.
 
 What is kept is replaced after the step (``pipeline.side_effects``); anything computed from it would be made of nothing.
 """

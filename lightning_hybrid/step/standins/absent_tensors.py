@@ -1,4 +1,4 @@
-"""Stand-ins for what lives on another stage.
+"""Absent tensors and numbers: stand-ins without storage for what lives on another stage.
 
 An *absent* tensor is a ``FakeTensor``: it answers shape, dtype and the real device, has no storage, and mixes with real
 tensors. Absent parameters keep the identity of the user's ``Parameter`` objects, so optimizers that hold them stay

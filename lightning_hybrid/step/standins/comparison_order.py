@@ -1,4 +1,4 @@
-"""Comparisons of two tensors, in one order however Python came to them.
+"""One order for the operands of a comparison, however Python came to them.
 
 Of ``a <= b`` Python asks ``b >= a`` first where the class of ``b`` is derived from that of ``a``; stand-ins are of a
 derived class. So what is ``le`` where both are there is ``ge`` where ``b`` is absent: in a recording, or on another

@@ -1,4 +1,4 @@
-"""Count what a recorded step costs and note which modules draw random numbers."""
+"""A counter of FLOPs, bytes and random draws of a recorded step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors whose content is joined from several ranks only when it is asked for.
+"""Deferred tensors: content joined from several ranks only when it is asked for.
 
 Such a tensor is handed to the user's code; what leaves the run of a step (sent to another stage, returned, kept on the
 module, given to a metric) is the whole.

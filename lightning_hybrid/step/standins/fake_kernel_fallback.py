@@ -1,4 +1,4 @@
-"""Operations without an honest fake kernel: run them once on real stand-in values.
+"""A fallback for operations without a fake kernel: one run on small real values.
 
 A single kernel that refuses stand-ins without storage, or cannot know the shape of its result, is run on zeros or ones.
 Where Python asks for a number inside a unit, such as how many tokens an expert got, the whole unit is run on small

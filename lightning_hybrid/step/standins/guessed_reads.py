@@ -1,4 +1,4 @@
-"""What code finds where it reads a value of the model while it is only looked at: nothing of that run is kept.
+"""Guessed reads: what code gets where it reads a value of the model in a run that is not replayed.
 
 A step that decides by such values is looked at several times, with other answers, so that its branches are seen.
 """

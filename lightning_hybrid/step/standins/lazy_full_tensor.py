@@ -1,4 +1,4 @@
-"""A tensor of which a rank holds a part, and whose whole is made only when somebody looks.
+"""A lazy full tensor: a rank holds a shard of it, and the full one is made when it is read.
 
 To code that asks for its shape, dtype or device it is the whole tensor. Whatever else is done to it is done to the
 whole, which is made then, by an exchange between the ranks that hold the parts, and kept. Code that knows what it is

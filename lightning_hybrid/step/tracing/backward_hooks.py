@@ -1,4 +1,4 @@
-"""Full backward hooks of units belong to what a unit computes: they are there where it runs, and nowhere else.
+"""Full backward hooks of units: they are set up where the unit runs, and nowhere else.
 
 Torch sets them up in a module's ``__call__``, around its forward, by an autograd function on its arguments and another
 on its results. On a rank that skips the unit there is nothing to hang them on; so they move into the forward.

@@ -1,4 +1,4 @@
-"""Autograd functions that the user's code calls by an ``apply`` that it keeps, as in ``reverse = Reverse.apply``.
+"""Autograd functions called by an ``apply`` that user code keeps, as in ``reverse = Reverse.apply``.
 
 Since torch 2.14 such an ``apply`` is a built-in method, which calls no Python on its way. So it is found where it is
 kept, and a step finds something else there. Before, each call passed by a method written in Python, wherever the

@@ -1,4 +1,4 @@
-"""Which lines of code call which functions of torch while a unit runs: two runs that agree in it branch alike."""
+"""A trace of which lines of code call which functions of torch while a unit runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users compile themselves: layers run compiled, and what lies around units runs as it is written.
+"""Modules that users compile themselves: layers run compiled, code around units as it is written.
 
 A compiler follows Python into all that is called, so around units it would make functions of what watches the step, and
 each microbatch would be a new one to it. What is called inside of a unit is seen by nobody else.

@@ -1,4 +1,4 @@
-"""Questions whether values of the model are finite: ``if torch.isnan(loss): raise ...``.
+"""Finiteness checks in a step: ``if torch.isnan(loss): raise ...``.
 
 Ranks that do not have a value take the answer of finite numbers. So does a recording; those that have it compare, in
 each batch. ``Value.taken`` is the answer, and what logic and counting make of such answers.

@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func`` (vmap, grad, jvp) around operations of a step, whose values cannot be followed."""
+"""Transforms of ``torch.func`` (vmap, grad, jvp) around operations of a step: an error that names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchmetrics objects are sinks: fed where their inputs live, never traced inside, known everywhere in the end.
+"""torchmetrics objects as nodes of the step graph: fed where their inputs live, known everywhere in the end.
 
 A call of ``forward``, ``update``, ``compute`` or ``reset`` on the outermost Metric or MetricCollection is one node. It
 reads and writes the pseudo-parameter ``metric:FQN``, so all of a metric's nodes lie on one stage.

@@ -1,4 +1,4 @@
-"""What an operation of a step is asked to do: by this two runs of the step are compared."""
+"""The signature of an operation, by which two runs of a step are compared."""
 
 from __future__ import annotations
 

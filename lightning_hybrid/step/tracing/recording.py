@@ -1,4 +1,4 @@
-"""What a recording is: the step graph, and what a replay needs of the user's containers."""
+"""The data of a recording: the step graph, and what a replay needs of the user's containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on a value of the model whose result depends on its shape alone: they run for real on every rank.
+"""Operations whose result depends on shapes alone: they run for real on every rank.
 
 User code builds masks with them, keeps them, and does not build them again: they must not be nodes of the step graph.
 """

@@ -1,4 +1,4 @@
-"""What modules give beside their results: a router's loss, say, which a step adds to its own.
+"""Side outputs of modules: a router's loss, say, which a step adds to its own.
 
 A module deep inside a model calls ``give_aside``, and whoever runs the step takes what was given with
 ``taking_asides``; the modules in between know nothing of it. Where a module in between is one unit of the step, the

@@ -1,4 +1,4 @@
-"""Watch the glue of a step: every torch operation outside units, and every call of a unit.
+"""The function mode that sees a step: every torch operation outside units, and every call of a unit.
 
 ``StepWatch`` is what recording and replay share: it sorts what it sees into operations that are the same everywhere
 (they touch the batch alone), reads of a tensor's metadata or content, and *events*: operations that touch a parameter

@@ -1,4 +1,4 @@
-"""Check what the user asked for as soon as it is asked, before any process is started."""
+"""Options of the strategy, checked as soon as they are given, before any process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's searches before a run: what they decide by must be the same on every rank, or they are refused."""
+"""Checks of callbacks that search before a run: what they decide by must be the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are built without storage: each rank comes to hold its own part of the values that one process has."""
+"""Empty initialisation of models: built without storage, each rank's shard filled with one process's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One batch of the run's own loader, before the run starts and without a trace."""
+"""An example batch of the run's own loader, taken before the run starts and without a trace."""
 
 from __future__ import annotations
 

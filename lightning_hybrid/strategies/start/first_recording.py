@@ -1,4 +1,4 @@
-"""Record the step that a run begins with, before it begins."""
+"""The first recording of a step, before its run begins."""
 
 from __future__ import annotations
 

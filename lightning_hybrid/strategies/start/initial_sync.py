@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a run, and what must not happen while its module is in parts."""
+"""The initial synchronisation of ranks: agreement on versions, data and weights, and guards on state dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that can be read once: what was taken from them to look at is given back as the first of the run.
+"""Push-back for streams that can be read once: what was taken to look at is the first that the run gets.
 
 A loader, or an iterable dataset, may hand out the next items of one iterator each time it is iterated over. Another
 iterator of it begins where the last one stopped, so one that was made to take an example from has to be gone on with.

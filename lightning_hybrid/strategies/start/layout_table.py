@@ -1,4 +1,4 @@
-"""The table printed when a run starts: what lies where, and what is sent."""
+"""The layout table printed when a run starts: what lies where, and what is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph of a module that a logger draws, traced while the module is whole."""
+"""Logging of the model graph, traced while the module is full."""
 
 from __future__ import annotations
 

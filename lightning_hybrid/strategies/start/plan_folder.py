@@ -1,4 +1,4 @@
-"""Where plans are kept from run to run: beside the checkpoints of all runs."""
+"""The folder in which tensor plans are kept from run to run, beside the checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that look at their optimizers (`self.log("lr", self.optimizers().param_groups[0]["lr"])`) before any exist.
+"""Provisional optimizers for a step that asks for them when it is recorded, before the run's are built.
 
 The first step is recorded before the run's optimizers are built, since these are to hold what a rank keeps of the
 parameters. A step that asks for them is recorded with others, built by a call of `configure_optimizers` of their own;

@@ -1,4 +1,4 @@
-"""What runs the user's steps on stages, made as the user's options say."""
+"""The factory of step runners: with stages or without, as the user's options say."""
 
 from __future__ import annotations
 

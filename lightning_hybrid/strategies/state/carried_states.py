@@ -1,4 +1,4 @@
-"""What a run has beside its parameters, in full, while its layout changes: optimizer states and gradients."""
+"""Optimizer states and gradients carried over in full while the layout of a run changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages of the weights (SWA, EMA): copies of the whole module that callbacks of Lightning's keep beside it.
+"""Weight averaging (SWA, EMA) on shards: copies of the module that callbacks of Lightning's keep beside it.
 
 They are made before the module is cut. Afterwards each rank keeps, averages and swaps that part of the copy which it
 holds of the module; files and the end of training have the whole of it.

@@ -1,4 +1,4 @@
-"""Units run compiled: ``torch.compile`` layer by layer, between what the strategy does around layers.
+"""``torch.compile`` of units, layer by layer, between what the strategy does around layers.
 
 Like layers are compiled once. Each kind has a function of its own whose argument is the layer, so that torch's cache
 for that function sees one program with other parameters, and a layer of another kind never counts against its limit.

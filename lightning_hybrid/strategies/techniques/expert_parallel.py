@@ -1,4 +1,4 @@
-"""Expert parallelism in a strategy: find the experts as the first step is recorded, share them, say what was found."""
+"""Expert parallelism in a strategy: find the experts in the first recorded step, share them, say what was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of torch's Adam and AdamW on the host by torch's fused kernel.
+"""Fused steps of torch's Adam and AdamW on the host.
 
 On a host torch steps one parameter after the other and goes over its numbers about ten times; its fused kernel goes
 over them once. It computes the same in another order of rounding. Torch itself does not choose it unasked; it is chosen

@@ -1,4 +1,4 @@
-"""Connect the gradients of a module: what is averaged over replicas, what is summed over stages, what is counted."""
+"""Gradient reduction: averages over replicas, sums over stages, and norms that count each parameter once."""
 
 from __future__ import annotations
 

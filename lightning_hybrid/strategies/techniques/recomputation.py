@@ -1,4 +1,4 @@
-"""Activation checkpointing in a strategy: which layers of the recorded step are computed again, and by whose word."""
+"""Activation checkpointing in a strategy: which layers of the recorded step are computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in a strategy: plan the units while the first step is recorded, cut them, say what was found."""
+"""Tensor parallelism in a strategy: plan units in the first recorded step, cut them, say what was found."""
 
 from __future__ import annotations
 

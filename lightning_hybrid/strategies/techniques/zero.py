@@ -1,4 +1,4 @@
-"""ZeRO in a strategy: which parameters are shared out together, by which policy, and who must be asked for wholes."""
+"""ZeRO in a strategy: which parameters are sharded together, by which policy, and who reads full ones."""
 
 from __future__ import annotations
 

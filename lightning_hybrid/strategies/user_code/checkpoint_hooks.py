@@ -1,4 +1,4 @@
-"""What hooks of the user add to a checkpoint while the module is in parts: whole in the file, or refused.
+"""Checkpoint hooks of the user, while the module is sharded: what they add is full in the file, or refused.
 
 Their reads are answered as in other hooks (`user_hooks.py`). Beyond that, a tensor which they leave in the checkpoint
 may lie on other ranks, or in parts on several. When Lightning has put the checkpoint together, each of them is given

@@ -1,4 +1,4 @@
-"""Datasets that run the model, as those of reinforcement learning do: a policy is asked while a batch is fetched.
+"""Dataloaders that read the model, as in reinforcement learning: a policy is asked while a batch is fetched.
 
 All ranks of a replica fetch the same batches in the same order, so a parameter that they share is gathered when an
 operation of a loader reads it, as in steps that every rank runs whole (``full_params``). Replicas need not

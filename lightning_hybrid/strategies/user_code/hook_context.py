@@ -1,4 +1,4 @@
-"""What the user's steps take, what their hooks look at, and in whose name something is logged."""
+"""The context of user code: the arguments of steps, the outputs that hooks read, and the hook that is logging."""
 
 from __future__ import annotations
 

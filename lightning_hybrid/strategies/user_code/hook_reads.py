@@ -1,4 +1,4 @@
-"""What hooks of the user read of a module whose parts lie on several stages, or on ranks that share layers."""
+"""Reads of full parameters and gradients in hooks of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks and optimizers of the user are run in, where a rank holds a part of the module only."""
+"""The protocol of a context in which user code reads full parameters."""
 
 from __future__ import annotations
 

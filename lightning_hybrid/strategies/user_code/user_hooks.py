@@ -1,4 +1,4 @@
-"""Let the user's hooks read gradients and parameters of the whole model, though each rank has a part of it."""
+"""Hooks of the user's module and callbacks, wrapped so that they read full parameters and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let optimizers that are not torch's see the gradients and parameters of the whole model in their steps.
+"""Optimizers that are not torch's: their steps see full parameters and gradients.
 
 A step that looks at one parameter at a time is right on each rank's part. One that takes a norm over all of them, or a
 step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as

@@ -1,4 +1,4 @@
-"""The mesh at ``LightningModule.device_mesh``: of the launcher's ranks, also where the user's code sees others."""
+"""The device mesh at ``LightningModule.device_mesh``: of the launcher's ranks."""
 
 from __future__ import annotations
 

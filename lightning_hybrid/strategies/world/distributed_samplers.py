@@ -1,4 +1,4 @@
-"""Samplers that users built for themselves, and which ranks they deal samples to."""
+"""Distributed samplers that users built themselves, and the ranks that they split samples over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks stop training at the same place, whichever of them was told to, by a signal or by ``trainer.should_stop``.
+"""A graceful stop of all ranks at the same place: after a signal, or ``trainer.should_stop`` on any rank.
 
 One rank alone may be told: by its own clock, or by a condition on its rank. A place is the end of a training batch or
 the start of an epoch; all ranks come by the same places, but not at the same time, and must not wait for each other

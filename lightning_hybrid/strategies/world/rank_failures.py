@@ -1,4 +1,4 @@
-"""When a rank fails, its peers learn of it within seconds.
+"""Failures of ranks: peers learn of one within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
 the others waiting for its messages until their timeout. What ranks tell each other goes through the store by which they

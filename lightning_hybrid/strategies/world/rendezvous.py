@@ -1,4 +1,4 @@
-"""Meet the other ranks before something is gathered from all of them, or find that they have gone on.
+"""A rendezvous of ranks before a collective of the whole world: or an error where some have gone on.
 
 ``if trainer.is_global_zero: trainer.save_checkpoint(...)`` asks one rank for what only all of them have. The others do
 not come: their messages of the next step would meet those of the checkpoint. So a rank first says, through the store,

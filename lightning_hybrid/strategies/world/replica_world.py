@@ -1,4 +1,4 @@
-"""What the user's code sees of the world: the ranks that hold other data.
+"""The world that user code sees: the ranks that hold other data.
 
 Ranks of one replica hold parts of one copy of the model. While code of the user's runs, the default process group,
 ``get_rank``, ``get_world_size``, ``trainer.global_rank``, ``trainer.world_size`` and the environment's ``RANK`` and

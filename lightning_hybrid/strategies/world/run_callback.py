@@ -1,4 +1,4 @@
-"""The callbacks that the strategy adds to a trainer for the time of a run."""
+"""Callbacks that the strategy adds to a trainer for the time of a run."""
 
 from __future__ import annotations
 

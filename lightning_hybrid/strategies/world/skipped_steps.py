@@ -1,4 +1,4 @@
-"""A training step that returns None on all replicas is skipped, as in one process; Lightning refuses it beyond that."""
+"""Skipped training steps: None on all replicas, as in one process; Lightning refuses it beyond that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that SLURM is about to take back: all ranks save after the same batch, and the first one asks for its return.
+"""Requeue of a SLURM job: all ranks save after the same batch, and the first one asks for its return.
 
 Lightning saves where the signal finds a rank. Ranks that share a model are then in different places of a step, and a
 file needs all of them.

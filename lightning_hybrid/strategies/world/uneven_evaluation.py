@@ -1,4 +1,4 @@
-"""Samples over replicas: validation and test see each once, so replicas may have different numbers of batches.
+"""Evaluation over replicas that sees each sample once, with different numbers of batches.
 
 No step may wait for another replica, then: the last batch of one may be no batch of the others. So what steps log is
 kept per replica, and reduced once, when all of them have come to the end of a loader.

@@ -1,4 +1,4 @@
-"""The ranks that share a layer and what they exchange, each exchange with the one that its backward needs.
+"""Collectives of tensor ranks with their gradients: all-reduce, all-gather, and the groups that share a layer.
 
 The two that make a region (the operations between a column-parallel linear and its row-parallel one, in which each rank
 holds other features):

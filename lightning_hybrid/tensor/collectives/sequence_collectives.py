@@ -1,4 +1,4 @@
-"""Values of which each rank has its own positions of a sequence, and what the ranks exchange of them.
+"""Collectives over shards of a sequence (sequence and context parallelism), with their gradients.
 
     deal        forward: take one's own positions    backward: gather all positions
     collect     forward: gather all positions        backward: take one's own (the gradient is equal on all ranks)

@@ -1,4 +1,4 @@
-"""Finds what could be sharded together, from one run of a unit on small inputs.
+"""The dataflow between the linears of a unit, which tells the pairs that can be sharded together.
 
 Each value is tracked to the linears that it comes from, without another linear between. A linear that reads such a
 value can be cut by its input features, the linears that the value comes from by their output features. What the code

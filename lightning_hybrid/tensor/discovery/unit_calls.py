@@ -1,4 +1,4 @@
-"""With what arguments the step calls the modules that are planned one by one: its layers."""
+"""The calls of the units that a step makes, with their arguments."""
 
 from __future__ import annotations
 

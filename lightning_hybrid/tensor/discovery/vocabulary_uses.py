@@ -1,4 +1,4 @@
-"""Which weights are cut by their vocabulary: seen in the step, decided for the whole model.
+"""The uses of vocabulary weights in a step, and which of them are cut for the whole model.
 
 A weight can be cut by vocabulary if it is only looked up (``F.embedding``) or multiplied by, so that each of its rows
 makes one number of an output (``F.linear``, ``h @ weight.t()``). A tied weight is cut once for all its uses.

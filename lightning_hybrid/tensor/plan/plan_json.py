@@ -1,4 +1,4 @@
-"""Plans as JSON that people can read, and back; what a file says is checked against the types of the fields.
+"""Tensor plans as JSON that people can read, and back, checked against the types of the fields.
 
 A dataclass is an object that names its class, a mapping with other keys than text is a list of pairs, and what is typed
 as any object consists of tuples, text and numbers.

@@ -1,4 +1,4 @@
-"""What the search finds and what the sharded run needs: plain data, the same on every rank, and picklable."""
+"""The tensor plan of a unit: plain data, the same on every rank, and picklable."""
 
 from __future__ import annotations
 

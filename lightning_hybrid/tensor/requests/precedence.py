@@ -1,4 +1,4 @@
-"""Who says how a unit is cut: the user's plan, then the plan that the model brings along, then the search.
+"""Precedence of tensor plans: the user's, then the one that the model brings along, then the search's.
 
 A plan fixes the role of linears. Which belong together is seen from a run, and how their features are arranged is found
 by trying, for each authority alike; all is proved. What the user asks for is done or refused; what the model's plan

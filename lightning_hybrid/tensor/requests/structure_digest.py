@@ -1,4 +1,4 @@
-"""What a unit is, as a digest that is the same in each process: the key under which a plan is kept.
+"""A digest of the structure of a unit: the key under which its plan is kept.
 
 Units with one digest have the same classes with the same code, whole numbers, shapes and arguments, and the same is
 asked of them. Weights and what functions elsewhere do are not in it: what is read under a key is proved once more.

@@ -1,4 +1,4 @@
-"""What a tensor parallel plan names: patterns of FQNs, and the styles that they ask for.
+"""The user's tensor plan: patterns of FQNs, and the styles that they ask for.
 
     {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 

@@ -1,4 +1,4 @@
-"""The forwards of linears that are cut, in a form that a compiler can follow: one graph for the whole unit.
+"""Forwards of sharded linears in a form that a compiler can follow: one graph for the whole unit.
 
 They do what those of `apply` do where nothing is watched and no positions are dealt. Exchanges are torch's functional
 collectives, which are nodes of a graph like others.

@@ -1,4 +1,4 @@
-"""Lengths that user code writes into sizes: those of a rank's own positions, where a value in a region has more."""
+"""Local lengths of a sharded sequence, where user code writes lengths into sizes."""
 
 from __future__ import annotations
 

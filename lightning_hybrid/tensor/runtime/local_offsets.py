@@ -1,4 +1,4 @@
-"""Offsets into a projection that user code writes in terms of the whole, in terms of what a rank holds."""
+"""Local offsets into a sharded projection, where user code slices it by full sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter for `nn.MultiheadAttention`, whose forward is one functional call that checks its sizes.
+"""Head-parallel `nn.MultiheadAttention`, whose forward is one functional call that checks its sizes.
 
 Each rank projects to its own heads, attends, and adds its share of the output; the arithmetic is that of
 `torch.nn.functional.multi_head_attention_forward` with `num_heads / size` heads.

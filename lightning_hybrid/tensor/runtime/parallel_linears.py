@@ -1,4 +1,4 @@
-"""The forwards that take the place of a unit's linears and attentions while it runs sharded.
+"""Column- and row-parallel forwards of a unit's linears and attentions.
 
     column      own output features: what it reads enters its region
     row         own input features: what it gives is summed over ranks, and then its bias is added

@@ -1,4 +1,4 @@
-"""The products of linears and convolutions that are cut: with this rank's weight, and with or without the bias."""
+"""Partial products of sharded linears and convolutions: this rank's weight, with or without the bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sees whether a unit does in a run what its plan was proved for.
+"""A check that a unit does in a run what its plan was proved for.
 
 A plan holds for the code that ran in trials. So before the first forward with other plain arguments, shapes, attributes
 or modules than before, the unit is tried, and nothing of that stays: the lines of code that call torch must be among

@@ -1,4 +1,4 @@
-"""Values on their way into the regions of a unit: each enters once, however many linears read it."""
+"""Inputs of tensor-parallel regions: each enters once, however many linears read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches the operations of a unit that runs sharded, from a column-parallel linear to the row-parallel one.
+"""The function mode of a tensor-parallel region, from a column-parallel linear to the row-parallel one.
 
 A value is *cut* if it comes from a cut one: each rank holds other features of it; over tensor ranks, or over tensor
 ranks times context ranks where these exchanged positions for features. The watch follows cut values through the user's

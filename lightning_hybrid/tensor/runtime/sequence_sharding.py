@@ -1,4 +1,4 @@
-"""One forward of a unit whose positions are dealt to the ranks: what is dealt, shown, gathered and handed on.
+"""Sequence sharding of one forward of a unit: split, gather and hand on its positions.
 
 Positions are dealt to tensor ranks, to context ranks, or to context ranks and what each has to its tensor ranks:
 

@@ -1,4 +1,4 @@
-"""What a rank holds of the parameters of a model whose units are sharded, and how it runs them.
+"""A model whose units are sharded over tensor ranks: the shards that a rank holds, and how units run.
 
 At rest a parameter that is cut holds this rank's part, in the user's own ``Parameter`` object: optimizers, the
 reduction over replicas and clipping see nothing else. Buffers stay whole, and a sharded unit works on a view of its

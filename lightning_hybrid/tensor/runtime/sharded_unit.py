@@ -1,4 +1,4 @@
-"""Runs a unit sharded, by its plan; the user's module is as before after each forward.
+"""A unit that runs sharded by its plan; the user's module is as before after each forward.
 
 While `sharded` is entered, the unit's forward is replaced on the instance. A call of it
 

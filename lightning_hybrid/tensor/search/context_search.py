@@ -1,4 +1,4 @@
-"""Finds how positions are dealt to context ranks, alone or beside tensor ranks, and proves it.
+"""The search for context parallelism: how positions are sharded, alone or beside tensor ranks.
 
 Three things are found by trying, each on ranks of its own:
 

@@ -1,4 +1,4 @@
-"""What each group of linears adds to the plan of a unit, and the plan that groups make together."""
+"""The plan of a unit as the sum of what each group of linears adds."""
 
 from __future__ import annotations
 

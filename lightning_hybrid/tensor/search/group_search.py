@@ -1,4 +1,4 @@
-"""Finds which linears of a unit are cut together over some ranks: tries variants of each group, proves them all."""
+"""The search over groups of linears that are cut together: variants of each, proofs of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tries one group of linears alone, cut in one way, and sees what its run asks for: rules, sums, a watch."""
+"""Trials of one group of linears, cut in one way: the rules and sums that its run asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans all tensor units of a model: like ones share a plan, and what others read as well stays whole."""
+"""The search over all units of a model: like ones share a plan."""
 
 from __future__ import annotations
 

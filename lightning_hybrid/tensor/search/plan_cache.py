@@ -1,4 +1,4 @@
-"""Keeps plans in a file from run to run, so that a second run of a model only proves what the first one found.
+"""A cache of tensor plans in a file, so that a second run only proves what the first one found.
 
 A plan that was read is tried like a new one, in all modes, before it is used. A file that is torn, stale or somebody
 else's is no plan at all, and neither that nor a folder where nothing can be written is an error.

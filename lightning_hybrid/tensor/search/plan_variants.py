@@ -1,4 +1,4 @@
-"""The ways in which one group of linears may be cut, the likely ones first.
+"""Variants of the plan of one group of linears, the likely ones first.
 
 They differ in how a projection's output features are arranged (one piece, several, dealt by whole heads), in which
 whole numbers of the modules are divided, and in whether offsets into a projection are written in terms of the whole.

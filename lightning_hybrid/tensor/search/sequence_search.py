@@ -1,4 +1,4 @@
-"""Finds how the positions of a unit's sequence can be dealt to the ranks, and proves it.
+"""The search for sequence parallelism in a unit, and its proof.
 
 What is tried, beside which argument is the sequence and which of its dims holds the positions: whose code must be shown
 the length of the whole sequence, because it writes it into a view (an attention module), and whose need not be. Which

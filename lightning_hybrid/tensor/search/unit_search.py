@@ -1,4 +1,4 @@
-"""Finds a plan for one unit: how it is cut over tensor ranks, and how positions are dealt."""
+"""The search for the plan of one unit: tensor ranks, and positions of its sequence."""
 
 from __future__ import annotations
 

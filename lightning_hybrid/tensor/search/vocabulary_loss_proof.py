@@ -1,4 +1,4 @@
-"""Proves that a cross entropy over logits that ranks share by vocabulary is that of the whole ones.
+"""The proof that a vocabulary-parallel cross entropy is that of the full logits.
 
 The units are proved by themselves, and a loss is often no part of any. So this is done once for each size of a
 vocabulary, with a weight that is both looked up and multiplied by.

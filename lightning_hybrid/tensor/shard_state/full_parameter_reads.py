@@ -1,4 +1,4 @@
-"""Code outside of layers that reads what tensor ranks have cut: it finds the full parameter.
+"""Reads of full parameters by code outside of layers, where tensor ranks hold shards.
 
 All tensor ranks of a replica run the same code on the same values, so all of them read it. Each has the gradient of the
 full parameter, and keeps that of its own shard.

@@ -1,4 +1,4 @@
-"""Random numbers in sharded regions: each rank draws its own."""
+"""Random numbers in tensor-parallel regions: each rank draws its own."""
 
 from __future__ import annotations
 

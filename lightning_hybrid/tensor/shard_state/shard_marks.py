@@ -1,4 +1,4 @@
-"""Marks on values of which each rank has other features: they say over how many ranks these are cut."""
+"""Shard marks on values: over how many ranks their features are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts other tensors, numbers and forwards in the place of a unit's own for one forward; a stack puts them back."""
+"""Members of modules swapped for one forward, and put back by a stack."""
 
 from __future__ import annotations
 

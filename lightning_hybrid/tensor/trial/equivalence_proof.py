@@ -1,4 +1,4 @@
-"""Proves that a unit run sharded is the unit: outputs, gradients and buffers, in all its modes."""
+"""The proof that a sharded unit is the unit: outputs, gradients and buffers, in all its modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small inputs for a unit, made from the ones it got when the step was recorded.
+"""Example inputs for a unit, small, made from those of the recorded step.
 
 Sizes that do not depend on the weights (batch, positions) become small primes that are no multiples of each other or of
 the number of ranks. So a trial takes milliseconds, and a size that user code wrote in terms of the whole cannot be

@@ -1,4 +1,4 @@
-"""Runs a unit, whole or on all tensor ranks at once, in one process.
+"""Tensor ranks as threads of one process, which run a unit full or sharded.
 
 Each rank is a thread that runs the very code of `apply` on its own copy of the unit; where ranks exchange tensors, the
 threads meet at a barrier: one for the tensor ranks of each context rank, one for the context ranks of each tensor rank.

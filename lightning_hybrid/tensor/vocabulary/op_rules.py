@@ -1,4 +1,4 @@
-"""What operations do to a tensor that is cut along its vocabulary, each rank with its own part.
+"""Sharding rules of operations on tensors that are cut along the vocabulary.
 
 A rule gets the arguments of one kernel and answers with its result, or with ``NotImplemented``: then it is run on the
 whole, which is always right. Autograd runs above these rules; gradients of slices are slices.

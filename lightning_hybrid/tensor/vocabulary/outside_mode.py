@@ -1,4 +1,4 @@
-"""Code outside of units that uses a weight which is cut by its vocabulary, such as ``F.linear(h, wte.weight)``."""
+"""A function mode for code outside of units that uses a vocabulary-parallel weight."""
 
 from __future__ import annotations
 

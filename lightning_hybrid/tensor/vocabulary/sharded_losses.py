@@ -1,4 +1,4 @@
-"""Softmax, cross entropy and what else looks along the vocabulary, where each rank holds its rows of it.
+"""Vocabulary-parallel softmax and cross entropy, where each rank holds its rows of the vocabulary.
 
 The logarithm of the sum over all rows takes one number per position and rank, the target's logit one sum per position.
 """

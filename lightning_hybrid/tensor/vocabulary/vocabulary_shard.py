@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is cut along its vocabulary, and who the other ranks are.
+"""The vocabulary shard of a rank, and the group of the others.
 
 The data alone: what operations do to it is said in ``slice_rules`` and ``slice_losses``.
 """

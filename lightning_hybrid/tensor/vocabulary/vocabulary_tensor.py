@@ -1,4 +1,4 @@
-"""Tensors cut along their vocabulary: embeddings' weights, output heads' weights, and the logits that come of them.
+"""Vocabulary-parallel tensors: weights of embeddings and output heads, and their logits.
 
     rank 0   logits[..., :25129]    --.
                                        >-- cross_entropy: the same number on both ranks; no rank holds all logits

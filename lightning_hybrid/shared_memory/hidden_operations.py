@@ -1,4 +1,4 @@
-"""What ranks do with the memory that they share is nothing of the step's."""
+"""Operations on shared memory that no torch mode sees."""
 
 from __future__ import annotations
 
