@@ -196,5 +196,5 @@ def test_files_that_both_share_are_one_module():
     assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.step.recording.recorder") is None
     assert PYTORCH_LIGHTNING.name_here("lightning_utilities") is None
     twin = PYTORCH_LIGHTNING.name_here("lightning_hybrid.strategies.step_execution")
-    assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.steps"
+    assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.step_execution"
     assert LIGHTNING.name_here(twin) == "lightning_hybrid.strategies.step_execution"

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
-_TORCH, _PACKAGE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_INSTEAD = str(Path(_PACKAGE, "tensor"))  # runs in place of the user's layers
+from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
+
 Step = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
 
@@ -50,7 +49,7 @@ class CodePath(TorchFunctionMode):
 
 def is_of_user(frame: tuple[CodeType, int]) -> bool:
     """Whether code is neither torch's nor this package's."""
-    return not frame[0].co_filename.startswith((_TORCH, _PACKAGE))
+    return not frame[0].co_filename.startswith((TORCH, PACKAGE))
 
 
 def calls_of(steps: Iterable[Step]) -> dict[int, str]:
@@ -61,7 +60,7 @@ def calls_of(steps: Iterable[Step]) -> dict[int, str]:
     """
     found = {}
     for function, frames in steps:
-        if any(code.co_filename.startswith(_INSTEAD) for code, _ in frames):
+        if any(code.co_filename.startswith(TENSOR) for code, _ in frames):
             continue
         users = [frame for frame in frames if is_of_user(frame)]
         if users:

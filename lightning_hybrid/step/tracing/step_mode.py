@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, draws, replaced_forwards
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
 from lightning_hybrid.step.standins.absent_arrays import content_message, stand_in_for_content
 from lightning_hybrid.step.standins.absent_tensors import (
     MARK,
@@ -63,7 +63,6 @@ _CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _CHECKING = "torch.distributions."  # its branches on tensors ask whether arguments are valid, and raise if not
 _READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
 
-_OWN_FOLDER = __file__.rsplit("/", 2)[0]
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 
 
@@ -374,7 +373,7 @@ def watched_sinks(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractC
 def _asking_module() -> str:
     """Name of the Python module that has called a torch function, through any number of function modes."""
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    while frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__"))
 
@@ -382,11 +381,10 @@ def _asking_module() -> str:
 def user_line() -> str:
     """``file:line`` of the innermost frame of the user's own code."""
     frame: Any = sys._getframe(1)
-    torch_folder = torch.__file__.rsplit("/", 1)[0]
     while frame is not None:
         path = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__")).split(".")[0]
-        if not path.startswith((_OWN_FOLDER, torch_folder)) and package not in _LIGHTNING and path != "<string>":
+        if not path.startswith((PACKAGE, TORCH)) and package not in _LIGHTNING and path != "<string>":
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.step.objects.source_folders import TENSOR
 from lightning_hybrid.tensor.plan.unit_plan import Deal
 from lightning_hybrid.tensor.requests.precedence import Wishes
 
@@ -60,7 +61,7 @@ def digest_of(
 @functools.cache
 def _own_source() -> str:
     """What searches: a plan of another version of it is searched again."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(TENSOR).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

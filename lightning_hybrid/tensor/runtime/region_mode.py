@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.runtime.local_lengths import place_of_positions
@@ -36,9 +36,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 _SITE_DEPTH = 3
-_HERE = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
 
 _QUERIES = frozenset(
     {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "requires_grad_"}
@@ -361,10 +358,10 @@ class RegionWatch(TorchFunctionMode):
         frame = sys._getframe(2)
         while frame is not None and len(places) < len(what) + _SITE_DEPTH:
             path = frame.f_code.co_filename
-            if path.startswith(_HERE):
+            if path.startswith(TENSOR):
                 if frame.f_code.co_name == "run_sharded":
                     break
-            elif not path.startswith((_TORCH, _PACKAGE)):  # what this package puts between says nothing
+            elif not path.startswith((TORCH, PACKAGE)):  # what this package puts between says nothing
                 places.append((path, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
         return tuple(places)
