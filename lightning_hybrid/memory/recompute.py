@@ -4,7 +4,7 @@ A policy is a value per layer, so that it can be chosen by hand, by a pattern, o
 its inputs alone and is run again as it ran: with the random numbers, the buffers and the parts of parameters of its
 first run, so results are bitwise those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's
 non-reentrant checkpoint). With "selective" single operations are repeated, and a layer keeps what is dear to make again
-(``recipes``, ``selection``).
+(``recomputable_values``, ``knapsack``).
 """
 
 from __future__ import annotations

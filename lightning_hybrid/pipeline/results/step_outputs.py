@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_arrays import AbsentArray
-from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, is_absent, values_behind
+from lightning_hybrid.step.standins.absent_arrays import is_number_of_others, line_read_at
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
 
@@ -51,9 +51,8 @@ def check_content(step: str, output: Any) -> None:
         StepError: A number is not known on this rank.
     """
     for leaf in flatten(output)[0]:
-        if isinstance(leaf, AbsentFloat | AbsentArray) or values_behind(leaf) is not None:
-            line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else step
+        if is_number_of_others(leaf):
             raise StepError(
-                f"{line}: {step} returns a number read from the model that is not known for the whole batch; return the"
-                " tensor instead (loss.detach()), or set num_microbatches=1"
+                f"{line_read_at(leaf, step)}: {step} returns a number read from the model that is not known for the"
+                " whole batch; return the tensor instead (loss.detach()), or set num_microbatches=1"
             )

@@ -115,7 +115,7 @@ def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
 
 def _known(content: Mapping[int, Tensor], leaf: Any) -> Any:
     """A leaf without its graph; a number that was read on another rank becomes what was read."""
-    if isinstance(leaf, AbsentFloat) and len(leaf.values & content.keys()) == 1:
+    if isinstance(leaf, AbsentFloat) and len(leaf.values) == 1 and leaf.values <= content.keys():
         [value] = leaf.values
         return content[value].item()
     return _detached(leaf)

@@ -1,7 +1,7 @@
 """Changes that a training step leaves on modules: with one of its batch, no rank may run a share of it.
 
 Buffers (statistics, queues, centres), tensors and numbers in attributes would be those of a share. But whole numbers
-that have grown by one count batches, and what lists have grown by is joined (``appended``).
+that have grown by one count batches, and what lists have grown by is joined (``appended_entries``).
 """
 
 from __future__ import annotations

@@ -85,12 +85,12 @@ class ArgumentState:
             if inner is not None:
                 self._note(inner, seen, depth + 1)
 
-    def length_of(self, container: list[Any]) -> int | None:
-        """The length that a list had; None if it was not there."""
-        known = next((content for held, content in self._contents if held is container), None)
-        if known is not None:
-            return len(known)
-        return 0 if any(held is container for held in self._empty) else None
+    def lengths(self) -> dict[int, int]:
+        """The length that each container had, by its id."""
+        return {
+            **{id(container): 0 for container in self._empty},
+            **{id(container): len(content) for container, content in self._contents},
+        }
 
     def restore(self) -> None:
         """Put everything back as it was, keeping the identity of containers."""

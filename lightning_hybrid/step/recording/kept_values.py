@@ -17,7 +17,7 @@ from lightning_hybrid.step.batch_means.sums_over_samples import HANDED_ON, SUMS
 from lightning_hybrid.step.module_state.snapshot import ModuleState, Place, is_state, reachable
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves
 from lightning_hybrid.step.recording.escaped_values import is_absent_number
-from lightning_hybrid.step.standins.absent_arrays import AbsentArray
+from lightning_hybrid.step.standins.absent_arrays import is_number_of_others, line_read_at
 from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, is_absent, values_behind
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
@@ -77,8 +77,10 @@ def find_appended(
             kept[place] = "a number read from the model"
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_absent(leaf):
             of_batch[place] = tuple(leaf.shape)
-    lists = lists_of(root)
-    starts = {key: before.length_of(held) for key, held in lists.items()}
+    if not kept and not of_batch:
+        return Appended()
+    lists, lengths = lists_of(root), before.lengths()
+    starts = {key: lengths[id(held)] for key, held in lists.items() if id(held) in lengths}
     inside = {fqn for fqn, module in root.named_modules() if module in passed}
     bound = [(p, shape) for p, shape in of_batch.items() if p.module not in inside and entry_of(p, starts) is None]
 
@@ -92,19 +94,19 @@ def find_appended(
         if key is None:
             otherwise = otherwise or f"{place} keeps {what}"
         else:
-            grown[key] = starts[key] or 0
+            grown[key] = starts[key]
     appended = tuple(
         tuple(map_leaves(described, entry) for entry in lists[key][start:]) for key, start in grown.items()
     )
     return Appended(appended, otherwise, tuple(bound))
 
 
-def entry_of(place: Place, lengths: Mapping[ListPlace, int | None]) -> ListPlace | None:
+def entry_of(place: Place, lengths: Mapping[ListPlace, int]) -> ListPlace | None:
     """The list of which a place is in a new entry; None if it is in none.
 
     Args:
         place: Where something is kept.
-        lengths: Of the lists before; None of one that was not there.
+        lengths: Of the lists that were there before.
     """
     for depth, key in enumerate([None, *place.path[:1]]):
         found = (place.module, place.attribute, key)
@@ -126,11 +128,10 @@ def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read
         StepError: One does.
     """
     for place, leaf in reachable(root, without_state(root, recordings)):
-        if values_behind(leaf) is not None or isinstance(leaf, AbsentArray):
-            line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else read_at
+        if is_number_of_others(leaf):
             raise StepError(
-                f"{line}: {place} keeps a number read from the model, which the step did not when it was recorded:"
-                " keep it in every batch, or keep the tensor instead (loss.detach())"
+                f"{line_read_at(leaf, read_at)}: {place} keeps a number read from the model, which the step did not"
+                " when it was recorded: keep it in every batch, or keep the tensor instead (loss.detach())"
             )
 
 

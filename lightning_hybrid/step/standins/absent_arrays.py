@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy
 from torch import Tensor
 
-from lightning_hybrid.step.standins.absent_tensors import ANSWERS, AbsentFloat, ControlFlowError
+from lightning_hybrid.step.standins.absent_tensors import ANSWERS, AbsentFloat, ControlFlowError, values_behind
 
 
 def content_message(line: str, name: str) -> str:
@@ -68,6 +68,16 @@ class AbsentArray:
         self._refuse()
 
     __hash__ = object.__hash__
+
+
+def is_number_of_others(leaf: Any) -> bool:
+    """Whether a leaf is a number, or an array of numbers, whose content only other ranks have."""
+    return values_behind(leaf) is not None or isinstance(leaf, AbsentArray)
+
+
+def line_read_at(leaf: Any, otherwise: str) -> str:
+    """The line at which such a number was read; ``otherwise`` for one that was computed from it."""
+    return leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else otherwise
 
 
 def stand_in_for_content(

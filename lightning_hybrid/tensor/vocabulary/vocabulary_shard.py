@@ -1,6 +1,6 @@
 """The vocabulary shard of a rank, and the group of the others.
 
-The data alone: what operations do to it is said in ``slice_rules`` and ``slice_losses``.
+The data alone: what operations do to it is said in ``op_rules`` and ``sharded_losses``.
 """
 
 from __future__ import annotations
