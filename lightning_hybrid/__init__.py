@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces import public_names
-from lightning_hybrid.registration import register
+from lightning_hybrid.namespaces.lightning_names import public_names
+from lightning_hybrid.strategy_registration import register
 
 if TYPE_CHECKING:
     from lightning_hybrid.precision.hybrid import HybridPrecision

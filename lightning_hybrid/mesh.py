@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.layout import AXES, Coordinates, LayoutError, ParallelLayout
-from lightning_hybrid.quiet_exit import end_after_gloo
+from lightning_hybrid.shared_memory.gloo_exit import end_after_gloo
 
 FLATTENED: Mapping[str, tuple[str, ...]] = {
     "data": ("dp_replicate", "dp_shard"),

@@ -18,12 +18,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_hybrid.callbacks.expert_load_plot import LoadHistory, draw_loads
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
 from lightning_hybrid.callbacks.wrapped_methods import wrap_method
-from lightning_hybrid.experts.layer import MoE
-from lightning_hybrid.experts.load_picture import LoadHistory, draw_loads
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
-from lightning_hybrid.experts.upcycled import UpcycledMLP
+from lightning_hybrid.experts.moe.moe_layer import MoE
+from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.side_outputs import give_aside, taking_asides
 

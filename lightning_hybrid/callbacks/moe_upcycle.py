@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.wrapped_methods import wrap_method
-from lightning_hybrid.experts.upcycled import AuxiliaryLoss, UpcycledMLP, upcycled
+from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycled
 from lightning_hybrid.step.tracing.side_outputs import taking_asides
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.folder import CheckpointError
-from lightning_hybrid.checkpoint.held import Held, whole
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+from lightning_hybrid.checkpoint.owned_shards import Held, whole
 
 REFERENCE = "tensor of the checkpoint"
 _NUMBER = "number of the checkpoint"

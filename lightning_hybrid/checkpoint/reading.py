@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
-from lightning_hybrid.checkpoint.folder import CheckpointError
-from lightning_hybrid.checkpoint.held import Holdings
+from lightning_hybrid.checkpoint.owned_shards import Holdings
 from lightning_hybrid.parts.shard_boxes import Part
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves

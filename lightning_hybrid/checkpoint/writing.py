@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_hybrid.checkpoint import folder
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
-from lightning_hybrid.checkpoint.folder import CheckpointError
-from lightning_hybrid.checkpoint.held import deal
+from lightning_hybrid.checkpoint.owned_shards import deal
 from lightning_hybrid.checkpoint.torch_writer import Boxes, Item, Writer, chunk_of
 from lightning_hybrid.mesh import Mesh
 

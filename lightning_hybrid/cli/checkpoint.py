@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
 def _convert(known: argparse.Namespace, others: Sequence[str]) -> int:
     _refuse(others)
     # Only now: this loads torch.
-    from lightning_hybrid.checkpoint.convert import is_file, to_file, to_folder
+    from lightning_hybrid.checkpoint.convert_checkpoint import is_file, to_file, to_folder
 
     if known.target.exists():
         raise ValueError(f"{known.target} exists; remove it, or name another target")
@@ -55,7 +55,7 @@ def _convert(known: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _inspect(known: argparse.Namespace, others: Sequence[str]) -> int:
     _refuse(others)
-    from lightning_hybrid.checkpoint.inspect import table
+    from lightning_hybrid.checkpoint.inspect_checkpoint import table
     from lightning_hybrid.checkpoint.reading import SavedFolder
 
     print(table(SavedFolder(known.source, weights_only=not known.trust)))
@@ -64,8 +64,8 @@ def _inspect(known: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _verify(known: argparse.Namespace, others: Sequence[str]) -> int:
     _refuse(others)
-    from lightning_hybrid.checkpoint.folder import CheckpointError
-    from lightning_hybrid.checkpoint.inspect import problems
+    from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+    from lightning_hybrid.checkpoint.inspect_checkpoint import problems
 
     try:
         found = list(problems(known.source, weights_only=not known.trust))

@@ -1,10 +1,10 @@
 """Mixtures of experts: routers, experts with stacked weights, the layer made of them, and ranks that share experts."""
 
-from lightning_hybrid.experts.adapters import ExpertsAdapter
-from lightning_hybrid.experts.grouped import GroupedExperts
-from lightning_hybrid.experts.layer import MoE
-from lightning_hybrid.experts.registry import register_experts
-from lightning_hybrid.experts.routing import ExpertChoiceRouter, Report, Routing, TopKRouter
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.moe_layer import MoE
+from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, TopKRouter
+from lightning_hybrid.experts.parallel.adapter_registry import register_experts
+from lightning_hybrid.experts.parallel.expert_adapters import ExpertsAdapter
 from lightning_hybrid.step.tracing.side_outputs import give_aside, taking_asides
 
 __all__ = [

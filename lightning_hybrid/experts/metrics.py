@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.experts.routing import Report
+from lightning_hybrid.experts.moe.routers import Report
 
 
 def shares_of(load: Tensor) -> Tensor:

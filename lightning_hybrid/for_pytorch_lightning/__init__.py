@@ -1,12 +1,12 @@
 """The public classes for `pytorch_lightning`, whichever namespace the asking file uses.
 
-The modules below this package are those below `lightning_hybrid`, loaded a second time: see `twins.py` there.
+The modules below this package are those below `lightning_hybrid`, loaded a second time by `namespaces/twin_modules.py`.
 """
 
 from typing import Any
 
-from lightning_hybrid.namespaces import PUBLIC, public_names
-from lightning_hybrid.twins import find_twins
+from lightning_hybrid.namespaces.lightning_names import PUBLIC, public_names
+from lightning_hybrid.namespaces.twin_modules import find_twins
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.moving import move
-from lightning_hybrid.namespaces import namespace_of
+from lightning_hybrid.namespaces.converted_objects import move
+from lightning_hybrid.namespaces.lightning_names import namespace_of
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 

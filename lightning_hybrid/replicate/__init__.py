@@ -1,5 +1,5 @@
 """Copies of a model on the data axes: their gradients are averaged here."""
 
-from lightning_hybrid.replicate.reducer import GradientObserver, GradientReducer
+from lightning_hybrid.replicate.gradient_reducer import GradientObserver, GradientReducer
 
 __all__ = ["GradientObserver", "GradientReducer"]

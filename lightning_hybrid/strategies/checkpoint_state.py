@@ -18,7 +18,7 @@ from torch.distributed import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.single_file import (
     gather_module_state,
     gather_optimizer_state,
@@ -42,8 +42,8 @@ from lightning_hybrid.strategies.user_code.checkpoint_hooks import tensors_kept_
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
 from lightning_hybrid.strategies.world.rank_failures import Failures, check_connections, warn_of_missing_checkpoint
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
-from lightning_hybrid.zero.at_rest import StatesAtRest
-from lightning_hybrid.zero.shared_steps import SharedSteps
+from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.sharded_step import SharedSteps
 
 
 class StagedStrategy(MeshStrategy):

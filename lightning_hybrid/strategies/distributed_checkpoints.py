@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint import folder
-from lightning_hybrid.checkpoint.background import Background
-from lightning_hybrid.checkpoint.folder import CheckpointError
-from lightning_hybrid.checkpoint.generators import generator_states, restore_generators
-from lightning_hybrid.checkpoint.held import Held, Holdings, whole
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint.background_save import Background
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+from lightning_hybrid.checkpoint.generator_states import generator_states, restore_generators
+from lightning_hybrid.checkpoint.owned_shards import Held, Holdings, whole
 from lightning_hybrid.checkpoint.reading import SavedFolder, SavedOptimizer
 from lightning_hybrid.checkpoint.writing import Buffers, prepare, write
 from lightning_hybrid.layout import AXES

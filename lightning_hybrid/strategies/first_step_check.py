@@ -21,9 +21,16 @@ from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandom
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start.layout_table import activation_bytes
 from lightning_hybrid.strategies.step_execution import SteppingStrategy
-from lightning_hybrid.verify.alone import Alone, Call, Given, StepAlone, no_communication, whole_on_first
-from lightning_hybrid.verify.first_step import FirstStepError, compare_first_step, precision_of
-from lightning_hybrid.verify.memory import shortage
+from lightning_hybrid.verify.copy_memory import shortage
+from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
+from lightning_hybrid.verify.one_process.one_process_step import (
+    Alone,
+    Call,
+    Given,
+    StepAlone,
+    no_communication,
+    whole_on_first,
+)
 
 # Relative change of the weights for the noise floor: their last digits; autocast starts from weights in float32.
 _PERTURBATION = {"64-true": 1e-15, "bf16-true": 2.0**-9, "16-true": 2.0**-11}

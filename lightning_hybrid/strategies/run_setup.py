@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import LBFGS
 
-from lightning_hybrid.experts.sharded import SharedExperts
+from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
 from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
 from lightning_hybrid.full_params.module_conversions import pass_over_absent
 from lightning_hybrid.full_params.value_locations import Contents

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
-from lightning_hybrid.experts.sharded import SharedExperts
+from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.gradient_handoff import Deposit
@@ -21,8 +21,8 @@ from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runtime.error_notes import note
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.replicate.batch_norm import SyncedBatchNorm
-from lightning_hybrid.replicate.buffers import ReplicaBuffers
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
+from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.recording.choose_units import choose_units
@@ -40,7 +40,7 @@ from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.techniques.zero import hold_in_evaluation
 from lightning_hybrid.strategies.user_code.hook_context import current_hook, old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.world.uneven_evaluation import asked_in_common_batches
-from lightning_hybrid.zero.sharding import ZeroSharding
+from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 
 class SteppingStrategy(PrecisionStrategy):

@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_hybrid.verify.compare import Difference
+from lightning_hybrid.verify.records.record_comparison import Difference
 
 Outcome = Literal["same", "refused", "different", "failed"]
 

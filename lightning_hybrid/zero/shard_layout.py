@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.zero.state_file import aligned
+from lightning_hybrid.zero.memory_mapped_states import aligned
 
 _P = ParamSpec("_P")
 # torch 2.13 gave the collectives on single tensors new names.

@@ -24,9 +24,9 @@ from wild.suite import call_quietly
 
 from lightning_hybrid.step.batch.microbatch import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
-from lightning_hybrid.verify.compare import compare, perturbation
-from lightning_hybrid.verify.observed import Observed, perturb
-from lightning_hybrid.verify.run import UnderLayout, observe_layout
+from lightning_hybrid.verify.layout_run import UnderLayout, observe_layout
+from lightning_hybrid.verify.records.record_comparison import compare, perturbation
+from lightning_hybrid.verify.records.run_record import Observed, perturb
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"

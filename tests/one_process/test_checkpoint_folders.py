@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.checkpoint import folder, writing
-from lightning_hybrid.checkpoint.background import Background
-from lightning_hybrid.checkpoint.convert import to_file, to_folder
-from lightning_hybrid.checkpoint.folder import CheckpointError, IncompleteCheckpoint
-from lightning_hybrid.checkpoint.inspect import problems
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint import writing
+from lightning_hybrid.checkpoint.background_save import Background
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError, IncompleteCheckpoint
+from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
+from lightning_hybrid.checkpoint.inspect_checkpoint import problems
 from lightning_hybrid.checkpoint.reading import SavedFolder, _Index
 from lightning_hybrid.checkpoint.writing import covered, prepare
 from lightning_hybrid.cli import main as command_line
@@ -95,7 +96,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hybrid.checkpoint.convert import to_file, to_folder
+from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
 
 
 def own_bytes():

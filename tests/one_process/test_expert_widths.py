@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 from wider_models import WIDTH, GptOss, Mixtral
 
-from lightning_hybrid.experts.found import ExpertCalls
-from lightning_hybrid.experts.grouped import GroupedExperts
-from lightning_hybrid.experts.proof import prove
-from lightning_hybrid.experts.widths import CutWidths, Width
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.parallel.equivalence_proof import prove
+from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import CutWidths, Width
 from lightning_hybrid.parts.placement import Piece, Shard, cut
 
 

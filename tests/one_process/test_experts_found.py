@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from wider_models import WIDTH, LoopedExperts, Mixtral
 
-from lightning_hybrid.experts.adapters import BatchedPairs, BatchedRows
-from lightning_hybrid.experts.found import ExpertCalls
-from lightning_hybrid.experts.grouped import GroupedExperts
-from lightning_hybrid.experts.lists import ExpertList
-from lightning_hybrid.experts.proof import prove
-from lightning_hybrid.experts.upcycled import ListedExperts
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.upcycling import ListedExperts
+from lightning_hybrid.experts.parallel.equivalence_proof import prove
+from lightning_hybrid.experts.parallel.expert_adapters import BatchedPairs, BatchedRows
+from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
+from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 
 
 def found_in(root, call, size=2):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from not_installed import OPTIONAL
 
-from lightning_hybrid import namespaces, twins
-from lightning_hybrid.namespaces import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
+from lightning_hybrid.namespaces import lightning_names as namespaces
+from lightning_hybrid.namespaces import twin_modules as twins
+from lightning_hybrid.namespaces.lightning_names import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
 from lightning_hybrid.step.tracing import step_mode as watch
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MoEUpcycle
 from lightning_hybrid.experts import GroupedExperts
-from lightning_hybrid.experts.dense import recognise
-from lightning_hybrid.experts.upcycled import ListedExperts, UpcycledMLP
+from lightning_hybrid.experts.moe.dense_mlp import recognise
+from lightning_hybrid.experts.moe.upcycling import ListedExperts, UpcycledMLP
 
 
 class Gated(nn.Module):

@@ -11,8 +11,8 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from wild.featured import Net, Run, compare, on_rank
 
-from lightning_hybrid.checkpoint import background
-from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint import background_save as background
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.reading import SavedFolder
 
 BESIDE = {"save_distributed_checkpoint": True, "async_checkpoint": True}

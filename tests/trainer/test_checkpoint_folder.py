@@ -30,7 +30,7 @@ from trainer.test_checkpoint import (
 )
 
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
-from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.cli import main as command_line
 

@@ -14,7 +14,7 @@ from wild.suite import COMBINED, TENSOR, check
 
 from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares
 from lightning_hybrid.verify import Layout
-from lightning_hybrid.verify.first_step import FirstStepError
+from lightning_hybrid.verify.first_step_comparison import FirstStepError
 
 VOCABULARY, LENGTH, CLASSES, FEATURES = 24, 7, 4, 6
 

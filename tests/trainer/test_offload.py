@@ -13,8 +13,8 @@ from torch import nn
 from trainer.fitting import Run, fit, refusal
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.offload import StatesByLayer, steps_in_turn
-from lightning_hybrid.zero.state_file import OffloadError, StateFile
+from lightning_hybrid.zero.memory_mapped_states import OffloadError, StateFile
+from lightning_hybrid.zero.optimizer_states.layerwise_step import StatesByLayer, steps_in_turn
 
 
 def with_offload(run, where):

@@ -12,8 +12,8 @@ from trainer.fitting import Run, fit
 from trainer.test_offload import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from wild.hand_written import Lamb
 
-from lightning_hybrid.zero.offload_at_once import StatesAtOnce
-from lightning_hybrid.zero.state_file import OffloadError
+from lightning_hybrid.zero.memory_mapped_states import OffloadError
+from lightning_hybrid.zero.optimizer_states.all_parameters_step import StatesAtOnce
 
 
 def lbfgs(module):

@@ -9,7 +9,7 @@ from models import BatchNorms
 from torch import nn
 from trainer.fitting import Run, _fit, fit
 
-from lightning_hybrid.replicate.buffers import ReplicaBuffers
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
 
 
 class Sees(Callback):

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_of
 
-from lightning_hybrid.checkpoint.folder import CheckpointError
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.reading import SavedFolder
 
 

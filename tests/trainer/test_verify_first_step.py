@@ -12,8 +12,8 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
-from lightning_hybrid.verify import memory
-from lightning_hybrid.verify.first_step import FirstStepError
+from lightning_hybrid.verify import copy_memory as memory
+from lightning_hybrid.verify.first_step_comparison import FirstStepError
 
 
 class Lines(logging.Handler):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainer.fitting import Run, assert_parity, fit, fit_reference, trainer_of
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
 
 
@@ -212,7 +212,7 @@ class CountsWholes(Callback):
     noted = None
 
     def setup(self, trainer, pl_module, stage):
-        from lightning_hybrid.zero.group import ParameterGroup
+        from lightning_hybrid.zero.parameter_group import ParameterGroup
 
         held, self.most = [], 0
         gather, counts = ParameterGroup.gather, self

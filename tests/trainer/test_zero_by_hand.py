@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainer.fitting import refusal, trainer_of
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.shared_steps import numel_of_part
+from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_part
 
 WIDTH = 7  # parts of three ranks are of different sizes
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.verify.check import _failed
-from lightning_hybrid.verify.compare import AT_THE_END, compare
 from lightning_hybrid.verify.layouts import Layout, parse_layout
-from lightning_hybrid.verify.observed import Failure, Observed, Step, describe_failure
+from lightning_hybrid.verify.records.record_comparison import AT_THE_END, compare
+from lightning_hybrid.verify.records.run_record import Failure, Observed, Step, describe_failure
 from lightning_hybrid.verify.report import Report, _plain, table
+from lightning_hybrid.verify.verify_layouts import _failed
 
 
 def weights(step):

@@ -149,7 +149,7 @@ def labels_of_another_microbatch(patch):
 
 
 def average_lost_on_one_replica(patch):
-    from lightning_hybrid.replicate.reducer import GradientReducer
+    from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 
     launch, finish, own = GradientReducer._launch_next, GradientReducer.finish, {}
 
@@ -169,7 +169,7 @@ def average_lost_on_one_replica(patch):
 
 
 def summed_over_replicas(patch):
-    from lightning_hybrid.replicate.reducer import GradientReducer
+    from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 
     original = GradientReducer.finish
 

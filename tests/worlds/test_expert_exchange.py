@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.experts.adapters import BatchedPairs
-from lightning_hybrid.experts.exchange import RanksOfExperts
+from lightning_hybrid.experts.parallel.all_to_all import RanksOfExperts
+from lightning_hybrid.experts.parallel.expert_adapters import BatchedPairs
 
 EXPERTS, TOP, WIDTH = 4, 2, 6
 

@@ -5,7 +5,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.quiet_exit import wait_for_gloo
+from lightning_hybrid.shared_memory.gloo_exit import wait_for_gloo
 
 
 def tensors_still_held():

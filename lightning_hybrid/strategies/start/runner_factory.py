@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.verify.memory import free_bytes
+from lightning_hybrid.verify.copy_memory import free_bytes
 
 # Parameters that are lent may take this share of the memory that is free when a step begins.
 _SHARE = 0.25

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.found import ExpertCalls, FoundExperts, has_stacked_experts
-from lightning_hybrid.experts.in_words import by_reason, describe_experts
-from lightning_hybrid.experts.sharded import SharedExperts, placements_of
-from lightning_hybrid.experts.widths import CutWidths, width_placements
+from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls, FoundExperts, has_stacked_experts
+from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts, placements_of
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import CutWidths, width_placements
+from lightning_hybrid.experts.parallel.experts_summary import by_reason, describe_experts
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Guards

@@ -11,14 +11,14 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.moving import move
-from lightning_hybrid.namespaces import namespace_of
+from lightning_hybrid.namespaces.converted_objects import move
+from lightning_hybrid.namespaces.lightning_names import namespace_of
 from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.replicate.joint import JointReducer
-from lightning_hybrid.replicate.reducer import GradientReducer
-from lightning_hybrid.zero.sharding import ZeroSharding
+from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.joint_reducer import JointReducer
+from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 Reducers = dict[int | None, GradientReducer | JointReducer]
 

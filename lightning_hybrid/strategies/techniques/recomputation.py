@@ -18,7 +18,7 @@ from lightning_hybrid.memory.recompute import (
 from lightning_hybrid.pipeline.stages.trace_variant import Variant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
-from lightning_hybrid.zero.sharding import ZeroSharding
+from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 
 def recompute_layers(

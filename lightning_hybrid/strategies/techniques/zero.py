@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.sharded import SharedExperts
+from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Guards, can_guard
@@ -31,16 +31,16 @@ from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_g
 from lightning_hybrid.strategies.user_code.hook_reads import steps_on_parts
 from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
 from lightning_hybrid.tensor.discovery.unit_calls import seen_calls
-from lightning_hybrid.verify.memory import free_bytes
-from lightning_hybrid.zero.at_rest import StatesAtRest
-from lightning_hybrid.zero.group import ParameterGroup
-from lightning_hybrid.zero.homes import Homes
-from lightning_hybrid.zero.offload import StatesByLayer, why_at_once
-from lightning_hybrid.zero.offload_at_once import StatesAtOnce
+from lightning_hybrid.verify.copy_memory import free_bytes
+from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
+from lightning_hybrid.zero.optimizer_states.all_parameters_step import StatesAtOnce
+from lightning_hybrid.zero.optimizer_states.layerwise_step import StatesByLayer, why_at_once
+from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.sharded_step import SharedSteps, numel_of_part
+from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_parts, shard_placement
-from lightning_hybrid.zero.sharding import Stage, ZeroSharding
-from lightning_hybrid.zero.shared_steps import SharedSteps, numel_of_part
-from lightning_hybrid.zero.state_file import Region, StateFile
+from lightning_hybrid.zero.storage_devices import Homes
+from lightning_hybrid.zero.unshard_policy import Stage, ZeroSharding
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
 _SHARE = 0.25

@@ -20,8 +20,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.folder import CheckpointError
-from lightning_hybrid.checkpoint.held import Held
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+from lightning_hybrid.checkpoint.owned_shards import Held
 from lightning_hybrid.full_params.cross_stage_mode import SAVING
 from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads

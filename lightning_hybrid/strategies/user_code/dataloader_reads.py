@@ -38,7 +38,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
 )
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import user_line
-from lightning_hybrid.zero.sharding import ZeroSharding
+from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)

@@ -18,7 +18,7 @@ from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
-from lightning_hybrid.zero.offload import twin_of
+from lightning_hybrid.zero.optimizer_states.layerwise_step import twin_of
 
 _PER_EVALUATED_BATCH = tuple(
     f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")

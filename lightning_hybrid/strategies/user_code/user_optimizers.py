@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.parts.gather_on_read import Guards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
-from lightning_hybrid.zero.replaced_step import replace_step
+from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
 # Their steps look at one parameter at a time; following them would only cost time.
 _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")

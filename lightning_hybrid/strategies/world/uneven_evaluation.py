@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import reduced_as
-from lightning_hybrid.replicate.silence import refused_communication
+from lightning_hybrid.replicate.forbid_communication import refused_communication
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)

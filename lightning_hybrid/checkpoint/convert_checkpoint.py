@@ -1,0 +1,112 @@
+"""A distributed checkpoint as one ordinary file of Lightning's and back, without the model."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
+from lightning_hybrid.checkpoint.reading import SavedFolder, Wanted
+from lightning_hybrid.checkpoint.writing import prepare, write
+
+_LARGE_BYTES = 1 << 20
+
+
+def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Callable[[str], None] = print) -> None:
+    """Make one file of a folder.
+
+    Tensors are read one by one into scratch files beside the target, of which the system keeps in memory what it likes.
+
+    Args:
+        source: The folder.
+        target: The file; replaced at once when it is whole.
+        weights_only: Whether to refuse all but tensors and plain Python values.
+        tell: Is told of each large tensor.
+
+    Raises:
+        CheckpointError: The folder is not whole, or none.
+    """
+    saved = SavedFolder(source, weights_only=weights_only)
+    rest = saved.rest()
+    if OPTIMIZERS in rest:
+        rest[OPTIMIZERS] = [torch_state(state) for state in rest[OPTIMIZERS]]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+
+        def tensor(key: str) -> Tensor:
+            if key not in known:
+                if key not in saved.tensors:
+                    raise CheckpointError(f"{source} has no {key}")
+                described = saved.tensors[key]
+                known[key] = _on_disk(Path(scratch), described.size, described.properties.dtype)
+                saved.read([Wanted(key, known[key])])
+                if known[key].nbytes >= _LARGE_BYTES:
+                    tell(f"{key} {tuple(described.size)}")
+            return known[key]
+
+        whole = Path(scratch) / "whole"
+        with whole.open("wb") as file:
+            torch.save(put_tensors(rest, tensor), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(whole, target)
+
+
+def _on_disk(scratch: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An empty tensor; a large one in a file that nobody else can open."""
+    num_bytes = size.numel() * dtype.itemsize
+    if num_bytes < _LARGE_BYTES:
+        return torch.empty(size, dtype=dtype)
+    path = scratch / "tensor"
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=num_bytes)
+    path.unlink()
+    return torch.empty(0, dtype=dtype).set_(storage, 0, size)  # type: ignore[call-overload]
+
+
+def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
+    """Make a folder of one file, which is read as it is needed.
+
+    A file has numbers for the parameters of optimizers. So these are put in their places by their order.
+
+    Args:
+        source: The file.
+        target: The folder; replaced at once when it is whole.
+        weights_only: Whether to refuse all but tensors and plain Python values.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or cannot be written.
+    """
+    try:
+        checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{source} cannot be read as a checkpoint of tensors and plain Python values ({str(error)[:300]}...); if"
+            " you trust it and it is one, pass --trust"
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{source} is no checkpoint of Lightning: it has no 'state_dict'")
+    state: dict[str, Any] = dict(checkpoint)
+    if OPTIMIZERS in state:
+        state[OPTIMIZERS] = [named_state(one) for one in state[OPTIMIZERS]]
+    about = {
+        "layout": {},
+        "versions": {"torch": torch.__version__, "lightning": state.get("pytorch-lightning_version")},
+        "step": state.get("global_step"),
+        "epoch": state.get("epoch"),
+    }
+    write(prepare(state, target, None, about), None)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path is a file, and so no distributed checkpoint."""
+    return path.is_file() and not folder.is_folder(path)

@@ -1,0 +1,1 @@
+"""The mixture-of-experts layer: routers, dispatch of tokens, grouped MLPs."""

@@ -1,0 +1,244 @@
+"""What a dense MLP of the user's is: a plain two-linear or a gated three-linear one, whatever its class.
+
+Nothing is read off names or source. The matrices of a module are found by feeding each linear its inputs; how they
+make up the module is tried, and believed when a copy with random float64 weights gives the same numbers. (With the
+real weights a projection of zeros would agree with anything.)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.moe.grouped_gemm import ACTIVATIONS
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+
+_BATCH, _LENGTH = 2, 3
+_CLOSE = 1e-9
+
+
+class NotAnMLP(ValueError):
+    """A module that cannot be an expert."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """One linear map of a dense MLP.
+
+    Attributes:
+        weight: Name of the parameter that holds it.
+        bias: Name of its bias, if it has one.
+        transposed: Whether the weight is laid out [inputs, outputs].
+        rows: Outputs of the parameter that are meant, from and to; all if None.
+    """
+
+    weight: str
+    bias: str | None
+    transposed: bool
+    rows: tuple[int, int] | None = None
+
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Its weight [outputs, inputs] and bias in a module."""
+        weight: Tensor = module.get_parameter(self.weight)
+        weight = weight.t() if self.transposed else weight
+        bias: Tensor | None = None if self.bias is None else module.get_parameter(self.bias)
+        if self.rows is not None:
+            weight = weight[slice(*self.rows)]
+            bias = None if bias is None else bias[slice(*self.rows)]
+        return weight, bias
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseMLP:
+    """What is known of a dense MLP.
+
+    Attributes:
+        dim: Size of its inputs and outputs.
+        takes_rows: Whether it takes inputs [rows, dim] as they are, or [1, rows, dim].
+        up, gate, down: Its matrices; None where it is no MLP of a known form.
+        activation: Name of the activation between them.
+        dropout: Share of its outputs that are dropped in training.
+    """
+
+    dim: int
+    takes_rows: bool
+    up: Matrix | None = None
+    gate: Matrix | None = None
+    down: Matrix | None = None
+    activation: str = ""
+    dropout: float = 0.0
+
+
+@torch.no_grad()
+def recognise(module: nn.Module) -> DenseMLP:
+    """Find out what a dense MLP is.
+
+    Args:
+        module: As the user wrote it; it is left alone.
+
+    Raises:
+        NotAnMLP: It is no function of one tensor that keeps its shape and treats every position alike; the message goes
+            on after "it ".
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    probe = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    for name, parameter in probe.named_parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+        drawn = torch.randn(parameter.shape, generator=generators[0], dtype=torch.float64)
+        probe.get_parameter(name).copy_(drawn * scale)
+    dim, takes_rows = _find_dim(probe, generators[1])
+    unknown = DenseMLP(dim, takes_rows)
+    if len({parameter.requires_grad for parameter in probe.parameters()}) > 1 or any(True for _ in probe.buffers()):
+        return unknown
+    x = torch.randn(_BATCH, _LENGTH, dim, generator=generators[1], dtype=torch.float64)
+    expected = probe(x)
+    dropout = _output_dropout(probe, x, expected)
+    if dropout is None:
+        return unknown
+    for found in _forms(probe, unknown):
+        if _agrees(found, probe, x, expected):
+            return dataclasses.replace(found, dropout=dropout)
+    return unknown
+
+
+@torch.no_grad()
+def experts_of(dense: DenseMLP, modules: Sequence[nn.Module]) -> GroupedExperts:
+    """Grouped experts with the weights of dense MLPs of one known form.
+
+    Args:
+        dense: What they are.
+        modules: One per expert; the first one says dtype and device.
+    """
+    assert dense.up is not None and dense.down is not None
+    first = [matrix for matrix in (dense.gate, dense.up) if matrix is not None]
+    (width, _), like = dense.up.of(modules[0])[0].shape, modules[0].get_parameter(dense.up.weight)
+    experts = GroupedExperts(
+        len(modules),
+        dense.dim,
+        width,
+        gated=dense.gate is not None,
+        activation=dense.activation,
+        bias=dense.up.bias is not None,
+    ).to(like.device, like.dtype)
+    for name, matrices in (("up", first), ("down", [dense.down])):
+        pairs = [[matrix.of(module) for matrix in matrices] for module in modules]
+        weights = torch.stack([torch.cat([weight for weight, _ in pair]) for pair in pairs])
+        experts.get_parameter(name).copy_(weights).requires_grad_(like.requires_grad)
+        if dense.up.bias is not None:
+            biases = torch.stack([torch.cat([bias for _, bias in pair if bias is not None]) for pair in pairs])
+            experts.get_parameter(f"{name}_bias").copy_(biases).requires_grad_(like.requires_grad)
+    return experts
+
+
+def _find_dim(probe: nn.Module, generator: torch.Generator) -> tuple[int, bool]:
+    """The size of inputs and outputs, and whether rows are taken as they are."""
+    sizes = sorted({size for parameter in probe.parameters() for size in parameter.shape})
+    if not sizes:
+        raise NotAnMLP("has no parameters")
+    reason = ""
+    for dim in sizes:
+        x = torch.randn(_BATCH, _LENGTH, dim, generator=generator, dtype=torch.float64)
+        try:
+            y = probe(x)
+        except Exception as error:
+            reason = reason or f"{type(error).__name__}: {error}".split("\n")[0]
+            continue
+        if not isinstance(y, Tensor):
+            raise NotAnMLP(f"returns {type(y).__name__} and not one tensor")
+        if y.shape != x.shape:
+            reason = f"returns shape {list(y.shape)} for {list(x.shape)}"
+            continue
+        rows, wanted = x.flatten(0, 1).flip(0), y.flatten(0, 1).flip(0)
+        for takes_rows in (True, False):
+            try:
+                given = probe(rows) if takes_rows else probe(rows[None])[0]
+            except Exception:
+                continue
+            if given.shape == wanted.shape and _same(given, wanted):
+                return dim, takes_rows
+        raise NotAnMLP("does not treat every position by itself")
+    raise NotAnMLP(f"takes no tensor [batch, length, dim] for any dim among {sizes} ({reason})")
+
+
+def _output_dropout(probe: nn.Module, x: Tensor, expected: Tensor) -> float | None:
+    """What is dropped of the outputs alone; None where something is dropped or drawn elsewhere."""
+    dropouts = [m for m in probe.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    shares = [dropout.p for dropout in dropouts]
+    for dropout in dropouts:
+        handle = dropout.register_forward_hook(lambda module, args, out: 2 * out)
+        is_at_the_end = _same(probe(x), 2 * expected)
+        handle.remove()
+        if not is_at_the_end:
+            return None
+        dropout.p = 0.0
+    # Whatever else training changes (a functional dropout, noise) is unknown to us.
+    with torch.random.fork_rng(devices=[]):
+        unchanged = _same(probe.train()(x), expected)
+    probe.eval()
+    return sum(shares) if unchanged and len(shares) < 2 else None
+
+
+def _matrices(probe: nn.Module) -> Iterator[tuple[Matrix, int, int]]:
+    """Every linear inside, with its numbers of inputs and outputs."""
+    for name, module in probe.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if set(own) not in ({"weight"}, {"weight", "bias"}) or own["weight"].dim() != 2 or any(module.children()):
+            continue
+        prefix = f"{name}." if name else ""
+        for transposed in (False, True):
+            weight = own["weight"].t() if transposed else own["weight"]
+            x = torch.linspace(-1, 1, _LENGTH * weight.shape[1], dtype=torch.float64).view(_LENGTH, -1)
+            try:
+                y = module(x)
+            except Exception:
+                continue
+            bias = own.get("bias")
+            wanted = nn.functional.linear(x, weight, bias if bias is None or len(bias) == len(weight) else None)
+            if isinstance(y, Tensor) and y.shape == wanted.shape and _same(y, wanted):
+                biased = None if bias is None else f"{prefix}bias"
+                yield Matrix(f"{prefix}weight", biased, transposed), weight.shape[1], weight.shape[0]
+                break
+
+
+def _forms(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
+    """What the module may be, by the sizes of its matrices."""
+    found = list(_matrices(probe))
+    named = {name for matrix, _, _ in found for name in (matrix.weight, matrix.bias)}
+    if not {name for name, _ in probe.named_parameters(remove_duplicate=False)} <= named:
+        return
+    dim = unknown.dim
+    for order in itertools.permutations(found) if len(found) in (2, 3) else ():
+        (down, width, outputs), *into = order
+        if outputs != dim or any(inputs != dim for _, inputs, _ in into):
+            continue
+        sizes = [size for _, _, size in into]
+        if sizes == [width]:
+            pairs: list[tuple[Matrix, Matrix | None]] = [(into[0][0], None)]
+        elif sizes == [2 * width]:
+            first, second = (dataclasses.replace(into[0][0], rows=(at, at + width)) for at in (0, width))
+            pairs = [(second, first), (first, second)]
+        elif sizes == [width, width]:
+            pairs = [(into[0][0], into[1][0])]
+        else:
+            continue
+        for up, gate in pairs:
+            for activation in ACTIVATIONS:
+                yield dataclasses.replace(unknown, up=up, gate=gate, down=down, activation=activation)
+
+
+def _agrees(dense: DenseMLP, probe: nn.Module, x: Tensor, expected: Tensor) -> bool:
+    matrices = [matrix for matrix in (dense.up, dense.gate, dense.down) if matrix is not None]
+    if len({matrix.bias is None for matrix in matrices}) > 1:
+        return False  # biases of some of them
+    rows = x.flatten(0, 1)
+    given = experts_of(dense, [probe])(rows, torch.tensor([len(rows)]))
+    return _same(given, expected.flatten(0, 1))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=_CLOSE, atol=_CLOSE))

@@ -1,0 +1,225 @@
+"""The mixture of experts as a layer: route, sort rows by expert, run the experts, combine."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.moe.grouped_gemm import ACTIVATIONS
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity
+from lightning_hybrid.experts.moe.token_dispatch import (
+    Dispatch,
+    DropBy,
+    all_pairs,
+    combine,
+    of_experts,
+    take_rows,
+    with_capacity,
+)
+
+RouterKind: TypeAlias = Literal["token_choice", "expert_choice"]
+Overflow: TypeAlias = Literal["drop", "pad"]
+
+
+class MoE(nn.Module):
+    """A layer of MLPs of which each token sees a few.
+
+        y, report = moe(x)              # in a block; y has the shape of x
+        loss = loss + report.loss       # in training_step
+
+    Attributes:
+        router: ``TopKRouter`` or ``ExpertChoiceRouter``.
+        experts: ``GroupedExperts``; called with the rows of this rank, sorted by expert, and their counts.
+        shared: An MLP that all tokens see, or None.
+        name: What errors call this layer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        num_experts: int,
+        top_k: int = 2,
+        router: RouterKind = "token_choice",
+        capacity_factor: float | None = None,
+        overflow: Overflow = "drop",
+        drop_by: DropBy = "position",
+        gated: bool = True,
+        activation: str = "silu",
+        bias: bool = False,
+        shared_experts: int = 0,
+        jitter: float = 0.0,
+        balance_loss: float = 0.01,
+        z_loss: float = 0.0,
+        bias_update_rate: float = 0.0,
+        score: Score = "softmax",
+        normalize: bool = True,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            dim: D, features of a token.
+            hidden_dim: H, of each expert.
+            num_experts: E.
+            top_k: k, experts per token; with ``router="expert_choice"`` on average.
+            router: Who chooses: "token_choice" or "expert_choice".
+            capacity_factor: An expert takes at most ``ceil(T * k / E * capacity_factor)`` of T tokens; None, the
+                default, takes all (dropless). A token whose pairs are all dropped gets zeros (and what is shared).
+            overflow: What a capacity does to rows: "drop" computes those that fit; "pad" computes exactly as many as
+                fit for every expert, so that no shape depends on contents.
+            drop_by: Who keeps a place: "position", first choices before second ones, each in the order of tokens;
+                "weight", the pairs of largest weight.
+            gated: Experts are ``down(activation(u) * v)`` with u, v = up(x), and not ``down(activation(up(x)))``.
+            activation: "silu", "gelu", "gelu_tanh" or "relu".
+            bias: Experts have biases.
+            shared_experts: All tokens see an MLP of this many times ``hidden_dim`` as well, with weight 1.
+            jitter: See ``TopKRouter``, as for all that follows.
+            balance_loss: Coefficient; not used with ``router="expert_choice"``, which is even.
+            z_loss: Coefficient.
+            bias_update_rate: Balance without a loss; call ``update_bias`` once per step of the optimizer.
+            score: "softmax" or "sigmoid".
+            normalize: Weights of a token sum to 1. Not used where experts choose.
+
+        Raises:
+            ValueError: An argument is out of its range, or two do not go together.
+        """
+        super().__init__()
+        _check(router, capacity_factor, overflow, drop_by, bias_update_rate, shared_experts)
+        self.router: TopKRouter | ExpertChoiceRouter
+        if router == "token_choice":
+            self.router = TopKRouter(
+                dim,
+                num_experts,
+                top_k,
+                score=score,
+                normalize=normalize,
+                jitter=jitter,
+                balance_loss=balance_loss,
+                z_loss=z_loss,
+                bias_update_rate=bias_update_rate,
+            )
+        else:
+            factor = 1.0 if capacity_factor is None else capacity_factor
+            self.router = ExpertChoiceRouter(
+                dim, num_experts, top_k, capacity_factor=factor, score=score, jitter=jitter, z_loss=z_loss
+            )
+        self.capacity_factor, self.overflow, self.drop_by = capacity_factor, overflow, drop_by
+        self.experts = GroupedExperts(num_experts, dim, hidden_dim, gated=gated, activation=activation, bias=bias)
+        self.shared: SharedExpert | None = None
+        if shared_experts:
+            self.shared = SharedExpert(dim, shared_experts * hidden_dim, gated=gated, activation=activation, bias=bias)
+        self.name = type(self).__name__
+
+    @property
+    def name(self) -> str:
+        """What errors call this layer."""
+        return self.router.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.router.name = name
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Report]:
+        """Route tokens and combine what their experts say.
+
+        Args:
+            x: [..., D].
+
+        Returns:
+            [..., D], and what there is to say of this call.
+
+        Raises:
+            ValueError: The router's logits are not finite (on the CPU).
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.router(tokens)
+        dispatch = self._dispatch(routing, tokens.shape[0])
+        results = self.experts(take_rows(tokens, dispatch), dispatch.counts)
+        y = combine(results, dispatch, tokens.shape[0])
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y.view(*x.shape[:-1], y.shape[-1]), routing.report._replace(dropped=dispatch.dropped.detach())
+
+    def update_bias(self, load: Tensor | None = None) -> None:
+        """Once per step of the optimizer: see ``TopKRouter.update_bias``.
+
+        Args:
+            load: [E] pairs of the step, summed over replicas; those counted here, if None.
+        """
+        if isinstance(self.router, TopKRouter):
+            self.router.update_bias(load)
+
+    def _dispatch(self, routing: Routing, num_tokens: int) -> Dispatch:
+        if routing.experts is None:
+            assert routing.tokens is not None
+            return of_experts(routing.tokens, routing.weights)
+        counts = routing.report.load.to(torch.int64)
+        if self.capacity_factor is None:
+            return all_pairs(routing.experts, routing.weights, counts)
+        places = capacity(num_tokens, routing.experts.shape[1], counts.shape[0], self.capacity_factor)
+        return with_capacity(
+            routing.experts, routing.weights, counts, places, drop_by=self.drop_by, pad=self.overflow == "pad"
+        )
+
+
+def name_layers(root: nn.Module) -> None:
+    """Let errors of layers of experts call them by their FQN, where nobody named them.
+
+    Args:
+        root: The user's module.
+    """
+    for fqn, module in root.named_modules():
+        if isinstance(module, MoE) and module.name == type(module).__name__:
+            module.name = fqn
+
+
+class SharedExpert(nn.Module):
+    """An MLP like one of the experts, of plain linear layers, that all tokens see."""
+
+    def __init__(self, dim: int, hidden_dim: int, *, gated: bool, activation: str, bias: bool) -> None:
+        """Make the MLP; arguments as of ``GroupedExperts``."""
+        super().__init__()
+        self.gated, self.activation = gated, activation
+        self.up = nn.Linear(dim, hidden_dim, bias=bias)
+        self.multiplier = nn.Linear(dim, hidden_dim, bias=bias) if gated else None
+        self.down = nn.Linear(hidden_dim, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        hidden = ACTIVATIONS[self.activation].plain(self.up(x))
+        if self.multiplier is not None:
+            hidden = hidden * self.multiplier(x)
+        y: Tensor = self.down(hidden)
+        return y
+
+
+def _check(
+    router: str,
+    capacity_factor: float | None,
+    overflow: str,
+    drop_by: str,
+    bias_update_rate: float,
+    shared_experts: int,
+) -> None:
+    for name, given, known in (
+        ("router", router, RouterKind),
+        ("overflow", overflow, Overflow),
+        ("drop_by", drop_by, DropBy),
+    ):
+        if given not in get_args(known):
+            raise ValueError(f"{name}={given!r}; use one of {', '.join(map(repr, get_args(known)))}")
+    if capacity_factor is not None and capacity_factor <= 0:
+        raise ValueError(f"capacity_factor={capacity_factor}; it must be positive, or None to drop nothing")
+    if overflow == "pad" and capacity_factor is None:
+        raise ValueError("overflow='pad' needs a capacity to fill; set capacity_factor, to 1.25 say")
+    if router == "expert_choice" and bias_update_rate:
+        raise ValueError(
+            f"bias_update_rate={bias_update_rate} balances what tokens choose, but router='expert_choice' is even;"
+            " leave it out"
+        )
+    if shared_experts < 0:
+        raise ValueError(f"shared_experts={shared_experts}; it must not be negative")

@@ -1,0 +1,167 @@
+"""A dense MLP turned into experts that begin as copies of it (Komatsuzaki et al. 2022, "Sparse upcycling", section 3).
+
+The router's weights sum to 1 and the experts are alike, so the first output is the dense one, up to rounding. Experts
+part from each other because each learns from the positions that the router gives it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.moe.dense_mlp import DenseMLP, NotAnMLP, experts_of, recognise
+from lightning_hybrid.experts.moe.moe_layer import MoE
+from lightning_hybrid.experts.moe.routers import Routing, TopKRouter
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.side_outputs import give_aside
+
+
+class AuxiliaryLoss(NamedTuple):
+    """What a layer adds to the loss of the step; given aside."""
+
+    value: Tensor
+
+
+class SumToOne(TopKRouter):
+    """A router whose weights sum to 1 for one expert per token too: then they are 1, and have the gradient of log p."""
+
+    def forward(self, x: Tensor) -> Routing:
+        """Choose, as any router."""
+        routing = super().forward(x)
+        if self.top_k > 1:
+            return routing
+        return routing._replace(weights=routing.weights / routing.weights.detach())
+
+
+class UpcycledMLP(nn.Module):
+    """Stands where a dense MLP stood; takes and returns what that did.
+
+    In training it gives its auxiliary losses aside, see `lightning_hybrid.step.tracing.side_outputs`.
+
+    Attributes:
+        moe: The experts and their router.
+        num_experts: How many.
+        is_grouped: Whether the experts are grouped, or a list of copies of the user's module.
+    """
+
+    def __init__(self, moe: MoE, dense: DenseMLP, dense_names: tuple[str, ...], *, gives_loss: bool) -> None:
+        """Args: moe: with its weights. dense: what stood here. dense_names: of its parameters."""
+        super().__init__()
+        self.moe = moe
+        self.num_experts = moe.experts.num_experts
+        self.is_grouped = dense.up is not None
+        self.dropout = nn.Dropout(dense.dropout)
+        self._dense_names = dense_names
+        self._gives_loss = gives_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x: [..., dim]. Returns: the same shape."""
+        y, report = self.moe(x)
+        if self.training and self._gives_loss:
+            give_aside(AuxiliaryLoss(report.loss))
+        out: Tensor = self.dropout(y)
+        return out
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse the state of the dense module by name.
+
+        Raises:
+            ValueError: It is that.
+        """
+        dense = [prefix + name for name in self._dense_names if prefix + name in state_dict]
+        if dense and not any(name.startswith(f"{prefix}moe.") for name in state_dict):
+            raise ValueError(
+                f"{prefix[:-1]} is dense in the checkpoint, which has {dense[0]}, and has experts here; a run cannot be"
+                " resumed with other parameters than it had. Load the dense weights into the module before fit and"
+                " leave ckpt_path out, and the experts begin with them; or let MoEUpcycle take the layers that it took"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class ListedExperts(nn.Module):
+    """Experts of any class, each called with its rows; takes and returns what `GroupedExperts` does."""
+
+    def __init__(self, experts: list[nn.Module], *, takes_rows: bool) -> None:
+        """Args: experts: the modules. takes_rows: whether they take [rows, dim], or [1, rows, dim]."""
+        super().__init__()
+        self.num_experts = len(experts)
+        self.experts = nn.ModuleList(experts)
+        self._takes_rows = takes_rows
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Args: rows: [pairs, dim], sorted by expert. counts: rows of each expert. Returns: [pairs, dim]."""
+        outputs = []
+        # Experts without rows run too: all their parameters get gradients, as those of grouped ones do.
+        for expert, own in zip(self.experts, rows.split(counts.tolist()), strict=True):
+            outputs.append(expert(own) if self._takes_rows else expert(own[None])[0])
+        return torch.cat(outputs)
+
+
+def upcycled(
+    fqn: str,
+    module: nn.Module,
+    *,
+    num_experts: int,
+    top_k: int,
+    capacity_factor: float | None,
+    balance_loss: float,
+    z_loss: float,
+    jitter: float,
+    noise: float,
+    router_std: float,
+) -> UpcycledMLP:
+    """Make experts of a dense MLP.
+
+    Args:
+        fqn: Its name, for messages.
+        module: The dense MLP, with its weights; it is left alone.
+        num_experts: How many copies.
+        top_k: As `MoE` takes it, and so the next four.
+        capacity_factor: None drops nothing.
+        balance_loss: Coefficient.
+        z_loss: Coefficient.
+        jitter: On the router's inputs, in training.
+        noise: Standard deviation of what is added to each weight of every copy, in parts of the weights' own.
+        router_std: Standard deviation of the router's first weights.
+
+    Raises:
+        ValueError: The module cannot be an expert, or has no weights yet.
+    """
+    if any(parameter.is_meta or is_absent(parameter) for parameter in module.parameters()):
+        raise ValueError(
+            f"{fqn} has no weights to begin experts with, since the module was built empty; build it without"
+            " empty_init, or load its weights before fit"
+        )
+    try:
+        dense = recognise(module)
+    except NotAnMLP as error:
+        raise ValueError(
+            f"{fqn} ({type(module).__name__}) cannot become experts: it {error}; name modules that take one tensor"
+            " [..., dim] and return one of its shape, each position by itself"
+        ) from error
+    copies = [copy.deepcopy(module) for _ in range(num_experts)]
+    if noise:
+        _disturb(copies, noise)
+    like = next(module.parameters())
+    width = 1 if dense.up is None else dense.up.of(module)[0].shape[0]
+    moe = MoE(dense.dim, width, num_experts=num_experts, capacity_factor=capacity_factor)
+    moe.router = SumToOne(dense.dim, num_experts, top_k, balance_loss=balance_loss, z_loss=z_loss, jitter=jitter)
+    moe = moe.to(like.device, like.dtype)
+    nn.init.normal_(moe.router.weight, 0.0, router_std)
+    moe.name = fqn
+    experts = ListedExperts(copies, takes_rows=dense.takes_rows) if dense.up is None else experts_of(dense, copies)
+    moe.experts = experts  # type: ignore[assignment]
+    names = tuple(name for name, _ in module.named_parameters())
+    made = UpcycledMLP(moe, dense, names, gives_loss=balance_loss > 0 or z_loss > 0)
+    return made.train(module.training)
+
+
+@torch.no_grad()
+def _disturb(copies: list[nn.Module], noise: float) -> None:
+    for module in copies:
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)

@@ -1,0 +1,1 @@
+"""Expert parallelism: detection of experts in a module, and their shards on ranks."""

@@ -1,0 +1,169 @@
+"""Lightning has two names, `lightning.pytorch` and `pytorch_lightning`: which of them a user of this package means.
+
+They are separate packages with separate classes, and each refuses what derives from the other's. The strategies,
+precision plugins and callbacks are written once, against `lightning.pytorch`; `twin_modules.py` loads the same files a
+second time for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the
+one for the file that asks. Nothing here imports either.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+# Where each public class is written, below the package.
+PUBLIC = {
+    "Hybrid3DStrategy": "strategies.hybrid3d",
+    "HybridPrecision": "precision.hybrid",
+    "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "AdaScale": "callbacks.adascale",
+    "ExpertLoadMonitor": "callbacks.expert_load",
+    "MoEUpcycle": "callbacks.moe_upcycle",
+    "PipelineTimeline": "callbacks.pipeline_timeline",
+}
+# Modules by their name in the first and in the second namespace, with all that is below them.
+_TWINS = (
+    ("lightning.pytorch", "pytorch_lightning"),
+    ("lightning.fabric", "lightning_fabric"),
+    ("lightning_hybrid.strategies", "lightning_hybrid.for_pytorch_lightning.strategies"),
+    ("lightning_hybrid.callbacks", "lightning_hybrid.for_pytorch_lightning.callbacks"),
+    # The rest of `precision` knows nothing of Lightning, and a scaler of a user's must be one for both.
+    ("lightning_hybrid.precision.hybrid", "lightning_hybrid.for_pytorch_lightning.precision.hybrid"),
+)
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One of Lightning's names.
+
+    Args:
+        package: The package that holds the Trainer.
+        top: Its first part, which is what gets installed.
+        home: The package from which `PUBLIC`'s modules are imported for it.
+        explicit_home: The module whose names are those of this namespace, whoever asks.
+        index: Which side of `_TWINS`.
+    """
+
+    package: str
+    top: str
+    home: str
+    explicit_home: str
+    index: int
+
+    def load(self, name: str) -> Any:
+        """The public class of that name."""
+        return getattr(importlib.import_module(f"{self.home}.{PUBLIC[name]}"), name)
+
+    def name_here(self, module: str) -> str | None:
+        """The name that a module of the other namespace has in this one; None if it is of no namespace, or of this."""
+        for pair in _TWINS:
+            theirs = pair[1 - self.index]
+            if module == theirs or module.startswith(theirs + "."):
+                return pair[self.index] + module[len(theirs) :]
+        return None
+
+
+LIGHTNING = Namespace("lightning.pytorch", "lightning", "lightning_hybrid", "lightning_hybrid.for_lightning", 0)
+PYTORCH_LIGHTNING = Namespace(
+    "pytorch_lightning",
+    "pytorch_lightning",
+    "lightning_hybrid.for_pytorch_lightning",
+    "lightning_hybrid.for_pytorch_lightning",
+    1,
+)
+NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
+
+
+def namespace_of(module: str) -> Namespace:
+    """The namespace that a module of this package, by its name, is loaded for."""
+    return PYTORCH_LIGHTNING if f"{module}.".startswith(f"{PYTORCH_LIGHTNING.home}.") else LIGHTNING
+
+
+def public_names(package: str, *names: str) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a package that offers public classes, and loads them when they are asked for.
+
+    Args:
+        package: Its `__name__`. A home of one namespace offers that one's, any other package those for the asking file.
+        names: The names in `PUBLIC` that it offers.
+    """
+    fixed = next((n for n in NAMESPACES if f"{package}.".startswith(f"{n.explicit_home}.")), None)
+
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return (fixed or namespace_for(_asking_frame(sys._getframe(1)))).load(name)
+
+    return __getattr__
+
+
+def namespace_for(frame: FrameType | None) -> Namespace:
+    """The namespace that the code of a frame means.
+
+    The first of these that leaves one of the two: what is installed; what the asking file imports, further down
+    included; which one is running (its command line reads a class path); what is imported. Otherwise
+    `lightning.pytorch`.
+
+    Raises:
+        ModuleNotFoundError: Neither is installed.
+    """
+    found = [namespace for namespace in NAMESPACES if _is_installed(namespace)]
+    if not found:
+        raise ModuleNotFoundError(
+            "lightning_hybrid needs lightning or pytorch-lightning, but neither is installed; pip install lightning"
+        )
+    for narrowed in (_named_in, _running_below, lambda _: [n for n in NAMESPACES if n.package in sys.modules]):
+        if len(found) == 1:
+            break
+        names = narrowed(frame)
+        found = names if len(names) == 1 else found
+    return found[0]
+
+
+def _is_installed(namespace: Namespace) -> bool:
+    if namespace.package in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(namespace.top) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _asking_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame that asked for a name; `from package import name` asks by way of the import system."""
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "importlib":
+        frame = frame.f_back
+    return frame
+
+
+def _named_in(frame: FrameType | None) -> list[Namespace]:
+    tops = {module.split(".")[0] for module in _modules_named_in(frame)} if frame is not None else ()
+    return [namespace for namespace in NAMESPACES if namespace.top in tops]
+
+
+def _running_below(frame: FrameType | None) -> list[Namespace]:
+    while frame is not None:
+        top = str(frame.f_globals.get("__name__")).split(".")[0]
+        if running := [namespace for namespace in NAMESPACES if namespace.top == top]:
+            return running
+        frame = frame.f_back
+    return []
+
+
+def _modules_named_in(frame: FrameType) -> Iterator[str]:
+    """Modules that a frame's code imports, be it later, and those from which its file has names or base classes."""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.opname == "IMPORT_NAME":
+            yield str(instruction.argval)
+    for value in list(frame.f_globals.values()):
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, FunctionType):
+            yield str(value.__module__)
+        elif isinstance(value, type):
+            yield from (str(base.__module__) for base in type.mro(value) if base is not object)

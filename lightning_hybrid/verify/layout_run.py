@@ -1,0 +1,261 @@
+"""One run of the user's module, on this rank, with everything that can be compared noted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.verify.layouts import Layout
+from lightning_hybrid.verify.records.run_record import Notes, Observed, describe_failure
+
+_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+_AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
+# How long a rank that failed waits for the others to fail in the same way.
+_PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What to run, under any layout; picklable if the two functions are.
+
+    Attributes:
+        make_module: Makes the LightningModule.
+        make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
+            has loaders of its own. In a dict, ``test_dataloaders`` and ``predict_dataloaders`` are for what follows.
+        steps: Batches of an epoch, and of a validation, at most.
+        epochs: How many.
+        num_microbatches: Parts of each replica's batch, where the layout names none.
+        precision: As Lightning spells it.
+        seed: Of everything drawn.
+        trainer: Further arguments of the Trainer.
+    """
+
+    make_module: Callable[[], Any]
+    make_data: Callable[[], Any] | None = None
+    steps: int = 4
+    epochs: int = 1
+    num_microbatches: int | None = 2
+    precision: str = "64-true"
+    seed: int = 1
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Connection(Protocol):
+    """Makes the strategy of one run and connects it with the Trainer."""
+
+    devices: int
+
+    def strategy(self, pl: ModuleType) -> Any:
+        """A strategy of the namespace ``pl``."""
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Called once the Trainer is there."""
+
+    def finish(self, observed: Observed) -> None:
+        """Called after all."""
+
+
+def namespace_of(module: Any) -> ModuleType:
+    """The Lightning that a module's base class comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Raises:
+        TypeError: It is no LightningModule.
+    """
+    for base in type(module).__mro__:
+        for name in _NAMESPACES:
+            if base.__name__ == "LightningModule" and base.__module__.startswith(name):
+                return importlib.import_module(name)
+    raise TypeError(
+        f"{type(module).__name__} is no LightningModule; verify runs a module of {' or '.join(_NAMESPACES)}"
+    )
+
+
+def run_once(
+    experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
+) -> Observed:
+    """Fit once.
+
+    Args:
+        experiment: What to run.
+        connection: How.
+        perturbation: Relative size of what is added to the weights before the first step.
+        only_first_step: End after one batch, without validation.
+
+    Returns:
+        What this rank saw; a failure is noted there, and not raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        return _run_in(folder, experiment, connection, perturbation, only_first_step)
+
+
+def _run_in(
+    folder: str,
+    experiment: Experiment,
+    connection: Connection,
+    perturbation: float = 0.0,
+    only_first_step: bool = False,
+) -> Observed:
+    _seed(experiment.seed)
+    notes: Any = None
+    fitted = False
+    try:
+        module = experiment.make_module()
+        data = None if experiment.make_data is None else experiment.make_data()
+        pl = namespace_of(module)
+        notes = type("NotesCallback", (Notes, pl.Callback), {})(perturbation)
+        with warnings.catch_warnings():
+            if connection.devices == 1:
+                warnings.simplefilter("ignore")  # what the user should hear is said once, under the layout
+            arguments = _arguments(experiment, folder, only_first_step)
+            arguments["callbacks"] = [*arguments.get("callbacks", ()), notes]
+            trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
+            connection.connect(trainer, module)
+            trainer.fit(module, **_fit_arguments(pl, data))
+            observed: Observed = notes.finish(trainer, module)
+            if not only_first_step:
+                fitted = True
+                _test_and_predict(pl, trainer, module, data, notes)
+        connection.finish(observed)
+        return observed
+    except Exception as error:
+        observed = Observed() if notes is None else notes.observed
+        # What comes after the fit changes no parameter.
+        observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
+        return observed
+
+
+def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, notes: Notes) -> None:
+    """Test and predict with what was trained, where the module has such a step and there are loaders for it."""
+    if (
+        _overrides(module, pl.LightningModule, "test_step")
+        and (given := _loading(pl, module, data, "test")) is not None
+    ):
+        trainer.test(module, **given, verbose=False)
+        notes.note_test(trainer)
+    given = _loading(pl, module, data, "predict")
+    if given is not None:
+        predictions = trainer.predict(module, **given)
+        notes.note_predictions(predictions, trainer)
+
+
+def _loading(pl: ModuleType, module: Any, data: Any, kind: str) -> dict[str, Any] | None:
+    """Arguments of ``Trainer.test`` or ``Trainer.predict``; None if there are no loaders."""
+    hook = f"{kind}_dataloader"
+    if isinstance(data, dict) and f"{hook}s" in data:
+        return {"dataloaders": data[f"{hook}s"]}
+    datamodule = data.get("datamodule") if isinstance(data, dict) else data
+    if isinstance(datamodule, pl.LightningDataModule) and _overrides(datamodule, pl.LightningDataModule, hook):
+        return {"datamodule": datamodule}
+    return {} if _overrides(module, pl.LightningModule, hook) else None
+
+
+def _overrides(thing: Any, base: type, name: str) -> bool:
+    return getattr(type(thing), name) is not getattr(base, name)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    # An earlier module of this process may have called seed_everything.
+    os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+def _arguments(experiment: Experiment, folder: str, only_first_step: bool) -> dict[str, Any]:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    arguments = {
+        "accelerator": "cpu",
+        "num_nodes": 1,
+        "precision": experiment.precision,
+        "max_epochs": experiment.epochs,
+        "limit_train_batches": experiment.steps,
+        "limit_val_batches": experiment.steps,
+        "limit_test_batches": experiment.steps,
+        "limit_predict_batches": experiment.steps,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "default_root_dir": folder,
+        **quiet,
+        **experiment.trainer,
+    }
+    if only_first_step:
+        arguments |= {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0}
+    return arguments
+
+
+def _fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
+    if data is None:
+        return {}
+    if isinstance(data, pl.LightningDataModule):
+        return {"datamodule": data}
+    loading = {"train_dataloaders", "val_dataloaders", "datamodule"}
+    if not isinstance(data, dict) or not data.keys() <= loading | _AFTER_FIT:
+        return {"train_dataloaders": data}
+    return {name: value for name, value in data.items() if name in loading}
+
+
+class UnderLayout:
+    """Runs under the strategy of a layout."""
+
+    def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
+        """Args: layout: to run under. num_microbatches: where the layout names none."""
+        self.devices = layout.devices
+        self._layout, self._num_microbatches = layout, num_microbatches
+
+    def strategy(self, pl: ModuleType) -> Any:
+        """Made as ``Trainer(strategy=name)`` makes it, with the options of the layout."""
+        registry = importlib.import_module(f"{pl.__name__}.strategies").StrategyRegistry
+        entry = registry[self._layout.strategy_name]
+        return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Nothing to do."""
+
+    def finish(self, observed: Observed) -> None:
+        """Nothing to do."""
+
+
+def observe_layout(experiment: Experiment, layout: Layout, connection: UnderLayout | None = None) -> Observed:
+    """On each rank of a layout: run, and see to it that a rank that fails alone is not waited for.
+
+    Args:
+        experiment: What to run.
+        layout: To run under.
+        connection: What else is done with the run; only the layout's strategy is used by default.
+
+    Raises:
+        RuntimeError: This rank failed and others still run.
+    """
+    connection = connection or UnderLayout(layout, experiment.num_microbatches)
+    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        observed = _run_in(folder, experiment, connection)
+        if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
+            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
+    return observed
+
+
+def _all_ended(world_size: int) -> bool:
+    if not dist.is_initialized():
+        return True  # nobody can be waiting in a collective of this rank
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + _PATIENCE_SECONDS
+    count = store.add("verify/ended", 1)
+    while count < world_size:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+        count = store.add("verify/ended", 0)
+    return True

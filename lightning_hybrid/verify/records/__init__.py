@@ -1,0 +1,1 @@
+"""Records of runs that can be compared between processes."""

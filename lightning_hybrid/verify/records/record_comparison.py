@@ -1,0 +1,328 @@
+"""Compare runs, value by value in the order in which they arose, against the noise of the arithmetic itself.
+
+A value is the same if it differs from the reference's by no more than some times what a second reference differs
+whose initial weights were perturbed in their last digits, or by the rounding of the precision. For a parameter both are
+of its update: how far it is from the reference's, relative to how far the reference moved it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.verify.records.run_record import Observed
+
+# How many times the noise floor is still noise: the perturbed run is one draw out of many. In 32 bits the floor is high
+# enough to hide small faults; there, what exceeds the rounding below has been seen at 1.3 times the floor at most.
+_FACTOR = {"32-true": 10.0}
+# Relative differences that only summation order makes, and the perturbation for the floor, by precision. In 32 bits
+# right layouts have been seen 2e-6 off, with BatchNorm over 4 samples 8e-6.
+_ROUNDING = {"64-true": 1e-10, "32-true": 2e-5}
+# By how many units of its last digit, times the root of the number of steps, rounding may move the weight itself: its
+# update may be of few digits.
+_LAST_DIGITS = 2.0
+_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-mixed": 2.0**-11, "16-true": 2.0**-11}
+# For metrics that are kept in float32 whatever the precision is.
+_COARSE = 1e-5
+
+
+def rounding(precision: str) -> float:
+    """The relative difference that counts as equal; both 64-bit and 32-bit have one, all others are coarse."""
+    return _ROUNDING.get(precision, 5e-2)
+
+
+def noise_factor(precision: str) -> float:
+    """How many times the noise floor is still noise."""
+    return _FACTOR.get(precision, 50.0)
+
+
+def perturbation(precision: str) -> float:
+    """The relative change of the initial weights that shows the noise floor."""
+    return _PERTURBATION.get(precision, 2.0**-9)
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Names a value; the order is that in which values arise.
+
+    Attributes:
+        step: 0 before the first, then from 1.
+        order: Within the step.
+        what: Such as "loss" or "update".
+        name: Of the metric or parameter.
+    """
+
+    step: int
+    order: int
+    what: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        """As a report says it."""
+        return f"{self.what} {self.name}".rstrip()
+
+
+AT_THE_END = 1 << 30
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that is not the reference's.
+
+    Attributes:
+        key: Which one.
+        rank: On which rank.
+        reference: The reference's; of a tensor the element that differs most. NaN if it has none.
+        value: The layout's; NaN if it has none.
+        difference: How far they are apart, relative to the reference; to its update for a parameter.
+        floor: How far apart noise alone puts them, likewise.
+        element: Where in the tensor they are; empty for a number.
+        shapes: Of the reference's and the layout's, if they have different ones.
+    """
+
+    key: Key
+    rank: int
+    reference: float
+    value: float
+    difference: float
+    floor: float
+    element: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __str__(self) -> str:
+        """One sentence with all numbers."""
+        names = {0: "before the first step", AT_THE_END - 1: "in validation", AT_THE_END: "after the run"}
+        when = names.get(self.key.step, f"step {self.key.step}")
+        if self.shapes is not None:
+            was, now = self.shapes
+            return f"{when}: {self.key} has the shape {now} on rank {self.rank} and {was} in the reference"
+        what = f"{self.key}, at {list(self.element)}," if self.element else str(self.key)
+        if math.isnan(self.value) and not math.isnan(self.reference):
+            return f"{when}: {what} is {self.reference:.10g} in the reference and missing or NaN on rank {self.rank}"
+        if math.isnan(self.reference):
+            return f"{when}: {what} is {self.value:.10g} on rank {self.rank} and missing or NaN in the reference"
+        return (
+            f"{when}: {what} is {self.value:.10g} on rank {self.rank} and {self.reference:.10g} in the reference;"
+            f" relative difference {self.difference:.2g}, noise floor {self.floor:.2g}"
+        )
+
+
+def compare(
+    ranks: Sequence[Observed], reference: Observed, noisy: Observed, *, precision: str, factor: float | None = None
+) -> list[Difference]:
+    """All values that differ, the earliest first.
+
+    Args:
+        ranks: What each rank of the layout saw.
+        reference: The one-process run.
+        noisy: The same with perturbed initial weights.
+        precision: As Lightning spells it.
+        factor: How many times the noise floor is still noise; by the precision if None.
+    """
+    factor = noise_factor(precision) if factor is None else factor
+    differences: list[Difference] = []
+    seen: set[Key] = set()
+    expected_keys: set[Key] = set()
+    relative = rounding(precision)
+    per_replica = bool(reference.replica_losses) or len(ranks) == 1
+    mean_losses = None if per_replica else _mean_losses(ranks)
+    for rank, observed in enumerate(ranks):
+        # A second reference has seen all replicas, as the first has.
+        is_reference = bool(observed.replica_losses)
+        expected = _values(reference) if is_reference else _of_replica(reference, observed.replica)
+        noise = _without_perturbation(_values(noisy) if is_reference else _of_replica(noisy, observed.replica), noisy)
+        found = _values(observed, mean_losses)
+        expected_keys.update(expected)
+        seen.update(found)
+        for key in sorted(expected.keys() | found.keys()):
+            if key not in found and _is_spread(key):
+                continue  # held by another rank; whether one holds it is checked below
+            difference = _judge(
+                key, rank, expected.get(key), found.get(key), noise.get(key), reference, relative, factor
+            )
+            if difference is not None:
+                differences.append(difference)
+    for key in expected_keys - seen:
+        if _is_spread(key):
+            differences.append(Difference(key, 0, _shown(_of_replica(reference, 0)[key]), math.nan, math.inf, 0.0))
+    return sorted(differences, key=lambda d: (d.key, d.rank))
+
+
+def noise_of(reference: Observed, noisy: Observed) -> float:
+    """The largest noise floor of any parameter's update after the run, relative to that update."""
+    floors = [
+        float((_wide(_updated(noisy.weights[name], name, noisy)) - _wide(value)).abs().max()) / update
+        for name, value in reference.weights.items()
+        if value.numel() and (update := _largest_update(reference, name, value)) > 0
+    ]
+    return max(floors, default=0.0)
+
+
+def unmoved(observed: Observed) -> list[str]:
+    """Parameters that want gradients and that the run did not move."""
+    return [
+        name
+        for name in observed.trained
+        if name in observed.start and torch.equal(observed.start[name], observed.weights[name])
+    ]
+
+
+def _is_spread(key: Key) -> bool:
+    """Whether each rank has only its own part of such values."""
+    return key.what in ("initial weights of", "gradient norm of", "update of")
+
+
+def _values(observed: Observed, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
+    return dict(_in_order(observed, losses))
+
+
+def _in_order(observed: Observed, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
+    for name, weight in observed.start.items():
+        yield Key(0, 0, "initial weights of", name), weight
+    for index, step in enumerate(observed.steps):
+        loss = step.loss if losses is None else losses[index]
+        if loss is not None:
+            yield Key(index + 1, 0, "loss"), _number(loss)
+        for name, metric in step.metrics.items():
+            yield Key(index + 1, 1, "metric", name), _number(metric)
+        for name, norm in step.grad_norms.items():
+            yield Key(index + 1, 2, "gradient norm of", name), _number(norm)
+        for place, rate in enumerate(step.learning_rates):
+            yield Key(index + 1, 3, "learning rate of group", str(place)), _number(rate)
+        for name, weight in step.weights.items():
+            yield Key(index + 1, 4, "update of", name), weight
+    for index, metrics in enumerate(observed.validations):
+        for name, metric in metrics.items():
+            yield Key(AT_THE_END - 1, index, f"metric after validation {index + 1}:", name), _number(metric)
+    for name, weight in observed.weights.items():
+        yield Key(AT_THE_END, 0, "weights", name), weight
+    for name, metric in observed.metrics.items():
+        yield Key(AT_THE_END, 1, "metric", name), _number(metric)
+    for name, buffer in observed.buffers.items():
+        yield Key(AT_THE_END, 2, "buffer", name), buffer
+    for name, metric in observed.tests.items():
+        yield Key(AT_THE_END, 3, "metric after test:", name), _number(metric)
+    for name, predicted in observed.predictions.items():
+        yield Key(AT_THE_END, 4, "prediction", name), predicted
+
+
+def _of_replica(reference: Observed, replica: int) -> dict[Key, Tensor]:
+    values = _values(reference)
+    for index, losses in enumerate(reference.replica_losses):
+        if losses:
+            values[Key(index + 1, 0, "loss")] = _number(losses[min(replica, len(losses) - 1)])
+    if reference.replica_buffers:
+        for name, buffer in reference.replica_buffers[min(replica, len(reference.replica_buffers) - 1)].items():
+            values[Key(AT_THE_END, 2, "buffer", name)] = buffer
+    if reference.replica_predictions:
+        predictions = reference.replica_predictions[min(replica, len(reference.replica_predictions) - 1)]
+        values = {key: value for key, value in values.items() if key.what != "prediction"}
+        values.update({Key(AT_THE_END, 4, "prediction", name): value for name, value in predictions.items()})
+    return values
+
+
+def _without_perturbation(values: dict[Key, Tensor], noisy: Observed) -> dict[Key, Tensor]:
+    """Weights less what was added to them at the start: what is left is the noise of their updates.
+
+    In 32 bits the former is larger than many an update, which could be missing altogether and still pass for noise.
+    """
+    return {
+        key: _updated(value, key.name, noisy) if key.what in ("update of", "weights") else value
+        for key, value in values.items()
+    }
+
+
+def _updated(weight: Tensor, name: str, noisy: Observed) -> Tensor:
+    start, perturbed = noisy.start.get(name), noisy.perturbed.get(name)
+    if start is None or perturbed is None or not (start.shape == perturbed.shape == weight.shape):
+        return weight
+    wide = torch.complex128 if weight.is_complex() else torch.float64
+    return weight.to(wide) - (perturbed.to(wide) - start.to(wide))
+
+
+def _mean_losses(ranks: Sequence[Observed]) -> list[float | None]:
+    """Over the replicas; each is asked for once."""
+    firsts = {observed.replica: observed for observed in reversed(ranks)}.values()
+    rows = zip(*([step.loss for step in observed.steps] for observed in firsts), strict=False)
+    return [None if None in row else sum(loss or 0.0 for loss in row) / len(row) for row in rows]
+
+
+def _judge(
+    key: Key,
+    rank: int,
+    expected: Tensor | None,
+    found: Tensor | None,
+    noise: Tensor | None,
+    reference: Observed,
+    relative: float,
+    factor: float,
+) -> Difference | None:
+    if expected is None or found is None:
+        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0)
+    if expected.shape != found.shape:
+        shapes = tuple(expected.shape), tuple(found.shape)
+        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0, shapes=shapes)
+    if expected.numel() == 0 or torch.equal(expected, found):
+        return None
+    was, now = _wide(expected), _wide(found)
+    apart = (now - was).abs()
+    apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
+    worst = int(apart.nan_to_num(math.inf, math.inf).argmax())
+    largest = float(apart.nan_to_num(math.inf, math.inf).max())
+    scale = _scale(key, expected, reference)
+    floor = 0.0
+    if noise is not None and noise.shape == expected.shape:
+        floor = float((_wide(noise) - was).abs().nan_to_num(0.0, 0.0).max())
+    if key.what.startswith("metric") and key.name in reference.coarse:
+        relative = max(relative, _COARSE)
+    if largest <= max(factor * floor, relative * scale + _last_digits(key, expected, reference)):
+        return None
+    unit = scale or 1.0
+    place = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
+    at = tuple(map(int, place))
+    return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)
+
+
+def _scale(key: Key, expected: Tensor, reference: Observed) -> float:
+    """What a difference is relative to."""
+    size = float(_wide(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    if key.what in ("update of", "weights"):
+        return _largest_update(reference, key.name, expected)
+    if key.what == "gradient norm of":
+        # A gradient that is zero but for rounding (a key's bias) has no digits of its own to compare.
+        return max(size, 1e-2 * max(reference.steps[key.step - 1].grad_norms.values(), default=0.0))
+    return size
+
+
+def _last_digits(key: Key, weight: Tensor, reference: Observed) -> float:
+    """What rounding may do to a weight in the steps so far."""
+    if key.what not in ("update of", "weights") or not (weight.is_floating_point() or weight.is_complex()):
+        return 0.0
+    size = float(_wide(weight).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    steps = min(key.step, len(reference.steps))
+    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * size
+
+
+def _largest_update(reference: Observed, name: str, weight: Tensor) -> float:
+    start = reference.start.get(name)
+    if start is None or start.shape != weight.shape or not weight.numel():
+        return 0.0
+    return float((_wide(weight) - _wide(start)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _wide(value: Tensor) -> Tensor:
+    if value.is_complex():
+        return torch.view_as_real(value.to(torch.complex128)).reshape(-1)
+    return value.to(torch.float64).reshape(-1)
+
+
+def _shown(value: Tensor | None) -> float:
+    return math.nan if value is None or not value.numel() else float(_wide(value)[0])

@@ -1,0 +1,1 @@
+"""Optimizer steps on sharded and offloaded states."""

@@ -1,0 +1,255 @@
+"""The step of an optimizer, layer by layer, where its states are: on the host, in a file, or on the device.
+
+A step that looks at one parameter at a time may take them in any order and in any number of calls; which optimizers do
+is tried, not known by name. So the parameters of one layer after the other are stepped, and only that layer's states,
+and its copies of parameters and gradients where those live on another device, are in memory meanwhile; the new values
+go back to where the parameters live.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
+from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
+from lightning_hybrid.zero.storage_devices import HOST
+
+
+class StatesByLayer(StatesAtRest):
+    """The states of one optimizer that looks at one parameter at a time."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layers: Sequence[Sequence[Tensor]],
+        folder: str | None,
+        regions: Mapping[int, Region] | None = None,
+        *,
+        states_on: torch.device = HOST,
+        numel: Callable[[Tensor], int] = Tensor.numel,
+    ) -> None:
+        """Take over the optimizer's steps.
+
+        Args:
+            optimizer: Built, and not stepped yet, on parameters of which some may be absent; for which
+                `why_at_once` says nothing.
+            layers: The parameters, in the order in which they are to be stepped.
+            folder: For the file; None for memory.
+            regions: Where parameters themselves are in a file, by their ids.
+            states_on: Where states are, and steps are taken.
+            numel: How many numbers of a parameter are stepped here.
+
+        Raises:
+            OffloadError: There is no room in the folder, or it cannot be written.
+        """
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
+        self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in own])]
+        of_layers = [[(regions or {}).get(id(p)) for p in members] for members in self._layers]
+        self._regions = [{region for region in found if region is not None} for found in of_layers]
+        super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
+        if folder is not None and self._layers:
+            sizes = states_of_a_step(optimizer)
+            assert sizes is not None
+            self.file = StateFile(folder, [_bytes_of(members, sizes, numel) for members in self._layers])
+            self._files.add(self.file)
+        self._in_file: set[int] = set()  # data_ptr() of tensors in the file
+        self._original = optimizer.step
+        self._undo = step_after_closure(optimizer, self._step)
+
+    def adopt(self) -> None:
+        """As of ``StatesAtRest``."""
+        if self.file is not None:
+            for number, members in enumerate(self._layers):
+                self._put_in_file(number, members)
+                self.file.let_go(number)
+
+    def is_in_file(self, value: Tensor) -> bool:
+        """As of ``StatesAtRest``."""
+        return value.data_ptr() in self._in_file
+
+    def _step(self, kwargs: dict[str, Any]) -> None:
+        optimizer, file = self._optimizer, self.file
+        self.check()
+        whole = [group["params"] for group in optimizer.param_groups]
+        hooks = {name: optimizer.__dict__.get(name) for name in _HOOKS}
+        _call_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
+        try:
+            for name in _HOOKS:  # once per step, not once per layer
+                optimizer.__dict__[name] = OrderedDict()
+            for number, members in enumerate(self._layers):
+                if file is not None:
+                    if number + 1 < len(self._layers):
+                        file.read_ahead(number + 1)
+                    file.take(number)
+                for region in self._regions[number + 1] if number + 1 < len(self._layers) else ():
+                    region.read_ahead()
+                ids = {id(p) for p in members}
+                for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                    group["params"] = [p for p in parameters if id(p) in ids]
+                self._step_layer(number, members, kwargs)
+        finally:
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = parameters
+            for name, own in hooks.items():
+                optimizer.__dict__[name] = own
+        _call_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
+
+    def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+        away = [p for p in members if p.device != self._states_on]
+        there = [(p, p.data, p.grad) for p in away]
+        for p, data, grad in there:
+            p.grad = None
+            p.data = data.to(self._states_on)
+            p.grad = None if grad is None else grad.to(self._states_on)
+            self._bring_states(self._optimizer.state.get(p, {}))
+        try:
+            self._original(**kwargs)
+        finally:
+            for p, data, grad in there:
+                data.copy_(p.data)
+                p.grad = None
+                p.data = data
+                p.grad = grad
+        if self.file is not None:
+            self._put_in_file(number, members)
+            self.file.let_go(number)
+        for region in self._regions[number]:
+            region.let_go()
+
+    def _bring_states(self, entry: dict[str, Any]) -> None:
+        """States that were loaded, or made when the optimizer was built, are where the parameter was."""
+        for name, value in entry.items():
+            # Counts of steps are on the host wherever the rest is, but for optimizers that can be captured.
+            is_count = isinstance(value, Tensor) and not value.dim() and self._states_on != HOST
+            if isinstance(value, Tensor) and not is_count and value.device != self._states_on:
+                entry[name] = value.to(self._states_on)
+
+    @torch.no_grad()
+    def _put_in_file(self, number: int, members: Sequence[Tensor]) -> None:
+        """States that the step has made, or put others in place of, go to their place in the file."""
+        assert self.file is not None
+        offset = 0
+        for p in members:
+            for name, value in state_tensors(self._optimizer.state.get(p)).items():
+                if value.data_ptr() not in self._in_file:
+                    place = self.file.tensor(number, offset, value)
+                    place.copy_(value)
+                    self._optimizer.state[p][name] = place
+                    self._in_file.add(place.data_ptr())
+                offset += aligned(value.nbytes)
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
+    for hook in list((hooks or {}).values()):
+        hook(optimizer, (), {})
+
+
+def why_at_once(optimizer: Optimizer, *, in_file: bool) -> str:
+    """Why the states of an optimizer cannot be brought one layer at a time; empty if they can.
+
+    Args:
+        optimizer: Built; a small twin of it is tried.
+        in_file: Whether they are in a file, where those of a layer have their place before there are any.
+    """
+    if not steps_in_turn(optimizer):
+        return "looks at several parameters in its step"
+    if in_file and states_of_a_step(optimizer) is None:
+        return "keeps states of other shapes than its parameters have"
+    return ""
+
+
+def steps_in_turn(optimizer: Optimizer) -> bool:
+    """Whether an optimizer does to parameters one after the other what it does to them at once; tried on small ones."""
+    at_once, in_turn = _small_twin(optimizer), _small_twin(optimizer)
+    try:
+        for round_ in range(2):
+            for twin in (at_once, in_turn):
+                for number, p in enumerate(twin.param_groups[0]["params"]):
+                    p.grad = torch.cos(p.detach() * (number + 2) + round_)
+            type(optimizer).step(at_once)
+            group, both = in_turn.param_groups[0], in_turn.param_groups[0]["params"]
+            for p in both:
+                group["params"] = [p]
+                type(optimizer).step(in_turn)
+            group["params"] = both
+    except Exception:
+        return False
+    first, second = at_once.param_groups[0], in_turn.param_groups[0]
+    if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
+        return False
+    plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
+    return repr(plain[0]) == repr(plain[1])
+
+
+def states_of_a_step(optimizer: Optimizer) -> list[int | None] | None:
+    """What an optimizer keeps for a parameter, tried on a small one.
+
+    Returns:
+        For each tensor of more than one number the bytes of an element; None for the dtype of the parameter. Without
+        a list where one has another shape than the parameter.
+    """
+    twin = _small_twin(optimizer)
+    for p in twin.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    type(optimizer).step(twin)
+    p = twin.param_groups[0]["params"][0]
+    found: list[int | None] = []
+    for value in state_tensors(twin.state.get(p)).values():
+        if value.shape != p.shape:
+            return None
+        found.append(None if value.dtype == p.dtype else value.element_size())
+    return found
+
+
+def _small_twin(optimizer: Optimizer) -> Any:
+    starts = [torch.rand(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    return twin_of(optimizer, [torch.nn.Parameter(start) for start in starts])
+
+
+def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
+    """An optimizer with the class and options of another one, for other parameters: to try what its step does.
+
+    Args:
+        optimizer: The other one; its first group's options count.
+        parameters: Of the twin, in one group.
+    """
+    twin: Any = copy.copy(optimizer)
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    made = _made_when_built(optimizer)
+    for p in parameters:
+        twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
+    for name in _HOOKS:
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+def _made_when_built(optimizer: Optimizer) -> dict[str, Any]:
+    """The states of some parameter before the first step: Adagrad's of torch 2.11 are made when it is built."""
+    for p, entry in optimizer.state.items():
+        tensors = [value for value in entry.values() if isinstance(value, Tensor)]
+        if tensors and all(not is_absent(value) and (not value.dim() or value.shape == p.shape) for value in tensors):
+            return dict(entry)
+    return {}
+
+
+def _state_like(value: Any, p: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    return torch.full_like(p, value.flatten()[0].item()) if value.dim() else value.detach().to("cpu", copy=True)
+
+
+def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None], numel: Callable[[Tensor], int]) -> int:
+    return sum(aligned(numel(p) * (size or p.element_size())) for p in members for size in sizes)

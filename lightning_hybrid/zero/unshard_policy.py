@@ -1,0 +1,400 @@
+"""When the parameters of a rank are gathered, when their gradients are reduced, and when both are freed again.
+
+Two policies, with the same numbers:
+
+* once per step: all layers are gathered as the step begins, each one's gradients are reduced in the step's last
+  backward, and everything is freed at its end. One gather and one reduction per step, whatever the number of
+  microbatches; within the step this rank holds all of its stages.
+* for each layer: gathered before its forward, freed after it, gathered again for its backward, its gradients reduced
+  and freed after that, for each microbatch. Within the step this rank holds two layers at a time.
+
+[Note: one order] Collectives match by their order, so all ranks of a shard must launch the same ones in the same order.
+Gathers of the first policy, and reductions under both, go in the order of the layers, whatever order a rank's code
+takes. Gathers of the second policy follow the calls, so before each the ranks agree on what comes (`rounds`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.gather_on_read import Gather, Guards
+from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.step.objects.gradient_hooks import GradientHook
+from lightning_hybrid.zero.agreed_unshard_order import Rounds, agree_on_step
+from lightning_hybrid.zero.memory_mapped_states import Region
+from lightning_hybrid.zero.parameter_group import ParameterGroup
+from lightning_hybrid.zero.saved_parameter_views import Place, pack
+from lightning_hybrid.zero.shard_layout import ShardRanks, ShareObserver
+
+Stage = int | None  # None: complete only after all stages of this rank
+
+
+class ZeroSharding:
+    """The parameters of one rank's stages, shared out over the ranks of a shard.
+
+    Attributes:
+        per_layer: Whether each layer is gathered for itself (the second policy).
+        recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
+        lent: FQNs of layers whose backward says that it begins, by `come_to`, and that stay whole until it is over.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        groups: Mapping[Stage, Sequence[ParameterGroup]],
+        ranks: ShardRanks,
+        device: torch.device,
+        *,
+        per_layer: bool,
+    ) -> None:
+        """Begin at rest.
+
+        Args:
+            root: The user's module.
+            groups: By the stage after whose last backward their gradients are complete; each in forward order. The FQN
+                of a group is that of a layer whose forward is all that reads its parameters, or "".
+            ranks: That share them out.
+            device: Of this rank.
+            per_layer: Whether each layer is gathered for itself.
+        """
+        self.per_layer = per_layer
+        self.recomputed: frozenset[str] = frozenset()
+        self.lent: frozenset[str] = frozenset()
+        self._groups = {stage: list(members) for stage, members in groups.items()}
+        self._all = [group for members in self._groups.values() for group in members]
+        self._layers: dict[str, list[ParameterGroup]] = {}
+        self._outside: list[ParameterGroup] = []  # read by other code than one layer's
+        for group in self._all:
+            if group.fqn:
+                self._layers.setdefault(group.fqn, []).append(group)
+            else:
+                self._outside.append(group)
+        self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
+        self._next, self._previous = self._neighbours()
+        self._ranks, self._device = ranks, device
+        self._files = {group.region.file for group in self._all if group.region is not None}
+        self._queue: list[ParameterGroup] = []  # of the armed backward, in the order of their reductions
+        self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
+        self._seen: set[int] = set()
+        self._trained: dict[str, bool] | None = None
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._rounds: Rounds | None = None
+        self._apart: Rounds | None = None  # of code outside of steps
+        self._is_evaluating, self._are_alike = False, True
+        self._inside: set[str] = set()  # FQNs of layers whose forward runs
+        self._in_backward = False
+        self._backward_at: str | None = None  # FQN of the layer that it has come to
+
+    def gather_on_read(self, guards: Guards) -> None:
+        """Have code outside of layers find full parameters, where no recording shows it. Args: guards: of the run."""
+        gather = Gather(guards, self._read)
+        for group in self._all:
+            group.on_read = gather
+
+    def observe(self, observer: ShareObserver) -> None:
+        """Show the gradients of each batch, before and after they are reduced."""
+        for group in self._all:
+            group.observer = observer
+
+    def meet_in_rounds(self, mesh: Mesh) -> None:
+        """Let ranks call layers as each of them likes; see ``Rounds``."""
+        self._rounds = Rounds.over(mesh, self._all)
+
+    @property
+    def _by_layer(self) -> bool:
+        return self.per_layer and self._are_alike and not self._is_evaluating
+
+    def settle(self) -> None:
+        """This rank calls no more layers for now, and serves those that do; collective."""
+        if self._rounds is not None and self._by_layer:
+            self._rounds.end()
+
+    def meet_apart(self, mesh: Mesh) -> None:
+        """From now on code outside of steps may read parameters on some ranks only; collective over the world."""
+        self._apart = self._apart or self._rounds or Rounds.over(mesh, self._all)
+
+    def read_apart(self, parameter: Tensor) -> None:
+        """Have all of a parameter here until `rest_apart`, in which the other ranks take part."""
+        group = self._group_of[id(parameter)]
+        if self._is_evaluating:
+            group.gather()
+        elif not group.is_whole:
+            assert self._apart is not None
+            self._apart.need([group], ())
+
+    def rest_apart(self) -> None:
+        """Free what was read; collective unless an evaluation holds all parameters."""
+        if self._apart is not None and not self._is_evaluating:
+            self._apart.end()
+        for group in self._all:
+            if group.is_whole:
+                group.rest()
+
+    def _gather(self, groups: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup] = ()) -> None:
+        """Have layers gathered, while ranks may call others."""
+        if self._rounds is not None and self._by_layer:
+            self._rounds.need(groups, ahead)
+        for group in groups:
+            group.gather()
+        for group in ahead if self._rounds is None else ():
+            group.launch_gather()
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        group = self._group_of[id(parameter)]
+        self._gather([group])
+        group.stay()
+        return parameter
+
+    def check(self) -> None:
+        """See that parameters that are in a file can be read.
+
+        Raises:
+            OffloadError: It was cut off.
+        """
+        for file in self._files:
+            file.check()
+
+    @property
+    def regions(self) -> dict[int, Region]:
+        """Where parameters at rest are in a file, by the id of the parameter."""
+        return {id(p): group.region for group in self._all for p in group.parameters.values() if group.region}
+
+    @property
+    def freed(self) -> frozenset[str]:
+        """FQNs of layers whose parameters are gone between their forward and their backward."""
+        layers = self._layers.items() if self.per_layer else ()
+        return frozenset(fqn for fqn, groups in layers if not all(group.keeps_whole for group in groups))
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, *, num_microbatches: int = 0) -> Iterator[None]:
+        """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation.
+
+        Args:
+            num_microbatches: Backwards of each stage here; 0 for a step without a backward. Where other ranks have
+                more or fewer, all layers are gathered for the whole step.
+        """
+        self.check()
+        if num_microbatches:
+            self._agree(num_microbatches)
+        if not self._is_evaluating:
+            for group in self._all:
+                group.bring_home()
+            # Under the second policy too, what is not one layer's is gathered for the whole step.
+            for group in self._outside if self._by_layer else self._all:
+                group.launch_gather()
+        for group in self._all if self._is_evaluating else self._outside:
+            group.gather()
+        for group in self._all:
+            group.gather_on_read()
+        try:
+            yield
+            if num_microbatches:
+                self.settle()
+                self._finish()
+        finally:
+            self._queue, self._are_alike = [], True
+            for group in self._all:
+                group.rest()
+
+    @contextlib.contextmanager
+    def full_step(self) -> Iterator[None]:
+        """Inside, parameters and gradients are full, for a step that calls backwards and optimizers itself; collective.
+
+        It may read and write them between any two of its lines.
+        """
+        self.check()
+        for group in self._all:
+            group.launch_gather()
+        for group in self._all:
+            group.gather()
+            group.show_gradients()
+        try:
+            yield
+        finally:
+            for group in self._all:
+                group.take_gradients()
+                group.rest()
+
+    def _agree(self, num_microbatches: int) -> None:
+        """Agree with the ranks of the shard on what a step sends."""
+        trained = {name: p.requires_grad for group in self._all for name, p in group.parameters.items()}
+        self._are_alike = agree_on_step(trained, self._ranks, self._device, num_microbatches)
+        if trained == self._trained:
+            return
+        self._trained = trained
+        for group in self._all:
+            group.trained = [name for name, p in group.parameters.items() if p.requires_grad]
+            for name in group.trained:
+                parameter = group.parameters[name]
+                if id(parameter) not in self._hooks:
+                    hook = GradientHook(self._on_gradient, lambda: not self._queue)
+                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def before_backward(self, stage: int, is_last: bool) -> None:
+        """A backward of a stage of this rank begins; the last one completes the gradients of the step."""
+        self._in_backward, self._backward_at = True, None
+        if is_last or self._by_layer:
+            self._queue = [group for group in reversed(self._groups.get(stage, [])) if group.trained]
+            self._seen = set()
+            for group in self._queue:
+                group.num_missing = len(group.trained)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        group = self._group_of[id(parameter)]
+        if id(parameter) in self._seen or not any(group is other for other in self._queue):
+            return
+        self._seen.add(id(parameter))
+        group.num_missing -= 1
+        # See [Note: one order]: a group that is complete waits for those before it.
+        while self._queue and not self._queue[0].num_missing:
+            self._launch(self._queue.pop(0))
+
+    def _launch(self, group: ParameterGroup) -> None:
+        group.launch_reduce()
+        if self._by_layer and group.fqn and group.fqn not in self.lent:
+            group.free()
+
+    def after_backward(self, stage: int, is_last: bool) -> None:
+        """It has ended: send what it has left, and wait for the averages."""
+        self._in_backward = False
+        if not is_last and not self._by_layer:
+            return
+        self.settle()
+        for group in self._queue:
+            self._launch(group)
+        self._queue = []
+        for group in reversed(self._groups.get(stage, [])):
+            group.finish_reduce()
+        if self._by_layer:
+            for members in self._layers.values():
+                for group in members:
+                    group.free()
+
+    def _finish(self) -> None:
+        """Reduce what is complete only now: what several stages share."""
+        late = self._groups.get(None, [])
+        for group in reversed(late):
+            group.launch_reduce()
+        for group in reversed(late):
+            group.finish_reduce()
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Hold wholes from now on: replicas may have different numbers of batches, so no step may wait for another."""
+        self.check()
+        for group in self._all:
+            group.launch_gather()
+        for group in self._all:
+            group.hold()
+        self._is_evaluating = True
+
+    def end_evaluation(self) -> None:
+        """Free the wholes."""
+        if self._is_evaluating:
+            self._is_evaluating = False
+            for group in self._all:
+                group.let_go()
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, the forward of each layer finds its parameters gathered."""
+        return replaced_forwards(self._modules, self._gathered)
+
+    def _neighbours(self) -> tuple[dict[str, list[ParameterGroup]], dict[str, list[ParameterGroup]]]:
+        """The groups of the layers after and before each layer, of the same stage."""
+        after: dict[str, list[ParameterGroup]] = {}
+        before: dict[str, list[ParameterGroup]] = {}
+        for members in self._groups.values():
+            fqns = list(dict.fromkeys(group.fqn for group in members if group.fqn))
+            for first, second in itertools.pairwise(fqns):
+                after[first], before[second] = self._layers[second], self._layers[first]
+        return after, before
+
+    def come_to(self, fqn: str) -> None:
+        """The backward needs a layer: the next one is on its way meanwhile, and what is done of the last is freed."""
+        self._leave_last(fqn)
+        if not all(group.is_whole for group in self._layers[fqn]):
+            self._gather(self._layers[fqn], self._previous.get(fqn, ()))
+            self._read_ahead(fqn, self._previous)
+
+    def _leave_last(self, fqn: str) -> None:
+        if self._by_layer and self._backward_at is not None and self._backward_at != fqn:
+            for group in self._layers[self._backward_at]:
+                if not group.trained or not group.num_missing:
+                    group.free()
+        self._backward_at = fqn
+
+    def _read_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
+        """The layer after the one that follows is read, if it is in a file."""
+        for group in following.get(fqn, []):
+            for other in following.get(group.fqn, []):
+                other.read_ahead()
+
+    def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        freed = [group for group in self._layers[fqn] if not group.keeps_whole]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if fqn in self._inside:
+                return forward(*args, **kwargs)
+            with self.inside(fqn):
+                if not (self._by_layer and freed) or not torch.is_grad_enabled() or fqn in self.recomputed:
+                    return forward(*args, **kwargs)
+                with saved_tensors_hooks(partial(pack, freed), self._unpack):
+                    return forward(*args, **kwargs)
+
+        return run
+
+    @contextlib.contextmanager
+    def inside(self, fqn: str) -> Iterator[None]:
+        """The forward of a layer runs inside."""
+        groups = self._layers[fqn]
+        if self._in_backward:
+            self._leave_last(fqn)
+        frees = self._by_layer
+        following = self._previous if self._in_backward else self._next
+        self._gather(groups, following.get(fqn, ()) if frees else ())
+        self._inside.add(fqn)
+        try:
+            if frees:
+                self._read_ahead(fqn, following)
+            yield
+        finally:
+            self._inside.discard(fqn)
+            for group in groups if frees else ():
+                group.free()
+
+    def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """What gives a tensor of a layer's parameters at any time; None for other tensors."""
+        place = pack(self._layers[fqn], tensor)
+        return partial(self._unpack, place) if isinstance(place, Place) else None
+
+    def _unpack(self, kept: Tensor | Place) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if not kept.group.is_whole:
+            self.come_to(kept.group.fqn)
+        return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)
+
+    def close(self) -> None:
+        """Remove the hooks; parameters whose file is gone hold nothing that anybody may take for their values."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        for group in self._all:
+            group.leave()
