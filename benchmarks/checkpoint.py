@@ -12,6 +12,7 @@ Must be reached: a folder beside training blocks for less than 0.15 of what the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import shutil
 import tempfile
@@ -52,18 +53,22 @@ class Turns(Callback):
         strategy = trainer.strategy
         kind = list(KINDS)[batch_idx % len(KINDS)]
         path = self.folder / f"{kind.replace(' ', '-')}.ckpt"
-        strategy._saves_folders, strategy._saves_beside = KINDS[kind]
+        saves_folder, saves_beside = KINDS[kind]
+        files = strategy._files
+        files._options = dataclasses.replace(
+            files._options, save_distributed_checkpoint=saves_folder, async_checkpoint=saves_beside
+        )
         connector = trainer._checkpoint_connector
-        given = strategy._held_module if strategy._saves_folders else strategy.lightning_module_state_dict
+        given = files.local_state if saves_folder else strategy.lightning_module_state_dict
         connector._get_lightning_module_state_dict = given
         strategy.barrier()
         begin = time.perf_counter()
         trainer.save_checkpoint(path)
         end = time.perf_counter()
-        strategy.wait_for_checkpoint()
+        files.wait()
         strategy.barrier()
         self.blocked[kind].append(end - begin)
-        if strategy._saves_beside:
+        if saves_beside:
             self.behind.append(time.perf_counter() - end)
         if trainer.is_global_zero:
             files = path.iterdir() if path.is_dir() else [path]

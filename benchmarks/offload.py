@@ -25,7 +25,7 @@ class Resident(Callback):
         self.most = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        [offloaded] = trainer.strategy._offloaded  # type: ignore[attr-defined]
+        [offloaded] = trainer.strategy._lifecycle.optimization.offloaded  # type: ignore[attr-defined]
         file, let_go = offloaded.file, offloaded.file.let_go
         self.largest, self.whole = max(length for _, length in file._regions), file.nbytes
 

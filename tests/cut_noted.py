@@ -91,9 +91,9 @@ class NotesCut(Callback):
     cut = Cut()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        shards = getattr(trainer.strategy, "shards", None)
+        shards = getattr(getattr(trainer.strategy, "run", None), "shards", None)
         if shards is not None:
-            cut = {name for axis in trainer.strategy.parts.cuts if axis.axis == "tp" for name in axis.placements}
+            cut = {name for axis in trainer.strategy.run.parts.cuts if axis.axis == "tp" for name in axis.placements}
             for fqn, plan in shards.plans.items():
                 cut -= {f"{fqn}.{name}" for name, how in plan.placements.items() if isinstance(how, Shard)}
             NotesCut.cut = cut_of(pl_module, shards.plans, by_width=cut)

@@ -143,7 +143,7 @@ class PretendHost(Callback):
         return backward
 
     def on_train_start(self, trainer, pl_module):
-        zero = trainer.strategy._zero
+        zero = trainer.strategy.run.zero
         finish = zero._finish
 
         def seen_in_the_step():

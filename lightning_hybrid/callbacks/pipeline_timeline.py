@@ -86,7 +86,7 @@ class PipelineTimeline(Callback):
         timeline = _gather(strategy)
         if timeline is None:
             return
-        self._report(trainer, *work_and_bound(timeline, strategy.plan.first.assignment), step)  # type: ignore[attr-defined]
+        self._report(trainer, *work_and_bound(timeline, strategy.run.plan.first.assignment), step)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where training ended before the step."""

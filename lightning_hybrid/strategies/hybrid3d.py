@@ -1,25 +1,40 @@
-"""The ``hybrid3d`` strategy: Lightning's hooks, translated to the floors below."""
+"""The ``hybrid3d`` strategy: Lightning's hooks, translated to the collaborators of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute import Recompute
+from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
-from lightning_hybrid.strategies.layout_changes import ChangingStrategy
+from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run_setup import SetUpStrategy
+from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.strategies.run.module_state import ModuleState
+from lightning_hybrid.strategies.run.run import Run, needs_runner
+from lightning_hybrid.strategies.start.callback_checks import refuse_callbacks, search_by_mean_loss
+from lightning_hybrid.strategies.start.empty_init import EmptyStart, move_to_device
+from lightning_hybrid.strategies.start.model_graph_logging import log_graph_of_whole
+from lightning_hybrid.strategies.world.rank_failures import check_connections
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 
-class Hybrid3DStrategy(ChangingStrategy):
+class Hybrid3DStrategy(RankedStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
     The user's ``training_step`` is recorded once without parameters, cut into stages of equal cost, and run on each
@@ -119,55 +134,267 @@ class Hybrid3DStrategy(ChangingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        options = Options(
-            sizes={
-                "data_parallel_size": data_parallel_size,
-                "tensor_parallel_size": tensor_parallel_size,
-                "pipeline_parallel_size": pipeline_parallel_size,
-                "context_parallel_size": context_parallel_size,
-                "expert_parallel_size": expert_parallel_size,
-            },
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            pipeline_cuts=pipeline_cuts,
-            batch_splitter=batch_splitter,
-            sequence_parallel=sequence_parallel,
-            zero_stage=zero_stage,
-            shard_size=shard_size,
-            reshard_after_forward=reshard_after_forward,
-            offload=offload,
-            recompute=recompute,
-            microbatch_weight=microbatch_weight,
-            tensor_parallel_plan=tensor_parallel_plan,
-            compile=compile,
-            example_batch=example_batch,
-            expert_chunks=expert_chunks,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            async_checkpoint=async_checkpoint,
-            strict_layout=strict_layout,
-        )
+        arguments = dict(locals())
         super().__init__(
-            options=options,
-            verify_first_step=verify_first_step,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
+            Options.of(arguments),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._recompute = self.options.recompute
+        self._files = CheckpointFiles(self.options)
+        self._state: ModuleState | None = None
+        self._lifecycle: RunLifecycle | None = None
+        self._empty: EmptyStart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was asked for, and what a Trainer has connected; process groups, and the rest of a run, stay here."""
+        """Keep the options and what a Trainer has connected; process groups, and the rest of a run, stay here."""
         state: dict[str, Any] = super().__getstate__()
-        asked = SetUpStrategy(
-            options=self.options,
-            verify_first_step=self._verify_first_step,
-            process_group_backend=self._process_group_backend,
-            timeout=self._timeout,
-            start_method=self._start_method,
+        files = CheckpointFiles(self.options)
+        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": files}
+        return {**state, **no_run, "_recompute": self.options.recompute}
+
+    # -- precision ----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision: ours for one of Lightning's; one of the user's own serves where each rank has full steps."""
+        if self._precision_plugin is None:
+            self._precision_plugin = HybridPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not HybridPrecision.is_other(plugin):
+            plugin = HybridPrecision.of(plugin)
+        self._precision_plugin = plugin
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """What this rank holds and runs, from `setup` on.
+
+        Raises:
+            RuntimeError: No run has been set up.
+        """
+        if self._lifecycle is None:
+            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
+        return self._lifecycle.run
+
+    @property
+    def spans(self) -> list[Span]:
+        """When this rank did what in the latest step."""
+        return self._active.execution.spans
+
+    @property
+    def pipelined_batches(self) -> tuple[int, int | None]:
+        """The first training batch in stages, and the first after them without; (0, None) while nothing changes."""
+        return self._active.changes.pipelined_batches
+
+    @property
+    def _active(self) -> RunLifecycle:
+        assert self._lifecycle is not None
+        return self._lifecycle
+
+    def setup_environment(self) -> None:
+        """Join the process groups, and watch over the ranks from then on."""
+        if needs_runner(self.options, self.layout) and not isinstance(self.precision_plugin, HybridPrecision):
+            HybridPrecision.of(self.precision_plugin)  # refuses what cannot be computed by several ranks
+        check_connections()
+        super().setup_environment()
+        module = self.lightning_module
+        if module is None:
+            return
+        self._lifecycle = None
+        self._state = ModuleState(module, self.world)
+        self._files.connect(module, self.world, self._state)
+        if module._trainer is not None:
+            refuse_callbacks(module._trainer, self.layout, is_recorded=needs_runner(self.options, self.layout))
+            self.world.watch_failures(module._trainer)
+            self._files.check(self._checkpoint_io)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Agree on the start, record and cut the step, drop what lives elsewhere, build optimizers."""
+        module = self.lightning_module
+        assert self.accelerator is not None and self.model is not None and module is not None
+        assert self._state is not None
+        self.accelerator.setup(trainer)
+        self._lifecycle = run = RunLifecycle(
+            trainer,
+            module,
+            self.world,
+            self.options,
+            state=self._state,
+            files=self._files,
+            precision=self.precision_plugin,
+            layer_sync=self._layer_sync,
+            recompute=self._recompute,
         )
-        return state | {name: value for name, value in vars(asked).items() if name not in self._connected | {"_empty"}}
+        empty = self._adopt_empty()
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if run.begin(empty):
+            self._empty = None
+        if run.setting.is_fitting:
+            # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
+            self.setup_optimizers(trainer)
+            run.connect_optimizers()
+        self.setup_precision_plugin()
+        run.move_optimizers()
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device; loggers then see it, before it is sharded."""
+        module = self.lightning_module
+        assert module is not None
+        move_to_device(module, self.root_device)
+        if self._lifecycle is not None and self._lifecycle.setting.needs_runner:
+            log_graph_of_whole(module.trainer, module, is_empty=self._empty is not None)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build tensors on the right device in the right dtype; with ``empty_init`` parameters hold no storage."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().tensor_init_context(empty_init=False))
+            if empty_init:
+                self._empty = self._empty or EmptyStart(self.root_device)
+                stack.enter_context(self._empty.building())
+            yield
+
+    def _adopt_empty(self) -> EmptyStart | None:
+        """Return the initial values of what the module holds on the meta device; None if it holds nothing there."""
+        assert self.lightning_module is not None
+        self._empty = EmptyStart.adopted(self.lightning_module, self._empty, self.root_device)
+        return self._empty
+
+    def ask_to_recompute(self, recompute: Recompute) -> None:
+        """Recompute layers as a callback asks.
+
+        Raises:
+            ValueError: Something else was asked for.
+        """
+        if self._recompute not in (None, recompute):
+            raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
+        self._recompute = recompute
+
+    def make_full(self) -> None:
+        """Give every rank the full module again; collective."""
+        if self._state is not None:
+            self._state.make_full()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Take no further part in collectives; the other ranks learn why."""
+        super().on_exception(exception)
+        if self._state is not None:
+            self._state.fail()
+        if self._world is not None:
+            self._world.report(exception)
+        # What is being written does not need the ranks that failed: it was all copied.
+        self._files.wait(complain=rank_zero_warn)
+
+    def teardown(self) -> None:
+        """Leave a full module behind on every rank."""
+        if self._lifecycle is not None:
+            self._lifecycle.end()
+        if self._world is not None:
+            self._world.close()
+        if self._state is None or self._state.can_be_moved:
+            super().teardown()
+        else:
+            assert self.cluster_environment is not None and self.accelerator is not None
+            for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+                plugin.teardown()
+        self._files.close()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Let searches of callbacks decide alike on all ranks."""
+        assert self.lightning_module is not None
+        search_by_mean_loss(self.lightning_module.trainer, self.mesh)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Change the layout, after hooks of the user, if this batch shows that it must be another."""
+        self._active.changes.on_train_batch_start(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        """Announce the layout of a run that was too short to try the step again."""
+        self._active.changes.on_train_end()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the full schedule, forward and backward; the backward that Lightning calls later hands over."""
+        if self._lifecycle is None:  # used without a run
+            return super().training_step(*args, **kwargs)
+        return self._lifecycle.training_step([*args, *kwargs.values()])
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward-only schedule."""
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward-only schedule."""
+        return self._evaluate("test_step", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward-only schedule; the predictions reach every rank of the pipeline."""
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+
+    def _evaluate(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._lifecycle is None:
+            return plain(*args, **kwargs)
+        return self._lifecycle.execution.evaluate(name, [*args, *kwargs.values()])
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward; gradients are averaged before a hook of the user sees them, as in DDP."""
+        if self._lifecycle is None:
+            return super().backward(*args, **kwargs)
+        return self._lifecycle.backward(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the optimizer's step, with the training step inside."""
+        return self._active.changes.optimizer_step(partial(super().optimizer_step, *args, **kwargs))
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients inside: they stay local."""
+        with self._active.execution.accumulating():
+            yield
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Gather the state dict of the full module on the first rank; collective."""
+        return super().lightning_module_state_dict() if self._state is None else self._state.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a full state dict into what this rank holds."""
+        assert self._state is not None
+        self._state.load_module(checkpoint["state_dict"], self._adopt_empty, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer as a checkpoint has it; collective."""
+        return self._files.optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each optimizer's state for the parameters of this rank, and the generators' if there are as many."""
+        assert self._state is not None
+        self._state.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        self._files.restore_generators()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a folder, each rank its own bytes, or one file on the first rank."""
+        if self._state is None and not self.options.save_distributed_checkpoint:  # before the ranks have met
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        _ = self.world
+        self._files.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder or a file on every rank."""
+        return self._files.load(checkpoint_path, weights_only, super().load_checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before the one that is being written is there."""
+        self._files.remove(filepath, super().remove_checkpoint)

@@ -196,6 +196,6 @@ def test_files_that_both_share_are_one_module():
     assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.precision.scaler") is None
     assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.step.recording.recorder") is None
     assert PYTORCH_LIGHTNING.name_here("lightning_utilities") is None
-    twin = PYTORCH_LIGHTNING.name_here("lightning_hybrid.strategies.step_execution")
-    assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.step_execution"
-    assert LIGHTNING.name_here(twin) == "lightning_hybrid.strategies.step_execution"
+    twin = PYTORCH_LIGHTNING.name_here("lightning_hybrid.strategies.hybrid3d")
+    assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.hybrid3d"
+    assert LIGHTNING.name_here(twin) == "lightning_hybrid.strategies.hybrid3d"

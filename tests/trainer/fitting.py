@@ -56,15 +56,15 @@ class Notes(Callback):
         def after_step(optimizer, args, kwargs):
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             assert not any(is_absent(p) or is_absent(p.grad) for p in held)
-            parts = getattr(trainer.strategy, "parts", None)
+            parts = getattr(getattr(trainer.strategy, "run", None), "parts", None)
             whole = {id(p): p.grad if parts is None else parts.whole_like(p, p.grad) for p in held}
             self.fitted.grads.append({names[id(p)]: whole[id(p)].detach().clone() for p in held})
 
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(after_step)
-        if getattr(trainer.strategy, "shards", None) is not None:
-            self.fitted.plans = trainer.strategy.shards.plans
-        plan = getattr(trainer.strategy, "plan", None)
+        if getattr(getattr(trainer.strategy, "run", None), "shards", None) is not None:
+            self.fitted.plans = trainer.strategy.run.shards.plans
+        plan = getattr(getattr(trainer.strategy, "run", None), "plan", None)
         if plan is not None and plan.first is not None:
             assignment = plan.first.assignment
             self.fitted.stages = dict(assignment.holders)

@@ -23,7 +23,7 @@ class Looks(Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.module = pl_module
-        self.noted["lines"] = trainer.strategy._compiled.lines()
+        self.noted["lines"] = trainer.strategy.run.compiled.lines()
 
     def teardown(self, trainer, pl_module, stage):
         self.noted["left"] = [name for name, m in self.module.named_modules() if {"forward"} & m.__dict__.keys()]

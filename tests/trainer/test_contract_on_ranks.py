@@ -111,7 +111,7 @@ def test_what_a_run_leaves_can_be_copied_and_goes_on(worlds, layout):
 class CopiesStrategy(Callback):
     def on_train_batch_end(self, trainer, *_):
         for strategy in (copy.deepcopy(trainer.strategy), pickle.loads(pickle.dumps(trainer.strategy))):
-            assert strategy.options == trainer.strategy.options and strategy._mesh is None
+            assert strategy.options == trainer.strategy.options and strategy._world is None
         self.copied = True
 
 

@@ -160,7 +160,7 @@ class CountsExperts(Callback):
                 "gradients": sum(p.grad.nbytes for p in experts if p.grad is not None),
                 "states": sum(v.nbytes for p in experts for v in optimizer.state[p].values() if v.dim()),
             }
-        shared = getattr(trainer.strategy, "experts", None)
+        shared = getattr(getattr(trainer.strategy, "run", None), "experts", None)
         self.noted = held, shared.ranks.num_exchanges if shared is not None else 0
 
 

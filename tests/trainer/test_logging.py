@@ -285,5 +285,5 @@ def run_profiled():
 
 def test_a_profiler_shows_callbacks_by_names_of_classes(worlds):
     for names in worlds.run(2, run_profiled):
-        assert "[Callback]WholeAgain.on_train_end" in names
+        assert "[Callback]FullAtTrainEnd.on_train_end" in names
         assert not [name for name in names if "<locals>" in name]

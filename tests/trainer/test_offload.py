@@ -152,12 +152,12 @@ class CountsResident(Callback):
 
 class ResidentParameters(CountsResident):
     def on_train_start(self, trainer, pl_module):
-        [file] = {region.file for region in trainer.strategy._zero.regions.values()}
+        [file] = {region.file for region in trainer.strategy.run.zero.regions.values()}
         assert file.resident_bytes() == 0
         self.count(file)
 
     def on_train_batch_end(self, trainer, *_):
-        assert {region.file.resident_bytes() for region in trainer.strategy._zero.regions.values()} == {0}
+        assert {region.file.resident_bytes() for region in trainer.strategy.run.zero.regions.values()} == {0}
 
 
 @pytest.mark.parametrize("where", [all_on_disk, pytest.param(alone_on_disk, marks=pytest.mark.slow)])
@@ -177,7 +177,7 @@ class CutsOff(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == self.batch:
-            [file] = {region.file for region in trainer.strategy._zero.regions.values()}
+            [file] = {region.file for region in trainer.strategy.run.zero.regions.values()}
             os.ftruncate(file._file.fileno(), 0)
             if self.saves:
                 trainer.save_checkpoint("nowhere.ckpt")
@@ -208,7 +208,7 @@ def test_parameters_whose_file_was_cut_off_stop_the_run(worlds, tmp_path, callba
 
 class ResidentStates(CountsResident):
     def on_train_start(self, trainer, pl_module):
-        [offloaded] = trainer.strategy._offloaded
+        [offloaded] = trainer.strategy._lifecycle.optimization.offloaded
         self.count(offloaded.file)
 
 

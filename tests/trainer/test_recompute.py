@@ -91,7 +91,7 @@ def test_every_second_layer(worlds):
 
 class Notes(Callback):
     def on_train_start(self, trainer, pl_module):
-        self.noted = dict(trainer.strategy._recomputation.policies)
+        self.noted = dict(trainer.strategy.run.recomputation.policies)
 
 
 def policies_of(recompute):
@@ -137,7 +137,7 @@ def test_from_either_side(worlds):
 class Lines(Notes):
     def on_train_start(self, trainer, pl_module):
         self.noted = describe_policies(
-            trainer.strategy._recomputation.policies, trainer.strategy.options.recompute
+            trainer.strategy.run.recomputation.policies, trainer.strategy.options.recompute
         ).splitlines()
 
 

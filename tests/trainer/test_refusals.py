@@ -108,7 +108,7 @@ def run_in_shares(model_class):
         trainer.fit(model, loader(4), loader(4))
     after = weights_of(model)
     moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
-    return trainer.strategy.batch_shares, trainer.global_step > 1, {n: after[n].tolist() for n in moved}
+    return trainer.strategy.run.batch_shares, trainer.global_step > 1, {n: after[n].tolist() for n in moved}
 
 
 @pytest.mark.parametrize("model_class", IN_SHARES)

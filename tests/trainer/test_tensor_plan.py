@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer.fitting import Run, assert_parity, fit, fit_reference, refusal
 
-from lightning_hybrid.strategies import run_setup as set_up
+from lightning_hybrid.strategies.run import build_run as set_up
 from lightning_hybrid.strategies.start.plan_folder import plan_folder
 from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans, warn_across_nodes
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME

@@ -32,7 +32,7 @@ def run(size, pp, widths, options):
     units = None
     trainer.fit(model, loader(4))
     if pp > 1:
-        first = trainer.strategy.plan.first.assignment
+        first = trainer.strategy.run.plan.first.assignment
         units = [
             [
                 node.unit

@@ -94,7 +94,7 @@ class Policies(Callback):
     """How each layer is computed again."""
 
     def on_train_start(self, trainer, pl_module):
-        chosen = getattr(trainer.strategy, "_recomputation", None)
+        chosen = getattr(getattr(trainer.strategy, "run", None), "recomputation", None)
         self.noted = {} if chosen is None else dict(chosen.policies)
 
 

@@ -102,7 +102,7 @@ class CountsWholes(Callback):
             setattr(owner, name, member)
 
     def on_train_end(self, trainer, pl_module):
-        groups = trainer.strategy._zero._all
+        groups = trainer.strategy.run.zero._all
         self.noted = {
             "gathers": self.gathers,
             "layers": sum(bool(group.fqn) for group in groups),

@@ -102,7 +102,7 @@ def zeros_received(patch):
 
 
 def counted_twice_in_the_norm(patch):
-    from lightning_hybrid.strategies import run_setup as set_up
+    from lightning_hybrid.strategies.run import optimization as set_up
 
     original = set_up.connect_gradients
 
@@ -130,7 +130,7 @@ def parameters_replaced(patch):
 
 
 def a_seed_per_rank(patch):
-    from lightning_hybrid.strategies import run_setup as set_up
+    from lightning_hybrid.strategies.execution import run_lifecycle as set_up
 
     original = set_up.agree_on_start
     patch.setattr(set_up, "agree_on_start", lambda *args: original(*args) + dist.get_rank())
@@ -183,7 +183,7 @@ def summed_over_replicas(patch):
 
 
 def weights_of_one_replica_drift(patch):
-    from lightning_hybrid.strategies import run_setup as set_up
+    from lightning_hybrid.strategies.execution import run_lifecycle as set_up
 
     original = set_up.agree_on_start
 
@@ -198,10 +198,10 @@ def weights_of_one_replica_drift(patch):
 
 
 def one_shard_for_all_replicas(patch):
-    from lightning_hybrid.strategies.mesh_strategy import MeshStrategy
+    from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
     first = property(lambda self: {"num_replicas": self.layout.data_parallel_size, "rank": 0})
-    patch.setattr(MeshStrategy, "distributed_sampler_kwargs", first)
+    patch.setattr(RankedStrategy, "distributed_sampler_kwargs", first)
 
 
 def buffers_not_shared(patch):
@@ -211,7 +211,7 @@ def buffers_not_shared(patch):
 
 
 def gradients_not_cleared(patch):
-    from lightning_hybrid.strategies import step_execution as steps
+    from lightning_hybrid.strategies.execution import step_execution as steps
 
     original = steps.Deposit
     patch.setattr(steps, "Deposit", lambda trained, **options: original(trained, **{**options, "zeroed_later": False}))
@@ -231,7 +231,7 @@ def scheduler_stepped_twice(patch):
 
 
 def logged_twice(patch):
-    from lightning_hybrid.strategies import step_execution as steps
+    from lightning_hybrid.strategies.execution import step_execution as steps
 
     original = steps.log_for_all
 

@@ -122,7 +122,7 @@ def run_differing(size, options):
     ignore_warnings()
     trainer = trainer_of(size, size, strategy_options=options)
     trainer.fit(Differs().double(), **odd_batches())
-    return trainer.global_step, trainer.strategy.batch_shares
+    return trainer.global_step, trainer.strategy.run.batch_shares
 
 
 def test_a_step_that_differs_each_time_is_no_pipeline(worlds):

@@ -363,7 +363,7 @@ def fit_skipping_first(size, pp, options):
     module = SkipsFirst().double()
     module.on_train_batch_end = lambda outputs, *_: trained.append(bool(outputs))
     trainer.fit(module, regression_data(batch_size=8 * pp // size)["train_dataloaders"])
-    return trainer.strategy.batch_shares, trained
+    return trainer.strategy.run.batch_shares, trained
 
 
 class SkipsFirst(Regression):

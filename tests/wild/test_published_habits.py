@@ -188,7 +188,7 @@ def run(module_class, options):
     return (
         [value.detach().clone() for value in module.state_dict().values()],
         logged,
-        bool(trainer.strategy.__dict__.get("_instead")),
+        options is not None and trainer.strategy.run.demotion is not None,
     )
 
 

@@ -351,7 +351,7 @@ def warned(module_class, options):
         warnings.simplefilter("always")
         trainer.fit(module_class(), regression_data()["train_dataloaders"])
     texts = [str(warning.message) for warning in caught]
-    return trainer.strategy.shares_batches, [text for text in texts if "mixes samples" in text]
+    return trainer.strategy.run.shares_batches, [text for text in texts if "mixes samples" in text]
 
 
 PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "num_microbatches": 2}

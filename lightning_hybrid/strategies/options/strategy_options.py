@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,6 +19,14 @@ from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
 from lightning_hybrid.strategies.user_code.hook_context import scripted_modules
 from lightning_hybrid.tensor.requests.user_plan import check_styles
+
+_SIZES = (
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,21 @@ class Options:
     expert_chunks: int = 1
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
+    verify_first_step: bool = False
     strict_layout: bool = False
+    process_group_backend: str | None = None
+    timeout: timedelta | None = None
+    start_method: Literal["popen", "fork"] = "popen"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """Pick the options from arguments of the strategy, by their names.
+
+        Args:
+            arguments: All arguments of ``Hybrid3DStrategy``; those of Lightning's own strategies are left out.
+        """
+        names = {field.name for field in fields(cls)} - {"sizes"}
+        return cls(sizes={name: arguments[name] for name in _SIZES}, **{name: arguments[name] for name in names})
 
     def __post_init__(self) -> None:
         """Refuse options that can be right in no world."""
@@ -88,6 +110,7 @@ class Options:
                 " save_distributed_checkpoint=False asks for one file; set save_distributed_checkpoint=True, or give"
                 " the Trainer plugins=[AsyncCheckpointIO()] of Lightning's"
             )
+        check_processes(self.process_group_backend, self.timeout, self.start_method)
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():

@@ -25,6 +25,20 @@ class EmptyStart:
         self._unset: list[tuple[str, Tensor, int]] = []
         self._taken: list[tuple[str, nn.Parameter, Part]] = []
 
+    @classmethod
+    def adopted(cls, root: nn.Module, before: EmptyStart | None, device: torch.device) -> EmptyStart | None:
+        """Return the initial values of all that a module holds on the meta device.
+
+        Args:
+            root: The user's module.
+            before: Knows what was built with ``empty_init=True``, if anything was.
+            device: Of this rank.
+        """
+        if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+            before = before or cls(device)
+            before.adopt(root)
+        return before
+
     def building(self) -> AbstractContextManager[None]:
         """Modules built inside have parameters without storage."""
         return self._values.building()

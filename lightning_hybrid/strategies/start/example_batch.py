@@ -38,9 +38,9 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
     states = GeneratorStates(trainer.strategy.root_device)
     try:
         for loader in combined.flattened:
-            trainer.strategy.deal_to_replicas(loader)
+            trainer.strategy.split_over_replicas(loader)
         reads = NotedReads([*trainer.lightning_module.parameters()])
-        with trainer.strategy.user_world(), reads:
+        with trainer.strategy.world.as_user(), reads:
             first = [_first(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
         batches = [batch for batch, _ in first]
         if any(new is not old for (_, new), old in zip(first, combined.flattened, strict=True)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from lightning_hybrid.mesh import Mesh, as_sent
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
-from lightning_hybrid.strategies.world.run_callback import RunCallback
 
 
 def agree_on_start(
@@ -108,15 +106,3 @@ def left_elsewhere(module: nn.Module) -> list[str]:
 def _held_in_parts(module: nn.Module) -> list[str]:
     """FQNs of parameters of which this rank has a part."""
     return [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
-
-
-class WholeAgain(RunCallback):
-    """Comes before the user's callbacks: at the end of training their hooks find the whole module."""
-
-    def __init__(self, strategy: Any) -> None:
-        """Args: strategy: holds the module in parts."""
-        self._strategy = strategy
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Lightning's hook."""
-        self._strategy.make_whole()

@@ -42,7 +42,14 @@ Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
 class SavedByHooks:
     """Runs the hooks of one trainer that add to its checkpoints, and makes whole what they have added."""
 
-    def __init__(self, trainer: pl.Trainer, reads: Reads, in_parts: Callable[[], bool], watched: Watched) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        reads: Reads,
+        in_parts: Callable[[], bool],
+        watched: Watched,
+        copies: Callable[[], Sequence[nn.Module]],
+    ) -> None:
         """Say how hooks are run.
 
         Args:
@@ -50,7 +57,9 @@ class SavedByHooks:
             reads: Of this run.
             in_parts: Whether the module is not whole now.
             watched: Puts reads around a hook of someone, by its name.
+            copies: Averages of the module that callbacks keep.
         """
+        self._copies = copies
         self._trainer, self._reads, self._in_parts, self._watched = trainer, reads, in_parts, watched
         self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
 
@@ -103,9 +112,8 @@ class SavedByHooks:
             self._added = {}
             strategy: Any = self._trainer.strategy
             states = [optimizer.state for optimizer in strategy.optimizers]
-            copies = [] if strategy._averages is None else strategy._averages.copies
             try:
-                with self._reads.following(states, copies):
+                with self._reads.following(states, self._copies()):
                     checkpoint = original(*args, **kwargs)
                     if self._is_cut_off:
                         return checkpoint
@@ -119,7 +127,7 @@ class SavedByHooks:
     @property
     def _is_cut_off(self) -> bool:
         strategy: Any = self._trainer.strategy
-        return bool(strategy._cut_off)
+        return bool(strategy.world.is_cut_off)
 
     def _whole(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
         """The checkpoint with whole tensors, on the rank that writes; collective over the ranks of a copy.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.strategies.user_code.checkpoint_hooks import SavedByHooks
@@ -49,6 +50,7 @@ def read_globally(
     in_parts: Callable[[], bool],
     complete: Callable[[], bool],
     passes: Callable[[], None],
+    copies: Callable[[], Sequence[nn.Module]],
 ) -> Callable[[], None]:
     """Put ``reads`` around every hook that the user wrote, on these instances alone.
 
@@ -60,6 +62,7 @@ def read_globally(
         in_parts: Whether the module is not whole now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
         passes: Called when this rank has done with a hook, before it waits for the others.
+        copies: Averages of the module that callbacks keep.
 
     Returns:
         Undoes it.
@@ -74,7 +77,7 @@ def read_globally(
             if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
-    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched).members():
+    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched, copies).members():
         undo.enter_context(replaced(owner, name, function))
     return undo.close
 
@@ -167,6 +170,6 @@ def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
         unwatched(trainer.precision_plugin, "clip_gradients")
         for optimizer in trainer.optimizers:
             unwatched(optimizer, "zero_grad")
-        for name in ("lightning_module_state_dict", "optimizer_state", "make_whole"):
+        for name in ("lightning_module_state_dict", "optimizer_state", "make_full"):
             unwatched(strategy, name)
         yield

@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline.runtime.error_notes import note, notes
 from lightning_hybrid.shared_memory.streams import close_streams
 from lightning_hybrid.strategies.world.graceful_stop import Stopping
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
-from lightning_hybrid.strategies.world.run_callback import RunCallback
+from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 from lightning_hybrid.strategies.world.slurm_requeue import Requeue
 
 # So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.

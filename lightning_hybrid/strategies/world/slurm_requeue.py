@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.strategies.world.run_callback import RunCallback
+from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 
 _HANDLER = "_slurm_sigusr_handler_fn"
 

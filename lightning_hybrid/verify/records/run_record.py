@@ -179,11 +179,14 @@ class Notes:
         self.observed.predictions = leaves_of([predictions] if num_loaders == 1 else predictions)
 
     def _note_steps(self, trainer: Any) -> None:
-        self.observed.uncut |= getattr(trainer.strategy, "uncut_steps", frozenset())
-        self.observed.at_once |= getattr(trainer.strategy, "steps_at_once", frozenset())
-        self.observed.shares = max(self.observed.shares, getattr(trainer.strategy, "batch_shares", 1))
-        self.observed.pipelined = getattr(trainer.strategy, "pipelined_batches", (0, None))
-        self.observed.in_shares |= getattr(trainer.strategy, "shares_batches", False)
+        run = getattr(trainer.strategy, "run", None)
+        if run is None:  # another strategy, whose steps are those of one process
+            return
+        self.observed.uncut |= run.uncut_steps
+        self.observed.at_once |= run.steps_at_once
+        self.observed.shares = max(self.observed.shares, run.batch_shares)
+        self.observed.pipelined = trainer.strategy.pipelined_batches
+        self.observed.in_shares |= run.shares_batches
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         self.observed.coarse.update(name for name, value in metrics.items() if value.dtype != torch.float64)
@@ -216,7 +219,7 @@ def leaves_of(loaders: list[Any]) -> dict[str, Tensor]:
 
 
 def _parts_of(trainer: Any) -> Any:
-    return getattr(getattr(trainer, "strategy", None), "parts", None)
+    return getattr(getattr(getattr(trainer, "strategy", None), "run", None), "parts", None)
 
 
 def perturb(module: nn.Module, size: float) -> None:

@@ -1,0 +1,298 @@
+"""Change a layout in a run: when start hooks have completed a step, and where no pipeline can run it any more.
+
+The first step is recorded when the run is set up. Hooks of the module and its callbacks run after that, and may set
+what the step needs; a step may also set itself up in its first batch. So a step that could not be recorded is tried
+again before each of the first two training batches. And a step that takes a way that cannot be recorded, or cut as the
+others were, is run in shards from that batch on. Between two batches nothing is under way: the module becomes full on
+each rank, as at the end of a run, and is laid out anew; optimizer states and gradients are carried over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_hybrid.collectives.rank_agreement import StepBroken
+from lightning_hybrid.pipeline.microbatch_runner import StepResult, TrainContext
+from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchError
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.strategies.execution.step_execution import RunHolder, StepExecution
+from lightning_hybrid.strategies.run.run import Run, Setting
+from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
+from lightning_hybrid.strategies.user_code.hook_context import output_is_read, step_arguments
+from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_like_parameters
+
+
+class ChangingRun(RunHolder, Protocol):
+    """The owner of a run that can lay it out anew."""
+
+    def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
+        """Lay the module out anew between two steps; collective over the world.
+
+        Args:
+            arguments: Of the training step that comes next.
+            refusal: Why no pipeline can run it, where that is known.
+            may_retry: Whether a later batch may show that the step can be cut after all.
+
+        Returns:
+            Whether it still may.
+        """
+
+
+class LayoutChanges:
+    """Sees before each training batch that the layout can run it, and changes the layout otherwise.
+
+    Attributes:
+        pipelined_batches: The first training batch of the run that ran in stages, and the first after them that did
+            not; 0 and None unless the layout has changed.
+    """
+
+    def __init__(self, owner: ChangingRun, execution: StepExecution, *, num_tries: int) -> None:
+        """Wait for the first batch.
+
+        Args:
+            owner: Of the run.
+            execution: Of its steps.
+            num_tries: Training batches that may still show that the step can be cut after all.
+        """
+        self.pipelined_batches: tuple[int, int | None] = (0, None)
+        self._owner, self._execution = owner, execution
+        self._num_tries = num_tries
+        self._in_optimizer_step = False
+
+    @property
+    def _run(self) -> Run:
+        return self._owner.run
+
+    @property
+    def _setting(self) -> Setting:
+        return self._owner.setting
+
+    @property
+    def _batches(self) -> int:
+        """Number of the training batch in the run."""
+        return int(self._setting.trainer.fit_loop.epoch_loop.total_batch_idx)
+
+    # -- Lightning's hooks --------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Change the layout if this batch shows that it must be another; after hooks of the user.
+
+        Args:
+            batch: Of the step that comes next.
+            batch_idx: Of Lightning's hook.
+        """
+        module, runner = self._setting.module, self._run.runner
+        if not module.automatic_optimization or runner is None:
+            return
+        # The first batch of an epoch, and the batches 1, 2, 4, ... of the run.
+        is_inspected = not self._setting.trainer.fit_loop.epoch_loop.batch_idx or self._batches.bit_count() == 1
+        if isinstance(runner, PlainRunner) and is_inspected:
+            runner.look_again()
+        if self._run.is_pipelined:
+            self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
+        elif self._num_tries and self._run.demotion is not None:
+            with self._setting.world.as_launcher():
+                self._try_to_cut(step_arguments(module, "training_step", batch, batch_idx))
+        self._num_tries = max(0, self._num_tries - 1)
+
+    def on_train_end(self) -> None:
+        """Announce the demotion of a run so short that no batch was left to try the step."""
+        demotion = self._run.demotion
+        if self._num_tries and demotion is not None and self._batches >= 0:
+            self._num_tries = 0
+            demotion.announce()
+
+    def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
+        """Run a training step; where it breaks, change the layout and run it again.
+
+        Args:
+            args: Of the user's step, the batch first.
+            step: Runs it.
+        """
+        try:
+            return step(args)
+        except StepBroken as broken:
+            if self._in_optimizer_step:  # of which no line must go on
+                raise
+            reason, arguments = broken.reason, broken.arguments
+        self._leave_pipeline(reason, arguments)
+        return step(args)
+
+    def optimizer_step(self, step: Callable[[], Any]) -> Any:
+        """Run the optimizer's step, with the training step inside; where that breaks, begin both again.
+
+        Args:
+            step: Runs it.
+        """
+        module = self._setting.module
+        before, self._in_optimizer_step = self._in_optimizer_step, True
+        hook = module._current_fx_name
+        try:
+            return step()
+        except StepBroken as broken:
+            reason, arguments = broken.reason, broken.arguments
+        finally:
+            self._in_optimizer_step = before
+        module._current_fx_name = hook
+        self._leave_pipeline(reason, arguments)
+        return step()
+
+    def run_step(
+        self, name: str, args: Sequence[Any], train: TrainContext | None, *, by_hand: bool = False
+    ) -> StepResult:
+        """Run a step; where shares of a training batch are to run, compare what they give in the first one.
+
+        Args:
+            name: Of the step.
+            args: Of the user's step, the batch first.
+            train: How to run its backwards, if it has any.
+            by_hand: Whether the step calls its backwards itself.
+        """
+        run, runner = self._execution.run_step, self._run.runner
+        if train is None or not isinstance(runner, PlainRunner):
+            return run(name, args, train, by_hand=by_hand)
+        if self._setting.tries_objective:
+            runner.look_at(args[0])
+        if not runner.is_undecided:
+            return run(name, args, train, by_hand=by_hand)
+        if not runner.may_share:
+            self._decide(runner, args, is_written=False)
+            return run(name, args, train, by_hand=by_hand)
+        zero = self._run.zero
+        in_files = zero is not None and bool(zero.regions)  # of which little may be in memory
+        before = None if in_files else _sums(self._setting.module)
+        result = run(name, args, train, by_hand=by_hand)
+        self._decide(runner, args, is_written=before is None or _sums(self._setting.module) != before)
+        return result
+
+    def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
+        setting, run = self._setting, self._run
+        with setting.contexts.training_step_hook(), run.gathered():
+            context, compares = run.context("training_step"), setting.tries_objective
+            runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
+
+    # -- pipelined ----------------------------------------------------------------------------------------------------
+
+    def _leave_pipeline(self, reason: Exception | None, arguments: Sequence[Any]) -> None:
+        if self._has_list_optimizers:
+            raise reason or RuntimeError("training_step has changed on another rank")
+        if reason is not None:
+            reason = reason.with_traceback(None)
+            gc.collect()  # its frames held the graph of the step, which refers to parameters of other shapes
+        self._num_tries = 0
+        world = self._setting.world
+        with world.as_launcher():
+            world.rendezvous("a change of the layout")
+            self._change_layout(arguments, world.first_reason(reason))
+
+    @property
+    def _has_list_optimizers(self) -> bool:
+        return any(map(keeps_lists_like_parameters, self._setting.trainer.optimizers))
+
+    def _keep_pipelined(self, arguments: Sequence[Any]) -> None:
+        """Choose the trace variant of the batch; if there is none, change the layout on all ranks."""
+        error: Exception | None = None
+        world = self._setting.world
+        try:
+            self._choose_trace(arguments)
+        except BatchError:
+            raise
+        except Exception as raised:
+            if self._has_list_optimizers:
+                raise
+            error = raised
+        with world.as_launcher():
+            # All ranks of a replica run the same Python on the same batch; other replicas have other batches.
+            has_replicas = world.mesh.size("data") > 1
+            if not (world.decide(error is not None, all_ranks=False) if has_replicas else error):
+                return
+            world.rendezvous("a change of the layout")
+            self._change_layout(arguments, "" if self._num_tries else world.first_reason(error))
+
+    def _choose_trace(self, arguments: Sequence[Any]) -> None:
+        setting, runner = self._setting, self._run.runner
+        assert isinstance(runner, StepRunner)
+        with setting.contexts.training_step_hook():
+            runner.foresee(
+                setting.module.training_step,
+                arguments,
+                step_number=self._batches,
+                context=self._run.context("training_step"),
+                share_output=output_is_read(setting.trainer, "training_step"),
+                around=self._gathered_where_new,
+            )
+
+    def _gathered_where_new(self, is_known: bool) -> AbstractContextManager[Any]:
+        """A dry run finds sharded parameters gathered; all ranks take part if the batch of one replica is new."""
+        if self._run.zero is None or not self._setting.world.any_replica(not is_known):
+            return contextlib.nullcontext()
+        return self._run.gathered()
+
+    # -- in shards, until the step is complete ------------------------------------------------------------------------
+
+    def _try_to_cut(self, arguments: Sequence[Any]) -> None:
+        demotion, world, runner, left = self._run.demotion, self._setting.world, self._run.runner, None
+        assert demotion is not None
+        if isinstance(runner, PlainRunner) and runner.has_left_rows:
+            left = StepError("training_step leaves tensors on its module that may have a row for each sample")
+        # Replicas record together or not at all.
+        reason = world.first_reason(left) or world.first_reason(self._why_not_cut(arguments))
+        if not reason:
+            self._change_layout(arguments, "")
+        elif self._num_tries == 1 or self._setting.options.strict_layout:
+            demotion.announce(reason=reason)
+
+    def _why_not_cut(self, arguments: Sequence[Any]) -> Exception | None:
+        """Return why the step cannot be recorded and cut as it is now; nothing of this is kept."""
+        setting, metrics = self._setting, self._run.metrics
+        module, mesh = setting.module, setting.world.mesh
+        assert metrics is not None
+        _, runner = runner_of_stages(
+            module,
+            mesh,
+            mesh.group("pp"),
+            setting.options,
+            KeyedRandomness(setting.seed, setting.device),
+            replica=setting.world.data_rank,
+            metrics=metrics,
+            parts=lambda: None,
+            agree=setting.world.broadcast,
+            num_processes=setting.world.num_processes,
+            around_uncut=contextlib.nullcontext,
+        )
+        context = self._run.context("training_step")
+        try:
+            with setting.contexts.training_step_hook():
+                if isinstance(runner, PlainRunner):
+                    return runner.why_not_seen("training_step", module.training_step, arguments, context)
+                runner.record("training_step", module.training_step, arguments, context)
+        except Exception as error:
+            return error
+        return None
+
+    def _change_layout(self, arguments: Sequence[Any], refusal: str) -> None:
+        was_pipelined = self._run.is_pipelined
+        may_retry = self._owner.change_layout(arguments, refusal, may_retry=self._num_tries > 0)
+        self._num_tries *= may_retry
+        if not self._run.is_pipelined:
+            self.pipelined_batches = self.pipelined_batches[0], self._batches or None
+        elif not was_pipelined:
+            self.pipelined_batches = self._batches, None
+
+
+def _sums(module: pl.LightningModule) -> list[float]:
+    """Return sums that show whether this rank's shards of parameters have changed."""
+    with torch.no_grad():
+        held = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
+        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in held if not tensor.is_complex()]

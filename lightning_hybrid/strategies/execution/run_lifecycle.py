@@ -1,0 +1,256 @@
+"""The lifecycle of a run: checks, agreement of the ranks, layouts one after the other, and a full module at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.memory.recompute import Recompute
+from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
+from lightning_hybrid.strategies.execution.layout_changes import LayoutChanges
+from lightning_hybrid.strategies.execution.step_execution import StepExecution
+from lightning_hybrid.strategies.logs.log_reduction import ask_for_no_sync
+from lightning_hybrid.strategies.logs.logger_proxies import forget_calls
+from lightning_hybrid.strategies.options.strategy_options import Options, check_scripted
+from lightning_hybrid.strategies.run.build_run import build_run
+from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.strategies.run.module_state import ModuleState
+from lightning_hybrid.strategies.run.optimization import connect_optimizers
+from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
+from lightning_hybrid.strategies.run.step_contexts import StepContexts
+from lightning_hybrid.strategies.start.empty_init import EmptyStart
+from lightning_hybrid.strategies.start.initial_sync import agree_on_start, check_left_whole
+from lightning_hybrid.strategies.state.carried_states import FullGradients, full_states
+from lightning_hybrid.strategies.state.weight_averaging import Averages
+from lightning_hybrid.strategies.techniques.sync_batchnorm import synced_norms
+from lightning_hybrid.strategies.techniques.zero import check_shard, steps_by_hand
+from lightning_hybrid.strategies.world.rank_world import RankWorld
+
+
+class RunLifecycle:
+    """One run of a Trainer on one module, from `Strategy.setup` to `Strategy.teardown`.
+
+    Attributes:
+        setting: What stays when the layout changes.
+        state: The state of the module.
+        run: The layout as it is now.
+        optimization: Its reducers and optimizers.
+        execution: Runs steps.
+        first_step: Compares the first one with one process.
+        changes: Changes the layout between steps.
+    """
+
+    run: Run
+    changes: LayoutChanges
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        world: RankWorld,
+        options: Options,
+        *,
+        state: ModuleState,
+        files: CheckpointFiles,
+        precision: Precision,
+        layer_sync: LayerSync | None,
+        recompute: Recompute | None,
+    ) -> None:
+        """Check that the module can be trained under these options.
+
+        Args:
+            trainer: About to run.
+            module: The user's.
+            world: The ranks.
+            options: The arguments of the strategy.
+            state: The state of the module.
+            files: Its checkpoints.
+            precision: The plugin of the strategy.
+            layer_sync: Of the Trainer (``sync_batchnorm``).
+            recompute: Activation checkpointing, by an option or a callback.
+
+        Raises:
+            LayoutError: There is nothing to shard.
+            ValueError: Options do not go with this module.
+        """
+        check_left_whole(module)
+        ask_for_no_sync()
+        is_fitting = trainer.state.fn == "fit"
+        if recompute is not None:
+            check_scripted(module)
+        norms = None
+        if is_fitting:
+            check_shard(options.zero_stage, world.mesh)
+            norms = synced_norms(layer_sync, world.mesh, options.verify_first_step)
+        self.state, self._files = state, files
+        self.optimization = Optimization()
+        self.setting = Setting(
+            trainer=trainer,
+            module=module,
+            world=world,
+            options=options,
+            precision=precision,
+            contexts=StepContexts(trainer, module, world, options, precision),
+            recompute=recompute,
+            shards_manual_steps=is_fitting and steps_by_hand(module, options),
+            norms=norms,
+            averages=Averages(trainer),
+            empty=None,
+            seed=0,
+        )
+        self.execution = StepExecution(self)
+        self.first_step = FirstStepCheck(self)
+        if is_fitting and options.verify_first_step:
+            self.first_step.begin()
+
+    def begin(self, empty: EmptyStart | None) -> bool:
+        """Let all ranks begin with the same weights, and lay the module out; collective.
+
+        Args:
+            empty: The initial values of a module that was built without storage.
+
+        Returns:
+            Whether all of these have been given.
+        """
+        setting = self.setting
+        if empty is not None:
+            empty.hide(setting.module)
+        # Weights and generators must agree before anything is drawn or recorded.
+        copies = setting.averages.copies
+        world = setting.world
+        seed = agree_on_start(setting.module, world.mesh, world.data_rank, world.device, copies)
+        self.setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
+        # What the start hooks set comes later, and what the first batch sets: they may let a step be cut.
+        may_retry = setting.is_fitting and setting.needs_runner
+        may_retry, is_filled = self._lay_out(may_retry=may_retry, fills_empty=empty is not None)
+        self.changes = LayoutChanges(self, self.execution, num_tries=2 * may_retry)
+        return is_filled
+
+    def connect_optimizers(self) -> None:
+        """Let the optimizers of the Trainer step what this rank holds."""
+        self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
+        self.state.follow(self.run, self.optimization)
+
+    def move_optimizers(self) -> None:
+        """Move optimizer states to the device unless they are offloaded; copies and pickles have full states."""
+        optimizers = self.setting.trainer.optimizers
+        if self.setting.is_fitting and not self.optimization.offloaded:
+            _optimizers_to_device(optimizers, self.setting.device)
+        self.state.pickle_in_full(optimizers)
+
+    # -- the owner of the run -----------------------------------------------------------------------------------------
+
+    @property
+    def gradients_are_complete(self) -> bool:
+        """Whether gradients are summed over stages and averaged over replicas now."""
+        return self.execution.gradients_are_complete
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether the next step is compared with one process."""
+        return self.first_step.is_pending
+
+    def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a copy of the module as a checkpoint has it; collective."""
+        return self._files.averaged_state(copy)
+
+    def make_full(self) -> None:
+        """Give every rank the full module; collective."""
+        strategy: Any = self.setting.trainer.strategy
+        strategy.make_full()  # hooks of the user put their reads aside for this call
+
+    def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
+        """Lay the module out anew between two steps; collective over the world.
+
+        Args:
+            arguments: Of the training step that comes next.
+            refusal: Why no pipeline can run it, where that is known.
+            may_retry: Whether a later batch may show that the step can be cut after all.
+
+        Returns:
+            Whether it still may.
+        """
+        setting, run = self.setting, self.run
+        optimizers: list[Optimizer] = setting.trainer.optimizers
+        assert run.plan is not None and run.metrics is not None
+        run.metrics.share_all()
+        states = full_states(optimizers, self.state.optimizer_state)
+        mesh, is_complete = setting.world.mesh, self.gradients_are_complete
+        gradients = FullGradients(setting.module, run.plan, run.parts, mesh, setting.device, are_complete=is_complete)
+        for optimizer in optimizers:
+            optimizer.state.clear()  # what it does is tried on a copy without any
+        self.make_full()
+        self._close_run()
+        may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
+        self.state.pickle_shards()  # copies are made to see what optimizers do
+        self.connect_optimizers()
+        self.state.pickle_in_full(optimizers)
+        self.state.load_optimizers(optimizers, states)
+        gradients.give(setting.module, self.run.plan, self.run.parts)
+        return may_retry
+
+    def _lay_out(self, *, may_retry: bool, **how: Any) -> tuple[bool, bool]:
+        self.run, may_retry, is_filled = build_run(self.setting, self, may_retry=may_retry, **how)
+        self.state.follow(self.run, self.optimization)
+        return may_retry, is_filled
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, args: Sequence[Any]) -> Any:
+        """Run a training step under the layout that can run it.
+
+        Args:
+            args: Of the user's step, the batch first.
+
+        Returns:
+            The output of the user's step for the batch.
+        """
+
+        def in_layout(args: Sequence[Any]) -> Any:
+            return self.execution.training_step(args, self.changes.run_step)
+
+        def verified(args: Sequence[Any]) -> Any:
+            return self.first_step.training_step(args, in_layout)
+
+        return self.changes.training_step(args, verified)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward, and compare the gradients of the first step.
+
+        Args:
+            loss: The scalar that the step returned.
+            optimizer: Of the step.
+            *args: Of the backward.
+            **kwargs: Of the backward.
+
+        Returns:
+            The loss, shape ``()``.
+        """
+
+        def then() -> None:
+            self.first_step.after_backward(is_complete=self.execution.is_syncing)
+
+        return self.execution.backward(loss, optimizer, *args, then=then, **kwargs)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leave a full module behind on every rank, and the user's objects as they were."""
+        self.make_full()
+        forget_calls(self.setting.module)
+        self.setting.averages.leave()
+        if hasattr(self, "run"):
+            self._close_run()
+
+    def _close_run(self) -> None:
+        self.execution.close()
+        self.run, self.optimization = self.run.close(), Optimization()
+        self.state.follow(self.run, self.optimization)

@@ -1,0 +1,321 @@
+"""The execution of Lightning's steps: a full schedule per batch, or the user's step as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.collectives.rank_agreement import StepBroken
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.results.gradient_handoff import Deposit
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.schedule import Span
+from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
+from lightning_hybrid.strategies.logs.logger_proxies import tell_loggers
+from lightning_hybrid.strategies.options.microbatch_weights import weigh_by_count
+from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
+from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
+from lightning_hybrid.strategies.user_code.hook_context import current_hook, old_gradients_are_read, output_is_read
+
+RunStep = Callable[..., StepResult]
+
+
+class RunHolder(RunOwner, Protocol):
+    """The owner of a run, as the execution of steps sees it."""
+
+    @property
+    def setting(self) -> Setting:
+        """What stays when the layout changes."""
+
+    @property
+    def optimization(self) -> Optimization:
+        """The reducers and optimizers of the layout as it is now."""
+
+
+class StepExecution:
+    """Runs the user's steps: through the pipeline where there is a runner, as they are where there is none.
+
+    Attributes:
+        spans: When this rank did what in the latest step.
+        gradients_are_complete: Whether gradients are summed over stages and averaged over replicas.
+        is_syncing: Whether the backwards of this batch average gradients; those of accumulated batches do not.
+    """
+
+    def __init__(self, owner: RunHolder) -> None:
+        """Begin before the first step.
+
+        Args:
+            owner: Of the run, which may change its layout between steps.
+        """
+        self._owner = owner
+        self.spans: list[Span] = []
+        self.gradients_are_complete = True
+        self.is_syncing = True
+        self._num_evaluated = 0
+        self._finish_logs: Callable[[], Callable[[], None]] | None = None
+        self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
+
+    @property
+    def _run(self) -> Run:
+        return self._owner.run
+
+    @property
+    def _setting(self) -> Setting:
+        return self._owner.setting
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, args: Sequence[Any], run_step: RunStep) -> Any:
+        """Run the full schedule, forward and backward; the backward that Lightning calls later hands over.
+
+        Args:
+            args: Of the user's step, the batch first.
+            run_step: ``run_step`` of this object, or a function around it.
+        """
+        buffers = self._owner.optimization.buffers
+        if buffers is not None:
+            buffers.share()
+            buffers.after_step(averaged=self.is_syncing)
+        with self._synced_norms():
+            if self._run.runner is None:
+                return self._plain_step("training_step", args)
+            if not self._setting.is_manual:
+                return self._scheduled_step(args, self._run.runner, run_step)
+            # The user's step calls backwards and optimizers itself, on what this rank runs of the batch.
+            with nullcontext() if self._run.zero is None else self._run.zero.full_step():
+                return run_step("training_step", args, None, by_hand=True).output
+
+    def _synced_norms(self) -> AbstractContextManager[None]:
+        norms = self._setting.norms
+        return nullcontext() if norms is None else norms.running()
+
+    def _scheduled_step(self, args: Sequence[Any], runner: MicrobatchRunner, run_step: RunStep) -> Any:
+        setting, trainer = self._setting, self._setting.trainer
+        accumulated = trainer.accumulate_grad_batches
+        seed_factor = setting.mesh_precision.loss_scale / accumulated
+        # Where Lightning will run no backward (SWA's last pass, for BatchNorm), gradients are never handed over.
+        unused = trainer.fit_loop._skip_backward
+        is_first = trainer.fit_loop.epoch_loop.batch_idx % accumulated == 0
+        deposit = Deposit(
+            [p for _, p in parameters_of(modules_in(setting.module)) if not is_absent(p)],
+            zeroed_later=is_first or unused,
+            seeded=seed_factor,
+            shown=unused or old_gradients_are_read(trainer),
+            restorable=runner.may_undo,
+        )
+        weight = setting.options.microbatch_weight
+        weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
+        train = TrainContext(seed_factor, self._before_backward, self._after_backward, self._reduce_stage, weigh)
+        try:
+            result = run_step("training_step", args, train)
+        except StepBroken as broken:
+            deposit.undo()
+            broken.arguments = args
+            raise
+        if result.is_undone:
+            deposit.undo()
+            return self._scheduled_step(args, runner, run_step)
+        self._complete_gradients()
+        if result.loss is None:  # no microbatch has one
+            return result.output
+        loss = deposit.wrap(result.loss)
+        return {**result.output, "loss": loss} if isinstance(result.output, Mapping) else loss
+
+    def _complete_gradients(self) -> None:
+        """Sum the gradients over stages and average them over replicas, where the schedule has not."""
+        self.gradients_are_complete = self.is_syncing
+        if not self.is_syncing:
+            return
+        run, optimization = self._run, self._owner.optimization
+        if optimization.tied is not None:
+            optimization.tied.sum_gradients()
+        if run.zero is None:
+            optimization.reducers[None].reduce()
+        if run.experts is not None:
+            run.experts.agree_on_gradients()
+
+    def _before_backward(self, stage: int, is_last: bool) -> None:
+        zero, reducers = self._run.zero, self._owner.optimization.reducers
+        if zero is not None:
+            zero.before_backward(stage, is_last)
+        elif is_last and self.is_syncing and stage in reducers:
+            reducers[stage].arm()
+
+    def _after_backward(self, stage: int, is_last: bool) -> None:
+        if self._run.zero is not None:
+            self._run.zero.after_backward(stage, is_last)
+
+    def _reduce_stage(self, stage: int) -> None:
+        reducers = self._owner.optimization.reducers
+        if self.is_syncing and stage in reducers:
+            reducers[stage].finish()
+
+    # -- any step -----------------------------------------------------------------------------------------------------
+
+    def run_step(self, name: str, args: Sequence[Any], train: TrainContext | None, *, by_hand: bool = False) -> Any:
+        """Run a step of the user by the runner, and log once what its microbatches logged.
+
+        Args:
+            name: Of the step, such as "training_step".
+            args: Of the user's step, the batch first.
+            train: How to run its backwards, if it has any.
+            by_hand: Whether the step calls its backwards itself.
+
+        Returns:
+            The `StepResult`.
+        """
+        run, setting = self._run, self._setting
+        module, runner = setting.module, run.runner
+        assert runner is not None
+        trains = train is not None or by_hand
+        self._num_evaluated += not trains
+        setting.world.passes()
+        # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
+        number = setting.trainer.fit_loop.epoch_loop.total_batch_idx if trains else -1 - self._num_evaluated
+        share = name == "predict_step" or output_is_read(setting.trainer, name)
+        backwards = runner.num_backwards(args[0]) if train is not None else 0
+        if run.experts is not None and train is not None:
+            run.experts.meet(backwards)
+        gathered = nullcontext() if by_hand else run.gathered(backwards)
+        # Once for the step: each forward and backward runs code of the user.
+        with setting.contexts.advice(), setting.world.as_user(), gathered:
+            result = runner.run(
+                name,
+                getattr(module, name),
+                args,
+                step_number=number,
+                context=run.context(name),
+                train=train,
+                share_output=share,
+                by_hand=by_hand,
+            )
+            tell_loggers(module)
+        self.spans = result.spans
+        if result.is_undone:
+            return result
+        if trains:
+            skipped = not by_hand and result.loss is None
+            log_for_all(module, result.logs, setting.world.mesh, skipped=skipped)
+        else:
+            log_for_replica(module, result.logs, setting.world.mesh)
+        return result
+
+    def evaluate(self, name: str, args: Sequence[Any]) -> Any:
+        """Run a step of evaluation, or of prediction, by a forward-only schedule.
+
+        Args:
+            name: Of the step, such as "validation_step".
+            args: Of the user's step, the batch first.
+
+        Returns:
+            The output of the user's step for the batch.
+        """
+        run = self._run
+        if run.runner is None or run.plan is None or not run.plan.is_cut:
+            return self._plain_step(name, args)
+        return self.run_step(name, args, None).output
+
+    def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
+        """Run the user's step as it is, with compiled layers if there are any."""
+        if self._run.compiled is None:
+            return self._logged_step(name, args)
+        self._until_backward.close()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(running_layers(self._run, self._owner))
+            output = self._logged_step(name, args)
+            if name == "training_step":
+                self._until_backward = stack.pop_all()
+        return output
+
+    def _logged_step(self, name: str, args: Sequence[Any]) -> Any:
+        """Run the user's step as it is; only its logs are captured, to be the same on every rank."""
+        setting, context = self._setting, self._run.context(name)
+        module, mesh = setting.module, setting.world.mesh
+        if mesh.layout.world_size == 1:
+            with context():
+                return getattr(module, name)(*args)
+        logs = LogCapture(1)
+        with context(), logs.microbatch(module, 0):
+            output = getattr(module, name)(*args)
+        logged = [(entry, entry.values[0]) for entry in logs.entries()]
+        if name != "training_step":
+            log_for_replica(module, logged, mesh)
+            return output
+        skipped = module.automatic_optimization and output is None
+        finish = begin_logs(module, logged, mesh, skipped=skipped)
+        if module.automatic_optimization and not skipped and not setting.trainer.fit_loop._skip_backward:
+            self._finish_logs = finish  # after the backward, which hides the reduction
+        else:
+            finish()()
+        if skipped and self.is_syncing and setting.trainer.accumulate_grad_batches > 1:
+            # Gradients of earlier batches, which no backward averages now.
+            self._owner.optimization.reducers[None].reduce()
+        return output
+
+    # -- the backward that Lightning calls ----------------------------------------------------------------------------
+
+    def backward(
+        self, loss: Tensor, optimizer: Optimizer | None, *args: Any, then: Callable[[], None], **kwargs: Any
+    ) -> Tensor:
+        """Run Lightning's backward, and average before a hook of the user sees the gradients, as DDP does.
+
+        Args:
+            loss: The scalar that the step returned.
+            optimizer: Of the step.
+            then: Called when gradients are complete.
+            *args: Of the backward.
+            **kwargs: Of the backward.
+
+        Returns:
+            The loss, shape ``()``.
+        """
+        module, plugin, guards = self._setting.module, self._setting.precision, self._run.guards
+        self._before_plain_backward()
+        loss = plugin.pre_backward(loss, module)
+        unguarded = guards.off() if guards is not None and self._setting.is_manual else nullcontext()
+        with self._synced_norms(), unguarded:  # layers that are recomputed take statistics once more
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self._after_plain_backward()
+        then()
+        return plugin.post_backward(loss, module)
+
+    def _before_plain_backward(self) -> None:
+        """Where the step itself has run no backward, arm the reducers: this one completes the gradients."""
+        if (self._run.runner is None or self._setting.is_manual) and self.is_syncing:
+            for reducer in self._owner.optimization.reducers.values():
+                reducer.arm()
+
+    def _after_plain_backward(self) -> None:
+        """Wait for the reduction there; first for the logs, which show if another replica takes no part."""
+        self._until_backward.close()
+        log, self._finish_logs = None if self._finish_logs is None else self._finish_logs(), None
+        run = self._run
+        if (run.runner is None or self._setting.is_manual) and self.is_syncing:
+            for reducer in self._owner.optimization.reducers.values():
+                reducer.finish()
+            if run.experts is not None:
+                run.experts.agree_on_gradients()
+        if log is not None:  # replicas may ask each other again, now that all have come to the same line
+            with current_hook(self._setting.module, "training_step"):
+                log()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Gradients stay local inside: they are accumulated over batches."""
+        self.is_syncing = False
+        try:
+            yield
+        finally:
+            self.is_syncing = True
+
+    def close(self) -> None:
+        """Leave the layers as they were at the end of a layout."""
+        self._until_backward.close()

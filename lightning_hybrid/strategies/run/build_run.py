@@ -1,0 +1,330 @@
+"""The construction of a run, in order: record and partition, drop other stages, shard, connect layers and hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
+from lightning_hybrid.full_params.module_conversions import pass_over_absent
+from lightning_hybrid.full_params.value_locations import Contents
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.strategies.options.strategy_options import compile_options
+from lightning_hybrid.strategies.run.describe_run import describe_run
+from lightning_hybrid.strategies.run.module_partition import ModulePartition
+from lightning_hybrid.strategies.run.module_state import ModuleState
+from lightning_hybrid.strategies.run.run import Run, Setting
+from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, one_share_of_cores
+from lightning_hybrid.strategies.techniques.gradient_reduction import scales_rates
+from lightning_hybrid.strategies.techniques.recomputation import lend_parameters, recompute_plain_layers
+from lightning_hybrid.strategies.techniques.tensor_parallel import KeyedDraws
+from lightning_hybrid.strategies.techniques.zero import hold_in_evaluation, share_out
+from lightning_hybrid.strategies.user_code.dataloader_reads import serve_loaders
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_wholes
+from lightning_hybrid.strategies.user_code.user_hooks import read_globally
+from lightning_hybrid.strategies.world.run_callbacks import FullAtTrainEnd
+from lightning_hybrid.zero.unshard_policy import ZeroSharding
+
+
+class RunOwner(Protocol):
+    """The owner of a run, which replaces it when the layout changes."""
+
+    @property
+    def state(self) -> ModuleState:
+        """The state of the module."""
+
+    @property
+    def run(self) -> Run:
+        """The layout as it is now."""
+
+    @property
+    def gradients_are_complete(self) -> bool:
+        """Whether gradients are summed over stages and averaged over replicas now."""
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether the next step is compared with one process."""
+
+    def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a copy of the module as a checkpoint has it; collective."""
+
+    def make_full(self) -> None:
+        """Give every rank the full module."""
+
+
+def build_run(
+    setting: Setting,
+    owner: RunOwner,
+    *,
+    may_retry: bool,
+    arguments: Sequence[Any] | None = None,
+    refusal: str = "",
+    fills_empty: bool = False,
+) -> tuple[Run, bool, bool]:
+    """Give this rank what it holds of the module, which is full; collective.
+
+    Args:
+        setting: Of the run.
+        owner: Replaces the run when the layout changes.
+        may_retry: Whether a training batch may still show that the step can be cut after all.
+        arguments: Of the training step that comes next, if the run has begun.
+        refusal: Why the step cannot be cut, where that is known on all ranks.
+        fills_empty: Whether the module was built without storage.
+
+    Returns:
+        The run; whether a batch may show that the step can be cut after all; whether all initial values were given.
+    """
+    randomness = KeyedRandomness(setting.seed, setting.device)
+    run = Run(setting=setting, mesh=setting.world.mesh, until_end=contextlib.ExitStack())
+    partition: ModulePartition | None = None
+    with _closed_on_error(run):
+        if setting.needs_runner:
+            partition = ModulePartition(setting, randomness, may_retry=may_retry)
+            run = _partitioned(run, partition, arguments, refusal)
+            run = _drop_other_stages(run, owner)
+        elif setting.recompute is not None:
+            is_compiled = setting.options.compile is not None
+            recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
+            run = dataclasses.replace(run, recomputation=recomputation)
+        held = None if owner.state.is_full else run.plan
+        is_filled = fills_empty and setting.empty is not None and setting.empty.fill(held)
+        if run.parts is not None:
+            run.parts.cut_parameters(setting.module)
+            run = _shard_over_replicas(run, partition)
+        _connect_shards(run, randomness)
+        setting.averages.follow(setting.module, held, run.parts, owner.averaged_state)
+        run = _compile_layers(run, randomness)
+        if partition is not None:
+            _connect_layers(run, partition, owner)
+            _agree_on_broken_steps(run)
+        rank_zero_info(describe_run(run, partition))
+    return run, may_retry if partition is None else partition.may_retry, is_filled
+
+
+@contextlib.contextmanager
+def _closed_on_error(run: Run) -> Iterator[None]:
+    """Undo what was put on the user's objects if the run cannot be built."""
+    try:
+        yield
+    except BaseException:
+        run.until_end.close()
+        raise
+
+
+def _partitioned(run: Run, partition: ModulePartition, arguments: Sequence[Any] | None, refusal: str) -> Run:
+    partition.decide(arguments, refusal)
+    run.until_end.callback(partition.metrics.close)
+    return dataclasses.replace(
+        run,
+        mesh=partition.mesh,
+        demotion=partition.demotion,
+        plan=partition.plan,
+        runner=partition.runner,
+        metrics=partition.metrics,
+        shards=partition.shards,
+        parts=partition.parts,
+        experts=partition.experts,
+        zero_cuts=tuple(partition.zero_cuts),
+        recomputation=partition.recomputation,
+    )
+
+
+def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
+    """Keep only this rank's stages; hooks find the module as one process has it."""
+    setting, plan = run.setting, run.plan
+    assert plan is not None
+    if not (plan.is_cut and setting.shards_module):
+        return run
+    plan.drop_foreign()
+    owner.state.shard(run.parts)
+    global_reads, hook_reads = _connect_hooks(run, owner, plan)
+    if setting.is_fitting:
+        run.until_end.callback(FullAtTrainEnd(owner.make_full).enter(setting.trainer))
+    return dataclasses.replace(run, global_reads=global_reads, hook_reads=hook_reads)
+
+
+def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[GlobalReads | None, HookReads]:
+    """Let hooks of the user read gradients and parameters of all stages."""
+    setting, undo = run.setting, run.until_end
+    trainer, module = setting.trainer, setting.module
+    parameters = dict(module.named_parameters())
+    holders = {name: plan.ranks_of(name) for name in parameters}
+    stages = None
+    if plan.num_ranks > 1:
+        group, homes = setting.world.mesh.group("pp"), plan.buffer_homes
+        undo.callback(pass_over_absent(module))
+        stages = GlobalReads(parameters, holders, group, setting.device, buffer_homes=homes)
+    reads = HookReads(
+        stages,
+        run.parts,
+        parameters,
+        Contents(run.mesh.group("holders"), setting.device, "layer's"),
+        over_replicas=bool(run.zero_cuts) or run.experts is not None,
+    )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary):
+            undo.callback(summarize_wholes(callback, reads))
+    assert run.runner is not None
+
+    def in_shards() -> bool:
+        return not owner.state.is_full
+
+    loaders = serve_loaders(
+        trainer,
+        module,
+        run.runner.uncut,
+        in_parts=in_shards,
+        zero=lambda: owner.run.zero,
+        meets=lambda refers: _loaders_meet(owner.run, refers),
+    )
+    undo.callback(loaders)
+    hooks = read_globally(
+        trainer,
+        module,
+        reads,
+        latest=lambda: owner.run.hook_reads or reads,
+        in_parts=in_shards,
+        complete=lambda: owner.gradients_are_complete,
+        passes=setting.world.passes,
+        copies=lambda: setting.averages.copies,
+    )
+    undo.callback(hooks)
+    return stages, reads
+
+
+def _loaders_meet(run: Run, refers: bool) -> bool:
+    """Whether fetches of a loader meet those of other replicas; collective.
+
+    Args:
+        run: The layout as it is now.
+        refers: Whether the loader refers to the module on this rank.
+    """
+    world = run.setting.world
+    with world.as_launcher():
+        if run.experts is not None or not world.decide(refers, all_ranks=False):
+            return False
+        assert run.zero is not None
+        run.zero.meet_apart(run.mesh)
+    return True
+
+
+def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
+    """Gather the parameters that are sharded over replicas, from now on."""
+    setting, undo = run.setting, run.until_end
+    if run.experts is not None:
+        assert run.parts is not None
+        begin = partial(run.experts.begin_evaluation, run.parts)
+        undo.callback(hold_in_evaluation(setting.trainer, begin, run.experts.end_evaluation))
+    if not run.zero_cuts or partition is None:
+        return run
+    assert run.plan is not None
+    zero: ZeroSharding = share_out(
+        setting.module,
+        run.plan,
+        partition.layer_reads,
+        run.zero_cuts,
+        run.experts,
+        run.mesh,
+        setting.device,
+        stage=run.zero_stage,
+        reshard_after_forward=False if scales_rates(setting.trainer) else setting.options.reshard_after_forward,
+        offload=setting.options.offloaded,
+        agree=lambda needed: setting.world.decide(needed, all_ranks=False),
+        guards=run.guards,
+    )
+    undo.callback(zero.close)
+    if run.recomputation is not None:
+        lend_parameters(run.recomputation, zero)
+    undo.callback(hold_in_evaluation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
+    return dataclasses.replace(run, zero=zero)
+
+
+def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
+    """Let sharded layers run, and code outside of them find full parameters."""
+    if run.shards is not None:
+        assert run.runner is not None
+        run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.apart)
+        run.shards.gather_on_read(run.runner.guards)
+        if (runner := run.plain_runner) is not None:
+            runner.joins_results = any(plan.vocabulary or plan.positions for plan in run.shards.plans.values())
+    if run.experts is not None:
+        run.experts.be_ready()
+
+
+def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
+    """Let the layers that this rank holds run compiled from now on, if the user wants it."""
+    setting, plan = run.setting, run.plan
+    options = compile_options(setting.options.compile)
+    if options is None:
+        return run
+    module, has_runner = setting.module, run.runner is not None
+    synced = setting.norms is not None
+    compiled = CompiledUnits(module, options, setting.device, in_parts=has_runner, synced_norms=synced)
+    if plan is None:
+        compiled.choose()
+    else:
+        if plan.first is not None:
+            units, drawing = plan.first.recording.units, plan.first.recording.graph.draws
+        else:  # no step was recorded
+            units, drawing = choose_units(module, 1), tuple(name for name, _ in module.named_modules())
+        compiled.choose(units, run.shards, drawing, randomness)
+    run.until_end.enter_context(one_share_of_cores(setting.world.num_processes))
+    return dataclasses.replace(run, compiled=compiled)
+
+
+@contextlib.contextmanager
+def running_layers(run: Run, owner: RunOwner) -> Iterator[None]:
+    """Enter a step in which layers run sharded and compiled.
+
+    Args:
+        run: The layout.
+        owner: Of the run.
+    """
+    with contextlib.ExitStack() as stack:
+        if run.shards is not None:
+            stack.enter_context(run.shards.running())
+        # Compiled layers draw other random numbers than the one process that they would be compared with.
+        if run.compiled is not None and not (owner.is_verifying and run.compiled.draws):
+            stack.enter_context(run.compiled.running())
+        yield
+
+
+def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> None:
+    """Let layers run as they are sharded, gathered and recomputed."""
+    runner, zero = run.runner, run.zero
+    assert runner is not None
+    if not partition.has_step:
+        return
+    reads: Callable[[], Any] = nullcontext if run.shards is None else run.shards.outside_reads
+    runner.shard_units(lambda: running_layers(run, owner), reads)
+    if zero is not None:
+        runner.wrap_layers(zero.running)
+        runner.settle = zero.settle
+    if run.recomputation is not None:
+        runner.wrap_layers(run.recomputation.running)
+    if partition.expert_planner is not None:  # outermost: what they run is gathered and recomputed where it is
+        runner.wrap_layers(partition.expert_planner.running)
+
+
+def _agree_on_broken_steps(run: Run) -> None:
+    """Where a step may turn out otherwise while it runs, ask the other replicas about it."""
+    setting, runner, plan = run.setting, run.runner, run.plan
+    if not isinstance(runner, StepRunner) or not setting.is_fitting or plan is None:
+        return
+    graph = None if plan.first is None else plan.first.assignment.graph
+    # What experts exchange in the middle of a step cannot be brought to its end without it.
+    is_alone = run.experts is None and not setting.options.verify_first_step
+    may_break = graph is not None and is_alone and (graph.asked or any(value.dynamic for value in graph.values))
+    if setting.world.decide(bool(may_break), all_ranks=False):
+        runner.agree_broken = setting.world.any_replica

@@ -1,0 +1,312 @@
+"""Checkpoints on disk as Lightning's hooks see them: one file of the first rank, or a folder of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint.background_save import Background
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+from lightning_hybrid.checkpoint.generator_states import generator_states, restore_generators
+from lightning_hybrid.checkpoint.owned_shards import Held, whole
+from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.checkpoint.writing import Buffers, prepare, write
+from lightning_hybrid.layout import AXES
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.run.module_state import ModuleState
+from lightning_hybrid.strategies.run.run import needs_runner
+from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
+from lightning_hybrid.strategies.world.rank_world import RankWorld
+
+# Lightning's name for what it saves before it asks SLURM for the job's return: it must be there by then.
+_BEFORE_REQUEUE = "hpc_ckpt"
+
+
+class CheckpointFiles:
+    """Saves and loads the checkpoints of one module; folders and files are loaded alike.
+
+    Attributes:
+        seed: Of keyed randomness, from the checkpoint that was loaded; None if none was.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Begin with nothing loaded.
+
+        Args:
+            options: The arguments of the strategy.
+        """
+        self._options = options
+        self.seed: int | None = None
+        self._background = Background()
+        self._buffers = Buffers()
+        self._writers: tuple[Any, ProcessGroup | None] | None = None
+        self._drawn: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
+
+    def connect(self, module: pl.LightningModule, world: RankWorld, state: ModuleState) -> None:
+        """Save and load one module from now on.
+
+        Args:
+            module: The user's.
+            world: The ranks.
+            state: Of the module.
+        """
+        self._module, self._world, self._state = module, world, state
+
+    def adopt_seed(self, seed: int) -> int:
+        """Return the seed of the checkpoint, or of an earlier run; this one if there is none.
+
+        Args:
+            seed: That the ranks have agreed on.
+        """
+        self.seed = seed if self.seed is None else self.seed
+        return self.seed
+
+    def check(self, checkpoint_io: Any) -> None:
+        """Check that folders can be written, and ask the module for its local shards when one is.
+
+        Args:
+            checkpoint_io: The user's, if there is one.
+
+        Raises:
+            ValueError: The user has a ``CheckpointIO``, or links to the last checkpoint.
+        """
+        if not self._options.save_distributed_checkpoint:
+            return
+        if type(checkpoint_io) not in (type(None), TorchCheckpointIO):
+            raise ValueError(
+                f"save_distributed_checkpoint=True writes folders by itself, but {type(checkpoint_io).__name__}"
+                " was given to write files; leave out one of them"
+            )
+        for callback in self._model_checkpoints() if self._options.async_checkpoint else ():
+            if callback.save_last == "link":
+                raise ValueError(
+                    f"{type(callback).__name__}(save_last='link') links to a checkpoint that async_checkpoint=True is"
+                    " still writing, so a kill would leave a link to nothing; set save_last=True, whose checkpoint is"
+                    " replaced when the new one is whole"
+                )
+        connector: Any = self._module.trainer._checkpoint_connector
+        # Other callers of `lightning_module_state_dict()` mean full tensors.
+        connector._get_lightning_module_state_dict = self.local_state
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def local_state(self) -> dict[str, Any]:
+        """Return the state dict of the module, with the local shard (``Held``) of each tensor."""
+        state = self._state
+        if not state.is_full:
+            if self._world.is_cut_off:
+                return {}
+            self._world.rendezvous("trainer.save_checkpoint(...)")
+            state.check_files()
+        with state.unguarded(), torch._C.DisableTorchFunction():
+            held = state.holdings.module()
+            if not state.is_full:
+                return held
+            # The module's own method may leave something out, or add to it.
+            given = self._module.state_dict()
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                own = held.get(name)
+                given[name] = own if _is_given(value, own) else whole(value, counts=self._is_first)
+        return given
+
+    def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
+        """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""
+        if self._options.save_distributed_checkpoint:
+            return self._state.holdings.module(copy)
+        return self._state.averaged_state(copy)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer as a checkpoint has it: local shards by FQN, or all on the first rank."""
+        if not self._options.save_distributed_checkpoint:
+            return self._state.optimizer_state(optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        self._state.check_files()
+        with torch._C.DisableTorchFunction():
+            return self._state.holdings.optimizer(optimizer)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]
+    ) -> None:
+        """Write a folder, each rank its own bytes, or one file.
+
+        Args:
+            checkpoint: The states of the run.
+            path: Where to.
+            storage_options: For a ``CheckpointIO``.
+            save_file: Lightning's own method, which writes one file on the first rank.
+
+        Raises:
+            TypeError: ``storage_options`` are given for a folder.
+            CheckpointError: It cannot be written; or the one before it could not.
+        """
+        saves_folder = self._options.save_distributed_checkpoint
+        if not saves_folder and self._is_first and folder.is_folder(path) and folder.is_checkpoint(Path(path)):
+            folder.remove(Path(path))
+        if self._world.is_cut_off and not self._state.is_full:
+            warn_of_missing_checkpoint(path)
+            return
+        layout = self._world.layout
+        is_keyed = saves_folder or layout.world_size > 1 or needs_runner(self._options, layout)
+        state = {**checkpoint, **({"hybrid3d": {"seed": self.seed}} if is_keyed else {})}
+        if saves_folder:
+            self._save_folder(state, path, storage_options)
+        else:
+            save_file(state, path, storage_options)
+
+    def _save_folder(self, state: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if storage_options is not None:
+            raise TypeError("save_checkpoint(storage_options=...) is for a CheckpointIO, which writes no folders")
+        if "://" in str(filepath):
+            raise CheckpointError(
+                f"{filepath} is not local, and distributed checkpoints are; set save_distributed_checkpoint=False, or"
+                " save to a folder that all ranks share and copy it"
+            )
+        world = self._world
+        with world.as_launcher(), torch._C.DisableTorchFunction():
+            path = Path(os.path.abspath(world.broadcast(os.fspath(filepath))))
+            self.wait()
+            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_last(path)
+            is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
+            beside = self._options.async_checkpoint and is_running and not world.broadcast(waited_for)
+            buffers = self._buffers if beside else None
+            drawn = generator_states(world.device)
+            mesh, about = self._state.mesh, self._about(state)
+            save = prepare(state, path, mesh, about, buffers=buffers, generators=drawn)
+            if not beside or save.error is not None:
+                write(save, self._group)
+                return
+            if self._is_first and not path.exists():
+                path.mkdir(parents=True)  # the name is taken: a search for a free one must see it
+            self._background.start(save, self._group)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._world.mesh.rank == 0
+
+    def _model_checkpoints(self) -> list[ModelCheckpoint]:
+        return [c for c in self._module.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+    def _is_first_last(self, path: Path) -> bool:
+        """Whether ``ckpt_path="last"`` would find what is written now, and nothing if that were not there.
+
+        A name that is held by an empty folder would be found too, after a kill, and refused at each restart.
+        """
+        names = {callback.CHECKPOINT_NAME_LAST for callback in self._model_checkpoints()}
+        return any(path.name.startswith(name) for name in names) and not path.exists()
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        """All ranks, for writers alone."""
+        if self._writers is None or self._writers[0] is not self._world.mesh:
+            self._writers = self._world.mesh, self._world.mesh.further_world(self._options.timeout)
+        return self._writers[1]
+
+    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        packages = {"lightning_hybrid": "lightning-hybrid", "torch": "torch"}
+        versions = {name: _version(package) for name, package in packages.items()}
+        layout = self._world.layout
+        sizes = {**dict(zip(AXES, layout.sizes, strict=True)), "ep": layout.expert_parallel_size}
+        return {
+            "layout": {**sizes, "stages_per_rank": self._state.stages_per_rank},
+            "versions": {**versions, "lightning": checkpoint.get("pytorch-lightning_version")},
+            "step": checkpoint.get("global_step"),
+            "epoch": checkpoint.get("epoch"),
+        }
+
+    def wait(self, *, complain: Callable[[str], None] | None = None) -> None:
+        """Wait until the checkpoint that is being written is there.
+
+        Args:
+            complain: Called with the error, which is raised if None.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._background.wait(complain=complain)
+
+    def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
+        """Remove a checkpoint, but not before the one that is being written is there.
+
+        Args:
+            filepath: Of a folder or a file.
+            remove_file: Lightning's own method.
+        """
+        if "://" in str(filepath) or not (self._background.is_writing or folder.is_folder(filepath)):
+            remove_file(filepath)
+        elif self._is_first:
+            self._background.remove(Path(os.path.abspath(filepath)))
+
+    def close(self) -> None:
+        """Wait for what is being written at the end of a run."""
+        self._buffers = Buffers()
+        self.wait()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, path: Any, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Read a folder or a file on every rank; a resumed run draws what the saved one would have drawn.
+
+        Args:
+            path: Of a folder or a file.
+            weights_only: As ``torch.load``.
+            load_file: Lightning's own method.
+
+        Raises:
+            CheckpointError: A folder is incomplete, or no checkpoint of this package.
+        """
+        self.wait()
+        if folder.is_folder(path):
+            saved = SavedFolder(Path(path), weights_only=weights_only)
+            checkpoint = saved.checkpoint(unread=self._sent_by_first())
+            self._drawn = saved.generators()
+        else:
+            checkpoint = load_file(path, weights_only=weights_only)
+        self.seed = checkpoint.get("hybrid3d", {}).get("seed", self.seed)
+        return checkpoint
+
+    def _sent_by_first(self) -> list[str]:
+        """FQNs of parameters of a model built empty: set-up gives every rank its shards of those of the first one."""
+        if self._is_first or not self._state.is_full:
+            return []
+        named = self._module.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if parameter.is_meta]
+
+    def restore_generators(self) -> None:
+        """Restore the generators of user code, if there are as many replicas as in the run that was saved."""
+        if len(self._drawn) == self._world.layout.data_parallel_size:
+            restore_generators(self._drawn[self._world.data_rank], self._world.device)
+        self._drawn = []
+
+
+def _is_given(value: Tensor, held: Any) -> bool:
+    """Whether what the module gave for its state dict is what it holds."""
+    return (
+        isinstance(held, Held)
+        and (held.shape, held.dtype) == (tuple(value.shape), value.dtype)
+        and all(box.content.data_ptr() == value.data_ptr() for box in held.boxes)
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its source
+        return "unknown"

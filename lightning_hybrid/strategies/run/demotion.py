@@ -1,0 +1,71 @@
+"""The demotion of a layout: ranks that cannot hold stages or cut layers hold ZeRO-3 shards, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.mesh import Mesh
+
+_SIZES = {
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
+
+
+class Demotion:
+    """Why the ranks along some axes hold shards of all parameters, and run the step as it is.
+
+    Attributes:
+        mesh: The ranks, with shards over these axes.
+    """
+
+    def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
+        """Demote the ranks along some axes.
+
+        Args:
+            module: The user's.
+            mesh: The ranks of the run.
+            axes: Of the mesh.
+            reason: Why; the same on every rank.
+            strict: Whether the user wants the layout or nothing (``strict_layout``).
+        """
+        self._module, self._strict, self._reason = module, strict, reason
+        self._axes = [axis for axis in axes if mesh.size(axis) > 1]
+        self._place = "pipelined" if list(axes) == ["pp"] else "cut"
+        self.mesh = mesh.with_shards_over(self._axes)
+
+    @property
+    def line(self) -> str:
+        """One line for the table at the start of a run."""
+        return f"sharded instead of {self._place}: {self._reason}"
+
+    def announce(self, error: Exception | None = None, *, reason: str = "") -> None:
+        """Warn that ranks hold shards, and why, now that no batch can change that.
+
+        Args:
+            error: That was the reason.
+            reason: The latest one, in place of the first.
+
+        Raises:
+            LayoutError: The user wants the layout or nothing.
+        """
+        self._reason = reason or self._reason
+        listed = ", ".join(f"{_SIZES[axis]}={self.mesh.size(axis)}" for axis in self._axes)
+        if self._strict:
+            name = f"{type(self._module).__name__}.training_step"
+            raise LayoutError(f"strict_layout=True, and {name} cannot be run under {listed}: {self._reason}") from error
+        if not self._module.automatic_optimization:
+            # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
+            batch = "on the whole batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"
+        else:
+            batch = "on its share of the batch"
+        rank_zero_warn(
+            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {listed} holds a shard of"
+            f" every parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to have"
+            " this as an error"
+        )

@@ -1,0 +1,146 @@
+"""The gradients and optimizers of a run: reducers, and steps that read, shard or offload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
+from lightning_hybrid.strategies.run.build_run import RunOwner
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.techniques.fused_optimizer_steps import fuse_steps
+from lightning_hybrid.strategies.techniques.gradient_reduction import (
+    Reducers,
+    check_adascale,
+    check_optimizers,
+    connect_adascale,
+    connect_gradients,
+    scales_rates,
+)
+from lightning_hybrid.strategies.techniques.zero import (
+    hold_in_evaluation,
+    layers_of_parameters,
+    offload_states,
+    share_steps,
+    step_on_shards,
+)
+from lightning_hybrid.strategies.user_code.user_optimizers import search_by_mean_loss, watch_step, work_on_shards
+from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+
+
+def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
+    """Let the optimizers of a run step what this rank holds, on gradients of all replicas.
+
+    Args:
+        run: The layout.
+        owner: Of the run.
+        optimizers: Of the run, which hold the user's own Parameter objects.
+    """
+    setting, undo = run.setting, run.until_end
+    check_optimizers(optimizers, run.plan)
+    reducers, tied, counted = connect_gradients(
+        setting.module,
+        run.plan,
+        run.mesh,
+        averages=run.zero is None or setting.is_manual,
+        experts=frozenset() if run.experts is None else run.experts.cut.placements.keys(),
+    )
+    for reducer in reducers.values():
+        undo.callback(reducer.close)
+    own = [p for p in setting.module.parameters() if id(p) in counted]
+    if run.parts is not None:
+        counted = {id(p) for p in own if run.parts.holds_first(p)}
+    _connect_precision(run, counted)
+    watched = _watch_steps(run, owner, optimizers)
+    offloaded = _offload(run, optimizers, watched)
+    shard = run.mesh.group("dp_shard")
+    sharded_steps = share_steps(optimizers if setting.shards_manual_steps else [], shard, undo)
+    if setting.is_manual:
+        watched += _shard_manual_steps(run, optimizers)
+    if scales_rates(setting.trainer):
+        _connect_adascale(run, reducers, own, counted)
+    return Optimization(
+        reducers=reducers,
+        tied=tied,
+        buffers=_share_buffers(run),
+        offloaded=tuple(offloaded),
+        sharded_steps=tuple(sharded_steps),
+        watched=tuple(watched),
+    )
+
+
+def _connect_precision(run: Run, counted: set[int]) -> None:
+    """Let gradients be clipped by their norm over all ranks."""
+    setting = run.setting
+    if setting.shards_module or isinstance(setting.precision, HybridPrecision):
+        # With manual optimization replicas have full gradients.
+        axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
+        held = None if run.parts is None else run.parts.first_held
+        setting.mesh_precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=held)
+
+
+def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers step full parameters where they need them; the others of torch run fused.
+
+    Returns:
+        Optimizers whose steps read parameters of other ranks.
+    """
+    setting, undo = run.setting, run.until_end
+    watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
+    fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
+    for optimizer, reads in watched.items():
+        undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
+    mesh = setting.world.mesh
+    for optimizer in optimizers if mesh.size("data") > 1 else ():
+        if isinstance(optimizer, LBFGS):
+            undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
+    return list(watched)
+
+
+def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[StatesAtRest]:
+    setting = run.setting
+    if not setting.options.offloaded:
+        return []
+    layers = layers_of_parameters(setting.module, run.plan)
+    shared = run.mesh.group("dp_shard") if setting.shards_manual_steps else None
+    offload, device = setting.options.offloaded, setting.device
+    return offload_states(optimizers, layers, offload, device, watched, run.until_end, run.zero, shared)
+
+
+def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that the module calls itself step full or sharded parameters."""
+    setting, undo = run.setting, run.until_end
+    if run.guards is not None:
+        setting.mesh_precision.around_clipping = run.guards.off
+        for optimizer in optimizers:
+            undo.callback(work_on_shards(optimizer, run.guards))
+    if run.zero is None:
+        return []
+    return step_on_shards(optimizers, setting.module, run.zero_cuts, undo)
+
+
+def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter], counted: set[int]) -> None:
+    setting, parts = run.setting, run.parts
+    mesh = setting.world.mesh
+    check_adascale(setting.layout, parts)
+    before = {id(p) for p in own if parts is None or parts.holds_first(p, beside_replicas=True)}
+    if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
+        before = set()
+    is_copy = run.zero is not None and run.mesh.rank_in("dp_replicate")
+    if (runner := run.plain_runner) is not None:
+        runner.run_whole()  # the gradients of shares are not those of batches
+    connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.zero)
+
+
+def _share_buffers(run: Run) -> ReplicaBuffers | None:
+    """From now on replicas have the buffers of the first where DDP has."""
+    setting = run.setting
+    if run.mesh.size("data") == 1:
+        return None
+    buffers = ReplicaBuffers(setting.module, run.mesh.group("data"), setting.device)
+    run.until_end.callback(hold_in_evaluation(setting.trainer, buffers.share, lambda: None))
+    return buffers

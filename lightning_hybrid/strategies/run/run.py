@@ -1,0 +1,277 @@
+"""A run as data: its setting, which stays, and what a rank holds and runs under the layout that the run has now."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
+from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.memory.recompute import Recomputation, Recompute
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
+from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
+from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.run.demotion import Demotion
+from lightning_hybrid.strategies.run.step_contexts import StepContexts
+from lightning_hybrid.strategies.start.empty_init import EmptyStart
+from lightning_hybrid.strategies.state.weight_averaging import Averages
+from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
+from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads
+from lightning_hybrid.strategies.world.rank_world import RankWorld
+from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.sharded_step import SharedSteps
+from lightning_hybrid.zero.unshard_policy import ZeroSharding
+
+
+def shards_module(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
+    """Return whether a rank holds a shard of the module only.
+
+    Args:
+        options: The arguments of the strategy.
+        layout: The sizes.
+        shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
+    """
+    over_replicas = (layout.data_shard_size > 1 and not shards_manual_steps) or layout.expert_parallel_size > 1
+    return layout.pipeline_parallel_size > 1 or layout.shares_layers or over_replicas
+
+
+def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
+    """Return whether a runner of this package runs the steps; the user's step runs as it is otherwise."""
+    in_microbatches = (options.microbatches or 1) > 1 or options.microbatch_weight is not None
+    return in_microbatches or shards_module(options, layout, shards_manual_steps=shards_manual_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The user's objects, the ranks and the options of a run; a change of the layout leaves them as they are.
+
+    Attributes:
+        trainer: Of the run.
+        module: The user's.
+        world: The ranks.
+        options: The arguments of the strategy.
+        precision: The plugin of the strategy.
+        contexts: Entered around steps of the user.
+        recompute: Activation checkpointing, by an option or a callback.
+        shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
+        norms: BatchNorm over the replicas, if the Trainer asks for it.
+        averages: Copies of the module that callbacks keep.
+        empty: The initial values of a module that was built without storage.
+        seed: Keys random numbers.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    world: RankWorld
+    options: Options
+    precision: Precision
+    contexts: StepContexts
+    recompute: Recompute | None
+    shards_manual_steps: bool
+    norms: SyncedBatchNorm | None
+    averages: Averages
+    empty: EmptyStart | None
+    seed: int
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes."""
+        return self.world.layout
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the run trains."""
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the module calls its backwards and optimizers itself (manual optimization)."""
+        return not self.module.automatic_optimization
+
+    @property
+    def needs_runner(self) -> bool:
+        """Whether a runner of this package runs the steps."""
+        return needs_runner(self.options, self.layout, shards_manual_steps=self.shards_manual_steps)
+
+    @property
+    def shards_module(self) -> bool:
+        """Whether a rank holds a shard of the module only."""
+        return shards_module(self.options, self.layout, shards_manual_steps=self.shards_manual_steps)
+
+    @property
+    def mesh_precision(self) -> HybridPrecision:
+        """The precision over several ranks.
+
+        Raises:
+            TypeError: It has behaviour of its own.
+        """
+        plugin = self.precision
+        return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
+
+    @property
+    def tries_objective(self) -> bool:
+        """Whether the first batch is compared with its microbatches, which nobody has weighted or checks otherwise."""
+        options = self.options
+        is_compiled = options.compile is not None  # layers would be compiled for that alone
+        return options.microbatch_weight is None and not is_compiled and not options.verify_first_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What this rank holds and runs of the module, under one layout.
+
+    Attributes:
+        setting: Of the run.
+        mesh: The ranks as parameters lie on them; wider than the world's where the ranks of a pipeline hold shards.
+        demotion: Why ranks hold shards in place of stages, if they do.
+        plan: Which stage holds what; None where steps run as they are.
+        runner: Runs steps in microbatches; None where they run as they are.
+        metrics: Synchronizes torchmetrics of the module; None without a runner.
+        shards: How tensor and context ranks shard each layer, if they do.
+        parts: The local shards of parameters; None where this rank holds all of those that are here.
+        experts: The experts that ranks share, if they do.
+        zero_cuts: How parameters are sharded over replicas.
+        zero: Gathers them, if they are.
+        recomputation: Activation checkpointing, if there is any.
+        compiled: Layers that run compiled, if any do.
+        global_reads: Reads of parameters of other stages in user hooks, if there are stages.
+        hook_reads: Reads of full parameters in user hooks, if the module is sharded.
+        until_end: Closed at the end of the layout: undoes what the layout has put on the user's objects.
+    """
+
+    setting: Setting
+    mesh: Mesh
+    demotion: Demotion | None = None
+    plan: StagePlan | None = None
+    runner: MicrobatchRunner | None = None
+    metrics: MetricSync | None = None
+    shards: ModelShards | None = None
+    parts: HeldParts | None = None
+    experts: SharedExperts | None = None
+    zero_cuts: tuple[AxisCut, ...] = ()
+    zero: ZeroSharding | None = None
+    recomputation: Recomputation | None = None
+    compiled: CompiledUnits | None = None
+    global_reads: GlobalReads | None = None
+    hook_reads: HookReads | None = None
+    until_end: contextlib.ExitStack
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether steps run in several stages."""
+        return self.setting.layout.pipeline_parallel_size > 1 and self.demotion is None
+
+    @property
+    def plain_runner(self) -> PlainRunner | None:
+        """The runner of steps as they are; None where they are replayed from a recording."""
+        return self.runner if isinstance(self.runner, PlainRunner) else None
+
+    @property
+    def guards(self) -> Guards | None:
+        """Gather on read in steps that were not recorded."""
+        return None if self.plain_runner is None else self.plain_runner.guards
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO."""
+        return 3 if self.demotion is not None else self.setting.options.zero_stage
+
+    def context(self, name: str) -> Any:
+        """Return the factory of the context around one run of a step.
+
+        Args:
+            name: Of the step, such as "training_step".
+        """
+        # Where a runner runs the layers, it enters the recomputation itself.
+        again = None if self.runner is not None or self.recomputation is None else self.recomputation.running
+        return self.setting.contexts.of(name, delays_loggers=self.runner is not None, recomputation=again)
+
+    def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
+        """Enter a step in which ZeRO gathers the parameters.
+
+        Args:
+            num_microbatches: Backwards of each stage in the step.
+        """
+        return nullcontext() if self.zero is None else self.zero.step(num_microbatches=num_microbatches)
+
+    # -- what a comparison with one process asks ----------------------------------------------------------------------
+
+    @property
+    def uncut_steps(self) -> frozenset[str]:
+        """Names of steps of evaluation that every rank runs on all of the batch, so far."""
+        if isinstance(self.runner, PlainRunner):
+            return frozenset({"validation_step", "test_step", "predict_step"})
+        return frozenset() if self.runner is None else frozenset(self.runner.uncut.names)
+
+    @property
+    def batch_shares(self) -> int:
+        """Ranks that hold shards where they cannot hold stages, and run steps on shares of a replica's batch."""
+        return 1 if self.demotion is None else self.mesh.size("shares")
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether these ranks run training steps on shares of a batch; on all of it otherwise."""
+        return isinstance(self.runner, PlainRunner) and self.runner.is_shared
+
+    @property
+    def steps_at_once(self) -> frozenset[str]:
+        """Names of steps whose batches are not split into microbatches, so far."""
+        return self.runner.steps_at_once if isinstance(self.runner, StepRunner) else frozenset()
+
+    def close(self) -> Run:
+        """Undo what the layout has put on the user's objects.
+
+        Returns:
+            What may be asked after the run.
+        """
+        self.until_end.close()
+        return dataclasses.replace(
+            self, zero=None, metrics=None, compiled=None, recomputation=None, global_reads=None, hook_reads=None
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """What reduces the gradients and steps the optimizers of a run, under one layout.
+
+    Attributes:
+        reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.
+        tied: Sums gradients of parameters that several stages hold.
+        buffers: Sends the buffers of the first replica to the others.
+        offloaded: Optimizers whose states are offloaded.
+        sharded_steps: Optimizers that the module calls itself, and whose states replicas shard.
+        watched: Optimizers whose steps read parameters of other ranks.
+    """
+
+    reducers: Reducers = dataclasses.field(default_factory=dict)
+    tied: SharedParameters | None = None
+    buffers: ReplicaBuffers | None = None
+    offloaded: tuple[StatesAtRest, ...] = ()
+    sharded_steps: tuple[SharedSteps, ...] = ()
+    watched: tuple[Optimizer, ...] = ()

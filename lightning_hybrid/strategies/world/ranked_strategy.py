@@ -1,0 +1,283 @@
+"""A Lightning strategy on a mesh of ranks: how processes start and meet, and Lightning's questions about ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+)
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.world.distributed_samplers import deal_to_replicas
+from lightning_hybrid.strategies.world.rank_world import RankWorld
+
+
+class RankedStrategy(ParallelStrategy):
+    """Answers what Lightning asks about ranks, and makes the `RankWorld` of a run.
+
+    Attributes:
+        options: The arguments of the strategy.
+    """
+
+    def __init__(self, options: Options, **lightning: Any) -> None:
+        """Keep the options.
+
+        Args:
+            options: The arguments of the strategy.
+            lightning: Arguments of Lightning's own strategies.
+        """
+        super().__init__(**lightning)
+        self.num_nodes = 1
+        self._connected = frozenset(vars(self))  # names of what a Trainer, and a copy of this object, keeps
+        self.options = options
+        self._backend = options.process_group_backend
+        self._world: RankWorld | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def local_rank(self) -> int:
+        """This rank on its node."""
+        return 0 if self._is_one_process else super().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return 0 if self._is_one_process else super().node_rank
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def _is_one_process(self) -> bool:
+        """Whether this process is the whole world; no environment is asked then, which may lack variables."""
+        return self.num_nodes * self.num_processes == 1
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of ``torch.distributed``."""
+        return self._backend
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of this run, as soon as a Trainer has said how many devices there are."""
+        return self._resolve_layout() if self._world is None else self._world.layout
+
+    def _resolve_layout(self) -> ParallelLayout:
+        if not self.num_processes:
+            raise RuntimeError("the layout depends on the number of devices; ask when a Trainer has this strategy")
+        return ParallelLayout.resolve(self._num_ranks, **self.options.mesh_sizes)  # type: ignore[arg-type]
+
+    @property
+    def world(self) -> RankWorld:
+        """The ranks of this run, once they have met.
+
+        Raises:
+            RuntimeError: They have not.
+        """
+        if self._world is None:
+            raise RuntimeError("the mesh is there once the processes run; ask in setup() or later")
+        return self._world
+
+    @property
+    def mesh(self) -> Mesh:
+        """The process groups of this run."""
+        return self.world.mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers must be split: with one replica the user's order of samples stands."""
+        return self.layout.data_parallel_size > 1
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the launcher's world; to user code its index among the ranks that see other data."""
+        rank = self._launcher_rank
+        return self.layout.data_rank(rank) if self._is_user_code else rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the launcher's world; to user code those that see different data."""
+        return self.layout.data_parallel_size if self._is_user_code else self._num_ranks
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the one rank that writes files, for user code too."""
+        return self._launcher_rank == 0
+
+    @property
+    def _is_user_code(self) -> bool:
+        return self._world is not None and self._world.is_user_code
+
+    @property
+    def _launcher_rank(self) -> int:
+        if self._world is not None:  # environments may read RANK, which is another one while user code runs
+            return self._world.mesh.rank
+        known = self.cluster_environment is not None and not self._is_one_process
+        return self.cluster_environment.global_rank() if known else 0  # type: ignore[union-attr]
+
+    @property
+    def _num_ranks(self) -> int:
+        known = self.cluster_environment is not None and not self._is_one_process
+        return self.cluster_environment.world_size() if known else 1  # type: ignore[union-attr]
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's replica."""
+        return self.layout.data_rank(self._launcher_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers are split over the data axes only; all ranks of a replica draw the same batch."""
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.data_rank}
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.options.start_method != "popen":
+            self._launcher = _MultiProcessingLauncher(self, start_method=self.options.start_method)
+        elif not self._is_one_process and not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Set this rank in an environment that has no ranks of its own; the Trainer calls this when it is made.
+
+        Raises:
+            RuntimeError: The environment of a cluster lacks a variable.
+        """
+        if self._is_one_process:
+            return
+        assert self.cluster_environment is not None
+        try:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        except KeyError as error:
+            raise RuntimeError(
+                f"{type(self.cluster_environment).__name__} finds no variable {error} for the rank of this process, one"
+                f" of {self.num_nodes * self.num_processes}; start the script as the cluster starts its tasks (srun),"
+                " or set Trainer(plugins=[LightningEnvironment()])"
+            ) from error
+
+    def setup_environment(self) -> None:
+        """Join the process groups, and build the mesh."""
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        if isinstance(self.cluster_environment, LightningEnvironment) and not self._is_one_process:
+            # Lightning's launcher divides the cores on the first rank alone; each other rank would take them all.
+            _set_num_threads_if_needed(self.num_processes)
+        self.set_world_ranks()
+        layout, timeout = self._resolve_layout(), self.options.timeout
+        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        self._backend = backend
+        # See [Note: groups bound to a device].
+        in_stages = layout.pipeline_parallel_size > 1
+        device_id = None if in_stages or self.root_device.type == "cpu" else self.root_device
+        if self._is_one_process and not _distributed_is_initialized():
+            store = dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
+        if in_stages and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            raise ValueError(
+                "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have channels of their own, but"
+                " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
+            )
+        # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
+        # Lightning sees to that for NCCL alone.
+        atexit.unregister(_destroy_dist_connection)
+        atexit.register(_destroy_dist_connection)
+        mesh = None
+        if self._world is not None:
+            self._world.close()
+            mesh = self._world.mesh if self._world.layout == layout else None
+        mesh = mesh or Mesh.build(layout, self.root_device.type)
+        sizes = {"num_processes": self.num_processes, "num_nodes": self.num_nodes}
+        self._world = RankWorld(layout, mesh, self.root_device, timeout, **sizes)
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
+            self._world.connect(module._trainer, module)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give all ranks of a replica one order of samples: samplers built by users, and worker seeds, are by rank."""
+        self.split_over_replicas(dataloader)
+        if self._world is not None:
+            self._world.show_to_loader(dataloader)
+        if (
+            isinstance(dataloader, DataLoader)
+            and dataloader.worker_init_fn is None
+            and int(os.environ.get("PL_SEED_WORKERS", 0))
+        ):
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+        return dataloader
+
+    def split_over_replicas(self, dataloader: object) -> None:
+        """Let a ``DistributedSampler`` that the user built split samples over replicas, not over ranks."""
+        replicas, ranks = self.layout.data_parallel_size, self.layout.world_size
+        deal_to_replicas(dataloader, replicas=replicas, replica=self.data_rank, world_size=ranks)
+
+    # -- collectives of user code -------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, unless one of them has failed and will not come."""
+        if self._world is not None:
+            self._world.barrier()
+        elif _distributed_is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src`` on every rank."""
+        if self._world is not None:
+            return self._world.broadcast(obj, src)
+        box = [obj]
+        if _distributed_is_initialized():
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor of any shape over the data axes: the ranks of one replica count once."""
+        return tensor if self._world is None else self._world.reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks of the world (or any) decided so."""
+        return decision if self._world is None else self._world.decide(decision, all_ranks=all)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of shape ``(...)`` as ``(data_parallel_size, ...)``; as it is with one replica.
+
+        Raises:
+            ValueError: The tensors have different shapes.
+        """
+        ranks = None if self._world is None else self._world.gather_group(tensor, group)
+        return tensor if ranks is None else super().all_gather(tensor, group=ranks, sync_grads=sync_grads)
+
+
+# [Note: groups bound to a device] NCCL makes the communicators of a group that is bound to a device at once, and has
+# only that one for all transfers between its ranks: they are carried out one after the other, and a receive that is
+# posted early keeps back what others wait for. An interleaved schedule over three ranks would wait for ever. Without
+# the device each pair of ranks gets a communicator of its own, as programs are made for (`schedule/program.py`).

@@ -1,0 +1,61 @@
+"""Callbacks that the strategy adds to a trainer for the time of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class RunCallback(pl.Callback):
+    """A callback that belongs to one run; where a trainer's callbacks are copied or pickled, one that does nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain callback."""
+        del protocol
+        return pl.Callback, ()
+
+    def enter(self, trainer: Any) -> Callable[[], None]:
+        """Put this callback before those of the user.
+
+        Args:
+            trainer: About to run.
+
+        Returns:
+            Takes it out of the trainer again.
+        """
+        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if type(other) is not type(self))]
+
+        def leave() -> None:
+            trainer.callbacks[:] = [callback for callback in trainer.callbacks if callback is not self]
+
+        return leave
+
+
+class EpochMetrics(RunCallback):
+    """Computes the metrics of an epoch on all ranks, before a progress bar behind it asks for one on one rank."""
+
+    def _compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compute them as Lightning does after these hooks; the result is cached until there is more of it."""
+        _ = trainer.callback_metrics
+
+    on_train_epoch_end = _compute
+    on_validation_epoch_end = _compute
+    on_test_epoch_end = _compute
+
+
+class FullAtTrainEnd(RunCallback):
+    """Makes the module full at the end of training, before hooks of the user read it."""
+
+    def __init__(self, make_full: Callable[[], None]) -> None:
+        """Keep a function.
+
+        Args:
+            make_full: Gives every rank the full module.
+        """
+        self._make_full = make_full
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lightning's hook."""
+        self._make_full()
