@@ -130,7 +130,7 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     if splitter is not None:
         pieces = list(splitter(batch, count))
         if len(pieces) != count:
-            raise BatchError(f"batch_splitter was asked for {count} microbatches and gave {len(pieces)}")
+            raise BatchError(f"batch_splitter was called for {count} microbatches and returned {len(pieces)}")
         sizes = [size for piece in pieces if (size := batch_size_of(piece)) is not None]
         total = sum(sizes)
         if len(sizes) == len(pieces) and total:

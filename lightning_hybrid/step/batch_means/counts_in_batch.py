@@ -28,13 +28,13 @@ class Count(NamedTuple):
     """The number of entries of a tensor that are not ignored, or the sum of its entries.
 
     Attributes:
-        place: Position of the tensor among those of its batch that have a dimension.
+        position: Position of the tensor among those of its batch that have a dimension.
         ignored: The value of ignored entries; None where the entries are weights.
         begin: First entry along the last dimension; 1 where labels are shifted by one.
         end: End along the last dimension; None for all.
     """
 
-    place: int
+    position: int
     ignored: float | None
     begin: int = 0
     end: int | None = None
@@ -43,21 +43,21 @@ class Count(NamedTuple):
         """Describe the count in messages."""
         quantity = "the sum" if self.ignored is None else f"the entries other than {self.ignored:g}"
         where = ", without the first column" if self.begin else ", without the last column" if self.end else ""
-        return f"{quantity} of tensor {self.place} of the batch{where}"
+        return f"{quantity} of tensor {self.position} of the batch{where}"
 
     def of(self, batch: Any) -> float:
         """The count of a batch or microbatch; 0 for a batch with fewer tensors."""
         tensors = _tensors(batch)
-        if self.place >= len(tensors):
+        if self.position >= len(tensors):
             return 0.0
-        tensor = tensors[self.place].detach()
+        tensor = tensors[self.position].detach()
         if self.begin or self.end is not None:
             tensor = tensor[..., self.begin : self.end]
         return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
 
-    def weights(self, parts: Sequence[Any]) -> list[float] | None:
+    def weights(self, microbatches: Sequence[Any]) -> list[float] | None:
         """The weights of the microbatches of one batch, which sum to 1; None if all counts are 0."""
-        counts = [self.of(part) for part in parts]
+        counts = [self.of(microbatch) for microbatch in microbatches]
         total = sum(counts)
         return [count / total for count in counts] if total > 0 else None
 
@@ -95,7 +95,7 @@ def find_counts(
     bound = worth_finding(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}
     for count in counts_in(batch) if bound else ():
-        weights = [of for parts, _ in partitions if (of := count.weights(parts)) is not None]
+        weights = [of for microbatches, _ in partitions if (of := count.weights(microbatches)) is not None]
         of_parts = loss.errors(weights) if len(weights) == len(partitions) else [math.nan]
         if all(map(math.isfinite, of_parts)):
             errors[count] = max(of_parts)
@@ -104,9 +104,9 @@ def find_counts(
     return tuple(count for count, error in errors.items() if error <= near) if least < bound else ()
 
 
-def are_apart(counts: Sequence[Count], parts: Sequence[Any]) -> bool:
+def are_apart(counts: Sequence[Count], microbatches: Sequence[Any]) -> bool:
     """Whether several counts give different weights to the microbatches of a batch."""
-    weights = [count.weights(parts) for count in counts]
+    weights = [count.weights(microbatches) for count in counts]
     return any(not _is_close(other, weights[0]) for other in weights[1:])
 
 
@@ -129,27 +129,27 @@ def counts_in(batch: Any) -> Iterator[Count]:
     """The candidate counts of a batch: labels that are not ignored, masks, weights; the most common first."""
     found = list(enumerate(_tensors(batch)))
     for begin, end in ((0, None), (1, None), (0, -1)):
-        for place, leaf in found:
+        for position, leaf in found:
             if (begin or end) and (leaf.dim() < 2 or leaf.shape[-1] < 2):
                 continue
             for ignored in _ignored_in(leaf):
-                yield Count(place, ignored, begin, end)
+                yield Count(position, ignored, begin, end)
 
 
-def uneven_masks(batch: Any, parts: Sequence[Any], weights: Sequence[float]) -> set[Count]:
+def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:
     """The counts of labels and masks whose shares in the microbatches differ from the shares of samples.
 
     Args:
         batch: The batch.
-        parts: Its microbatches.
+        microbatches: Its microbatches.
         weights: Their shares of the samples.
     """
     found = set()
-    for place, leaf in enumerate(_tensors(batch)):
+    for position, leaf in enumerate(_tensors(batch)):
         if leaf.is_floating_point() or leaf.is_complex():
             continue
-        count = Count(place, 0 if leaf.dtype is torch.bool else _IGNORED)
-        if (by_count := count.weights(parts)) is not None and not _is_close(by_count, weights):
+        count = Count(position, 0 if leaf.dtype is torch.bool else _IGNORED)
+        if (by_count := count.weights(microbatches)) is not None and not _is_close(by_count, weights):
             found.add(count)
     return found
 

@@ -46,7 +46,7 @@ class CapturedInputs:
     Attributes:
         units: Units that capture values of the step; to be opened, so that these reads are recorded.
         members: FQNs of the parameters and buffers of other modules that the unit that ran last reads.
-        left: Units that stored in their attributes tensors that a later call of them, or code around them, reads.
+        storing_units: Units that stored in their attributes tensors that later calls, or code around them, read.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class CapturedInputs:
         self._after: dict[int, tuple[Tensor, str]] = {}  # attribute tensors stored by calls of units, and the unit
         self.units: dict[str, None] = {}
         self.members: dict[str, None] = {}
-        self.left: dict[str, None] = {}
+        self.storing_units: dict[str, None] = {}
 
     def units_to_open(self) -> dict[str, Any]:
         """The fields ``entered`` and ``left`` of a ``Recording``."""
-        return {"entered": frozenset(self.units), "left": frozenset(self.left)}
+        return {"entered": frozenset(self.units), "left": frozenset(self.storing_units)}
 
     @contextlib.contextmanager
     def watching(self, unit: str | None, arguments: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
@@ -76,7 +76,7 @@ class CapturedInputs:
             yield
             return
         argument_ids = {id(tensor) for tensor in arguments}
-        own = frozenset(owned)
+        owned_names = frozenset(owned)
         before = _attribute_tensors_of(self._modules[unit])
         stored = before.keys() - self._before.setdefault(unit, before).keys()
 
@@ -87,11 +87,11 @@ class CapturedInputs:
                     if not isinstance(tensor, Tensor) or id(tensor) in argument_ids:
                         continue
                     member = self._parameters.get(id(tensor))
-                    if member is not None and member not in own:
+                    if member is not None and member not in owned_names:
                         self.members[member] = None
                         found += 1
                     elif id(tensor) in stored:
-                        self.left[unit] = None
+                        self.storing_units[unit] = None
                         found += 1
                     elif member is None and self._mark_of(tensor) is not None:
                         self.units[unit] = None
@@ -107,13 +107,13 @@ class CapturedInputs:
             if key not in before and key not in argument_ids:
                 self._after[key] = tensor, unit
 
-    def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, known: bool) -> bool:
+    def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, reads_model: bool) -> bool:
         """Whether an operation reads nothing of the model; records the units that stored a tensor it reads.
 
         Args:
             name: Name of the operation.
             tensors: Its arguments.
-            known: Whether some of them are parameters or recorded values of the model.
+            reads_model: Whether some of them are parameters or recorded values of the model.
 
         Raises:
             UncapturedOutput: A value of the model comes from the attributes of a unit.
@@ -122,8 +122,8 @@ class CapturedInputs:
         for tensor in tensors:
             _, unit = self._after.get(id(tensor), (None, None))
             if unit is not None and self._mark_of(tensor) is None:
-                self.left[unit] = None
-            if known or not isinstance(tensor, FakeTensor):
+                self.storing_units[unit] = None
+            if reads_model or not isinstance(tensor, FakeTensor):
                 continue
             message = (
                 f"{user_line()}: {name} reads a captured output of a unit (stored in an attribute or in an object among"
@@ -132,7 +132,7 @@ class CapturedInputs:
             if unit is not None and not has_backward_hooks(self._modules[unit]):
                 raise UncapturedOutput(unit, message)
             raise StepError(message)
-        return not known
+        return not reads_model
 
 
 def run_event_on_stand_ins(

@@ -35,7 +35,7 @@ def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and values_behind(leaf) is None]
     if read_at and lost:
         raise StepError(
-            f"{user_line()}: an operation is given a number that was computed from one read from the model ({read_at});"
+            f"{user_line()}: an operation takes a number that was computed from one read from the model ({read_at});"
             " other pipeline stages do not have it: compute it with torch functions on tensors"
         )
     return tuple(sorted(frozenset[int]().union(*found)))
@@ -63,8 +63,8 @@ class BranchCheck:
         """Run the user's step, and record the plain attributes after it."""
         result = self._step()
         leaves = dict(reachable(self._root))
-        self._plain = {place: leaf for place, leaf in leaves.items() if type(leaf) in (bool, int, str)}
-        self._floats = {place: leaf for place, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
+        self._plain = {location: leaf for location, leaf in leaves.items() if type(leaf) in (bool, int, str)}
+        self._floats = {location: leaf for location, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
         return result
 
     def check(
@@ -106,7 +106,7 @@ class BranchCheck:
 
     def _float_changed(self, floats: dict[Place, float]) -> bool:
         """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
-        return any(place not in self._floats or self._floats[place] != leaf for place, leaf in floats.items())
+        return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
 
     def _float_changes_again(self, record_again: Callable[[], Recording], probe: float) -> bool:
         """Whether it changed because of the probe; a kept time changes in each run."""
@@ -155,19 +155,19 @@ def find_escaped_values(
 
     paths: list[tuple[Place, int]] = []
     numbers = ""
-    for place, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
+    for location, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
         # Also while recording, a value may be no stand-in: a layer may make it of sizes alone.
         value = watch.mark_of(leaf) if isinstance(leaf, Tensor) else None
         if value is not None or isinstance(leaf, FakeTensor):
-            if isinstance(place, Place) and value is not None:
-                paths.append((place, value))
+            if isinstance(location, Place) and value is not None:
+                paths.append((location, value))
         elif watch.numbers_read and not numbers and is_absent_number(leaf):
             line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
-            numbers = f"{line}: {place} keeps a number read from the model"
+            numbers = f"{line}: {location} keeps a number read from the model"
     paths += _rebound_buffers(root, watch, without)
     if paths:
         computed = computed_weights(root)
-        paths = [(place, value) for place, value in paths if place not in computed]
+        paths = [(location, value) for location, value in paths if location not in computed]
     read = watch.values_told()
     values = dict.fromkeys((*(value for _, value in paths), *(read if numbers else ())))
     return EscapedValues(tuple(paths), tuple(values), (numbers, read), map_leaves(described, result))

@@ -91,7 +91,7 @@ class Looks:
 
 
 def modules_around(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules whose code is glue, by FQN: those that lie in no unit and no metric."""
+    """The modules whose code is glue, by FQN: those outside of units and metrics."""
     inside_units = {inner for outer in (*units.values(), *find_sinks(root).values()) for inner in outer.modules()}
     return {fqn: module for fqn, module in root.named_modules() if module not in inside_units}
 
@@ -104,7 +104,7 @@ def _generator_states() -> Any:
 def plain_state(modules: Sequence[nn.Module]) -> list[Any]:
     """The numbers, strings, lengths and generator states in the attributes of modules, as a list to compare."""
     found: list[Any] = []
-    seen: set[int] = set()  # layers share their configuration object
+    visited: set[int] = set()  # layers share their configuration object
     for module in modules:
         for name, value in module.__dict__.items():
             if name in _OF_EVERY_MODULE or not is_state(name):
@@ -112,26 +112,26 @@ def plain_state(modules: Sequence[nn.Module]) -> list[Any]:
             if type(value) in PLAIN:
                 found.append(value)
             else:
-                _collect_state(value, found, seen, 0)
+                _collect_state(value, found, visited, 0)
     return found
 
 
-def _collect_state(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
+def _collect_state(value: Any, found: list[Any], visited: set[int], depth: int) -> None:
     inner = value if type(value) is tuple else inside(value)
     if inner is None or depth > _DEEPEST:
         if is_generator(value):
             found.append(generator_state(value))
         return
-    if id(inner) in seen:
+    if id(inner) in visited:
         return
-    seen.add(id(inner))
+    visited.add(id(inner))
     found.append(len(inner))
     items = list(inner.values() if isinstance(inner, dict) else inner) if inner else []
     for item in items[-_LAST:] if isinstance(inner, list) else items:
         if type(item) in PLAIN:
             found.append(item)
         elif not isinstance(item, Tensor):
-            _collect_state(item, found, seen, depth + 1)
+            _collect_state(item, found, visited, depth + 1)
 
 
 class TrackedInt(int):

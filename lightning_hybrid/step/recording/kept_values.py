@@ -62,15 +62,15 @@ def find_kept_values(
         recording: The recording of the step.
     """
     old_ids, without = {id(leaf) for leaf in old}, without_state(root, [recording])
-    kept = {place: "a tensor of the model" for place, _ in recording.kept if place.attribute != "_buffers"}
+    kept = {location: "a tensor of the model" for location, _ in recording.kept if location.attribute != "_buffers"}
     of_batch: dict[Place, tuple[int, ...]] = {}
-    for place, leaf in reachable(root, plain=not recording.numbers_kept):
-        if id(leaf) in old_ids or place in kept:
+    for location, leaf in reachable(root, plain=not recording.numbers_kept):
+        if id(leaf) in old_ids or location in kept:
             continue
         if recording.numbers_kept and is_absent_number(leaf):
-            kept[place] = "a number read from the model"
+            kept[location] = "a number read from the model"
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_absent(leaf):
-            of_batch[place] = tuple(leaf.shape)
+            of_batch[location] = tuple(leaf.shape)
     if not kept and not of_batch:
         return KeptValues()
     lists, lengths = lists_of(root), before.lengths()
@@ -83,10 +83,10 @@ def find_kept_values(
 
     grown: dict[ListPlace, int] = {}
     otherwise = ""
-    for place, description in kept.items():
-        key = entry_of(place, starts)
+    for location, description in kept.items():
+        key = entry_of(location, starts)
         if key is None:
-            otherwise = otherwise or f"{place} keeps {description}"
+            otherwise = otherwise or f"{location} keeps {description}"
         else:
             grown[key] = starts[key]
     appended = tuple(
@@ -95,18 +95,18 @@ def find_kept_values(
     return KeptValues(appended, otherwise, tuple(bound))
 
 
-def entry_of(place: Place, lengths: Mapping[ListPlace, int]) -> ListPlace | None:
+def entry_of(location: Place, lengths: Mapping[ListPlace, int]) -> ListPlace | None:
     """The list in which a path lies in a newly appended entry; None if there is none.
 
     Args:
-        place: Attribute path of a kept value.
+        location: Attribute path of a kept value.
         lengths: Lengths of the lists before the step.
     """
-    for depth, key in enumerate([None, *place.path[:1]]):
-        found = (place.module, place.attribute, key)
+    for depth, key in enumerate([None, *location.path[:1]]):
+        found = (location.module, location.attribute, key)
         length = lengths.get(found)
-        if length is not None and len(place.path) > depth:
-            return found if place.path[depth] >= length else None
+        if length is not None and len(location.path) > depth:
+            return found if location.path[depth] >= length else None
     return None
 
 
@@ -121,10 +121,10 @@ def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read
     Raises:
         StepError: A number does.
     """
-    for place, leaf in reachable(root, without_state(root, recordings)):
+    for location, leaf in reachable(root, without_state(root, recordings)):
         if is_number_of_others(leaf):
             raise StepError(
-                f"{line_read_at(leaf, read_at)}: {place} keeps a number read from the model, which the step did not"
+                f"{line_read_at(leaf, read_at)}: {location} keeps a number read from the model, which the step did not"
                 " when it was recorded: keep it in every batch, or keep the tensor instead (loss.detach())"
             )
 
@@ -155,7 +155,7 @@ def why_not_joined(
     graph = recording.graph
     if recording.kept_otherwise:
         return recording.kept_otherwise
-    rows = next((place for place, shape in recording.rows_kept if samples is not None and samples in shape), None)
+    rows = next((location for location, shape in recording.rows_kept if samples is not None and samples in shape), None)
     if rows is not None:
         return f"{rows} keeps a row for each sample"
     full_entries = recording.appended if whole is None else whole.appended

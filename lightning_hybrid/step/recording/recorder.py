@@ -116,7 +116,7 @@ class RecordWatch(StepWatch):
         direct = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
         if not owned:
             self._record_unit_buffers(tensors)
-        if self.captured.reads_batch_alone(name, tensors, known=bool(inputs or direct or owned)):
+        if self.captured.reads_batch_alone(name, tensors, reads_model=bool(inputs or direct or owned)):
             return self._run_on_batch(name, run, args, kwargs, tensors)
         asked = asked_of(name, leaves, self.mark_of, self.parameters)
         self.mutated.make_targets_absent(name, args, kwargs)
@@ -141,8 +141,8 @@ class RecordWatch(StepWatch):
         self._answer = None if self.asked is None else taken_for(name, run, args, kwargs, self)
         written, aliases = self._written_values(writes, leaves, dynamic), self._sharing_memory(writes)
         described, out_spec = self._describe_result(out, leaves, dynamic)
-        held = tuple(place for place, _ in attributes)
-        self._templates.append(Template(described, out_spec, written, held, asked))
+        paths = tuple(location for location, _ in attributes)
+        self._templates.append(Template(described, out_spec, written, paths, asked))
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
         node = Node(
             *(len(self._nodes), name, inputs, parameters, tuple(dict.fromkeys(outputs)), written_names, aliases),
@@ -183,7 +183,7 @@ class RecordWatch(StepWatch):
     def _written_tensors(
         self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], versions: list[int]
     ) -> list[Tensor]:
-        """The tensors that an operation has written in place: their version moved. Binding `.data` moves none."""
+        """The tensors that an operation has written in place: their version changed. Binding `.data` changes none."""
         writes = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         writes += written_statistics(name, args, kwargs)
         if name == "__set__" or (name.startswith("_foreach_") and name.endswith("_")):

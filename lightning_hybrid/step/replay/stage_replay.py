@@ -63,7 +63,7 @@ def rebuild_result(
 ) -> Any:
     """Build the result of an operation that is skipped, in the containers of the recorded result.
 
-    ``leaves`` are those of its arguments; ``made`` returns the tensor of a value index, ``mark`` marks a tensor with it,
+    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, ``mark`` marks a tensor with it,
     and ``rewrite`` turns an argument that the operation writes in place into the written value.
     """
     result: list[Any] = []
@@ -225,9 +225,9 @@ class ReplayWatch(StepWatch):
         """Execute one operation, or skip it if it belongs to another stage."""
         leaves, plain = flatten_call(args, kwargs)
         num_arguments = len(leaves)
-        held = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
-        if held:
-            leaves = [*leaves, *look_up(self.units[name[1:]], held)]
+        paths = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
+        if paths:
+            leaves = [*leaves, *look_up(self.units[name[1:]], paths)]
         inputs: list[int] = []
         tracked, replace, stale = bool(owned), False, False
         for leaf in leaves:
@@ -255,14 +255,14 @@ class ReplayWatch(StepWatch):
         if replace:
             leaves = [self._resolve(leaf) for leaf in leaves]
             args, kwargs = rebuild_call(leaves[:num_arguments], args, kwargs, plain)
-            if held:
-                put(self.units[name[1:]], held, leaves[num_arguments:])
+            if paths:
+                put(self.units[name[1:]], paths, leaves[num_arguments:])
         if node.name.startswith(SINK):
             args, kwargs = with_wholes(args, kwargs)
         if node.index in self.shares:
             run = weighted_by_share(name, node.averages, run, self.shares[node.index])
         # A second run would find on its modules what the next microbatch stored there.
-        recomputes = self.recompute_depth and node.unit is not None and not held
+        recomputes = self.recompute_depth and node.unit is not None and not paths
         out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
         out, out_leaves = self._record_result(node, leaves, out)
         if self.metrics is not None and node.index in self._scalar_nodes:

@@ -97,7 +97,7 @@ class Ways(Generic[Trace]):
                 position.sizes.add(sizes)
             position.visible.update(visible.intersection(values))
         modules = dict(root.named_modules())
-        kept = [value for place, value in recording.kept if modules.get(place.module) not in self._inside]
+        kept = [value for location, value in recording.kept if modules.get(location.module) not in self._inside]
         end = graph.returned, graph.loss, _unique(kept), bool(recording.numbers_kept), _unique(recording.values_read)
         self.count += end not in position.ends
         position.ends[end] = trace
@@ -145,7 +145,7 @@ class Ways(Generic[Trace]):
             watch.values_told(),
         )
         if end not in watch.position.ends:
-            keeps = ", ".join(str(place) for place, _ in kept.paths) or "nothing of the model"
+            keeps = ", ".join(str(location) for location, _ in kept.paths) or "nothing of the model"
             raise NotKnown(
                 f"it ends after {watch.reached} and keeps {keeps}, where other runs continue, or return or keep"
                 " something else"
