@@ -345,7 +345,7 @@ def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
         def loss(self, batch):
             return super().loss(batch) + self.layers[1].hidden[0].mean()
 
-    with pytest.raises(StepError, match="left a unit on a side way"):
+    with pytest.raises(StepError, match="captured output of a unit"):
         record(make(Step), 2)
 
 

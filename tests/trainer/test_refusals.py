@@ -170,7 +170,7 @@ def test_control_flow_that_nothing_shows_stops_before_its_step_changes_anything(
     with pytest.raises(RankError) as caught:
         worlds.run(2, run_changes)
     message = str(caught.value)
-    assert "StepChanged" in message and "goes on with" in message and "AssertionError" not in message, message
+    assert "StepChanged" in message and "continues with" in message and "AssertionError" not in message, message
     assert "on pipeline rank" in message and "of training_step" in message, message
 
 

@@ -1,1 +1,1 @@
-"""Split a batch into microbatches, and merge what they gave."""
+"""Split a batch into microbatches, and merge their outputs."""

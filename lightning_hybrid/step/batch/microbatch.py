@@ -1,8 +1,8 @@
 """Split a batch into microbatches.
 
-A batch is split only where that provably is right: all its tensors agree on the size of their first dimension. Lists,
-arrays and tables of that length go with them, row by row. What else comes with the samples (column names, a tokenizer,
-scales) goes to each microbatch as it is.
+A batch is split only where that provably is right: all its tensors have the same size in their first dimension. Lists,
+arrays and tables of that length are split with them, row by row. Any other object in the batch (column names, a
+tokenizer, scales) is passed to each microbatch unchanged.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 class BatchError(ValueError):
-    """A batch that cannot be split as asked."""
+    """A batch that cannot be split as requested."""
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Number of samples in ``batch``; None if its leaves do not agree on one."""
-    size, _ = _measure(batch)
+    """Number of samples in ``batch``: the common first dimension of its tensors; None if there is none."""
+    size, _ = _samples_of(batch)
     return size
 
 
 def sizes_of(batches: Sequence[Any]) -> list[int | None]:
-    """Number of samples in each."""
+    """Number of samples in each batch."""
     return [batch_size_of(batch) for batch in batches]
 
 
-def _measure(batch: Any) -> tuple[int | None, str]:
+def _samples_of(batch: Any) -> tuple[int | None, str]:
     """The number of samples, or None and the reason."""
     sizes: dict[int, Tensor] = {}
     for leaf in flatten(batch)[0]:
@@ -60,14 +60,14 @@ def _measure(batch: Any) -> tuple[int | None, str]:
 
 
 def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: BatchSplitter | None) -> int:
-    """How many microbatches to cut ``batch`` into.
+    """Choose the number of microbatches of ``batch``.
 
     Args:
         batch: The batch.
         wanted: The user's number; None chooses at most four times the number of stages, and at least two samples each
             where there are enough: layers and metrics take statistics of them.
         num_stages: Number of pipeline stages.
-        splitter: The user's own splitter; then ``wanted`` is taken as it is.
+        splitter: The user's splitter; then ``wanted`` is used unchanged.
 
     Returns:
         1 where the batch cannot be split.
@@ -87,8 +87,8 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
 
 
 def why_whole(batch: Any, splitter: BatchSplitter | None) -> str:
-    """Why ``batch`` runs as one microbatch whatever is asked for; empty if it can be split."""
-    return _measure(batch)[1] if splitter is None else ""
+    """Why ``batch`` runs unsplit, whatever number is requested; empty if it can be split."""
+    return _samples_of(batch)[1] if splitter is None else ""
 
 
 def check_count(batch: Any, wanted: int | None) -> None:
@@ -106,20 +106,20 @@ def check_count(batch: Any, wanted: int | None) -> None:
 
 
 def split_unevenly(batch: Any) -> tuple[list[Any], list[float]]:
-    """About a third of a batch and the rest, as ``split`` gives them; nothing if it cannot be cut.
+    """Split a batch in about a third and the rest, as ``split`` returns them; empty lists if it cannot be split.
 
-    The sizes have no divisor in common, so that no number of samples but all lies in both parts by their shares.
+    The sizes are coprime, so that no number of samples but all can divide between them by their shares.
     """
     size = batch_size_of(batch)
     if size is None or size < 2:
         return [], []
     least = max(2 if size > 4 else 1, size // 3)  # layers may take statistics of several samples
     few = next(few for few in range(least, size) if math.gcd(few, size) == 1)
-    return _cut(batch, size, [few, size - few]), [few / size, 1 - few / size]
+    return _split_value(batch, size, [few, size - few]), [few / size, 1 - few / size]
 
 
 def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tuple[list[Any], list[float]]:
-    """Cut ``batch`` into ``count`` microbatches as even as possible.
+    """Split ``batch`` into ``count`` microbatches as evenly as possible.
 
     Returns:
         The microbatches, and the weight of each: its share of the samples.
@@ -130,11 +130,11 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     if splitter is not None:
         pieces = list(splitter(batch, count))
         if len(pieces) != count:
-            raise BatchError(f"batch_splitter was asked for {count} microbatches and gave {len(pieces)}")
-        known = [size for piece in pieces if (size := batch_size_of(piece)) is not None]
-        total = sum(known)
-        if len(known) == len(pieces) and total:
-            return pieces, [size / total for size in known]
+            raise BatchError(f"batch_splitter was called for {count} microbatches and returned {len(pieces)}")
+        sizes = [size for piece in pieces if (size := batch_size_of(piece)) is not None]
+        total = sum(sizes)
+        if len(sizes) == len(pieces) and total:
+            return pieces, [size / total for size in sizes]
         return pieces, [1 / count] * count
     if count == 1:
         return [batch], [1.0]
@@ -142,11 +142,11 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     assert size is not None and count <= size
     each, more = divmod(size, count)
     counts = [each + (index < more) for index in range(count)]
-    return _cut(batch, size, counts), [part / size for part in counts]
+    return _split_value(batch, size, counts), [samples / size for samples in counts]
 
 
 def copied_batch(batch: Any) -> Any:
-    """A batch of its own for a run of the step that may write into it; objects that cannot be copied are the same."""
+    """Copy a batch for a run of the step that may write into it; objects that cannot be copied are passed unchanged."""
     return map_leaves(_copied, batch)
 
 
@@ -155,18 +155,18 @@ def _copied(leaf: Any) -> Any:
         return detached_copy(leaf).requires_grad_(leaf.requires_grad)
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # an object of the user's, which need not know how
+    except Exception:  # a user's object, which need not support it
         return leaf
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """One batch out of those of several replicas.
+    """Concatenate the batches of several replicas to one.
 
     Args:
-        batches: In order.
+        batches: The batches, in the order of the replicas.
 
     Raises:
-        BatchError: What comes out has not their samples.
+        BatchError: The result has another number of samples than the batches together.
     """
     if len(batches) == 1:
         return batches[0]
@@ -177,41 +177,40 @@ def join_batches(batches: Sequence[Any]) -> Any:
         isinstance(batch, list) and all(isinstance(entry, Tensor) and entry.shape[:1] == (count,) for entry in batch)
         for batch, count in zip(batches, counts, strict=True)
     )
-    parts = [tuple(batch) for batch in batches] if are_columns else batches
-    whole = join(parts, [(count or 0) / max(total, 1) for count in counts], counts)
-    if None in counts or batch_size_of(whole) != total:
+    outputs = [tuple(batch) for batch in batches] if are_columns else batches
+    merged = join(outputs, [(count or 0) / max(total, 1) for count in counts], counts)
+    if None in counts or batch_size_of(merged) != total:
         raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one")
-    return list(whole) if are_columns else whole
+    return list(merged) if are_columns else merged
 
 
-def _is_one(item: Any) -> bool:
-    """Whether it can be what a list has of one sample: no rows of several are in it."""
+def _is_single_sample(item: Any) -> bool:
+    """Whether a list item can belong to one sample: it contains no tensor with rows of several."""
     return not any(isinstance(leaf, Tensor | numpy.ndarray) and leaf.ndim for leaf in flatten(item)[0])
 
 
-def _cut(value: Any, size: int, counts: list[int]) -> list[Any]:
+def _split_value(value: Any, size: int, counts: list[int]) -> list[Any]:
     if isinstance(value, Tensor):
         if not value.dim():
             return [value] * len(counts)
-        parts = value.split(counts)
-        # What one microbatch writes in place is nothing that another one saved for its backward.
-        return [of_class(value, part if value.requires_grad else part.data) for part in parts]
+        # In-place writes of one microbatch must not bump the version of tensors that another saved for its backward.
+        return [of_class(value, rows if value.requires_grad else rows.data) for rows in value.split(counts)]
     rows = _rows_of(value, size)
     if rows is not None:
         starts = [sum(counts[:index]) for index in range(len(counts))]
-        return [rows[start : start + part] for start, part in zip(starts, counts, strict=True)]
-    parts = children_of(value)
-    if parts is None:
+        return [rows[start : start + samples] for start, samples in zip(starts, counts, strict=True)]
+    container = children_of(value)
+    if container is None:
         return [value] * len(counts)
-    children, build = parts
-    columns = [_cut(child, size, counts) for child in children]
+    children, build = container
+    columns = [_split_value(child, size, counts) for child in children]
     return [build([column[index] for column in columns]) for index in range(len(counts))]
 
 
 def _rows_of(value: Any, size: int) -> Any:
-    """What slices of samples are taken from, where something that is no tensor has one row of each; else None."""
+    """The object to slice by samples, where a value that is no tensor has one row per sample; else None."""
     if type(value) in (list, tuple):  # file names, captions, labels
-        return value if len(value) == size and all(_is_one(item) for item in value) else None
+        return value if len(value) == size and all(_is_single_sample(item) for item in value) else None
     if isinstance(value, numpy.ndarray):
         return value if value.shape[:1] == (size,) else None
     is_table = hasattr(type(value), "iloc") and hasattr(value, "__len__")  # such as a DataFrame

@@ -1,1 +1,1 @@
-"""What means, sums and metrics over microbatches are for the whole batch."""
+"""Means, sums and metrics of the full batch, computed from those of its microbatches."""

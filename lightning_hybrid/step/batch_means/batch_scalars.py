@@ -1,7 +1,7 @@
-"""Scalars of a step (losses, metric values, functions of them) for the whole batch.
+"""Scalars of a step (losses, metric values, functions of them) for the full batch.
 
 ``torch.exp(loss)`` of the batch is no mean over its microbatches, but ``torch.exp`` of the batch's loss. So operations
-that take nothing but numbers are computed once more, on the numbers of the batch.
+on scalars alone are recomputed on the scalars of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_hybrid.step.tracing.recording import Template
 
 
 def scalar_nodes(graph: StepGraph) -> frozenset[int]:
-    """The operations that make numbers, and those that take nothing else."""
+    """Indices of the nodes whose outputs are all scalars, or computed from scalars alone."""
     numbers = {value.index for value in graph.values if not value.shape}
     found = set()
     for node in graph.nodes:
@@ -36,40 +36,40 @@ def scalar_nodes(graph: StepGraph) -> frozenset[int]:
 
 
 class _Call(NamedTuple):
-    """One operation on numbers.
+    """One operation on scalars.
 
     Attributes:
         node: The operation.
-        run: Computes it; None if that is no matter of its arguments alone.
-        leaves: Of its arguments; an index in place of a value of the step.
-        spec: Of these.
-        place: Which leaf of its result is wanted.
+        run: Computes it; None if its result depends on more than its arguments.
+        leaves: Leaves of its arguments; an ``_Index`` in place of a value of the step.
+        spec: Containers of the leaves.
+        position: Index of the requested leaf of its result.
     """
 
     node: Node
     run: Callable[..., Any] | None
     leaves: list[Any]
     spec: Spec | None
-    place: int
+    position: int
 
 
 class _Index(int):
-    """That of a value, among arguments."""
+    """The index of a value, among arguments."""
 
 
 @dataclass
 class ScalarResults:
-    """What one stage computed of numbers in one microbatch.
+    """The scalars that one stage computed in one microbatch.
 
     Attributes:
-        values: By index.
-        calls: What made them, by index.
+        values: Scalars and metric values, by value index.
+        calls: The operations that made them, by value index.
     """
 
     values: dict[int, Tensor] = field(default_factory=dict)
     calls: dict[int, _Call] = field(default_factory=dict)
 
-    def note(
+    def record(
         self,
         node: Node,
         run: Callable[..., Any] | None,
@@ -79,67 +79,66 @@ class ScalarResults:
         template: Template,
         mark_of: Callable[[Tensor], int | None],
     ) -> None:
-        """Note one operation.
+        """Record one operation, and the scalars that it reads and makes.
 
         Args:
             node: The operation.
-            run: Computes it once more; None if it must not be.
+            run: Recomputes it; None if it must not be recomputed.
             args: Its arguments.
             kwargs: Likewise.
-            results: The leaves of its result.
-            template: Says which values they are.
-            mark_of: Which value a tensor is.
+            results: Leaves of its result.
+            template: Describes which values these are.
+            mark_of: Returns the value index of a tensor.
         """
         leaves, spec = flatten((args, kwargs))
         if any(isinstance(leaf, Deferred) for leaf in (*leaves, *results)):
             return
-        if (
-            node.unit or node.parameters or template.written or ":" in node.name
-        ):  # a function of the user's, or one that asks other ranks
+        # With a colon: a user's function, or one that communicates with other ranks.
+        if node.unit or node.parameters or template.written or ":" in node.name:
             run = None
-        held: list[Any] = []
+        arguments: list[Any] = []
         for leaf in leaves if run is not None else ():
             mark = mark_of(leaf) if isinstance(leaf, Tensor) else None
-            if isinstance(leaf, Tensor) and leaf.dim() and mark not in self.values:  # no number, nor a metric's value
-                run, held = None, []
+            if isinstance(leaf, Tensor) and leaf.dim() and mark not in self.values:  # no scalar, nor a metric's value
+                run, arguments = None, []
                 break
             if mark is not None:
                 self.values.setdefault(mark, leaf.detach())
-            held.append(leaf if mark is None else _Index(mark))
-        for place, (leaf, described) in enumerate(zip(results, template.leaves, strict=True)):
+            arguments.append(leaf if mark is None else _Index(mark))
+        for position, (leaf, described) in enumerate(zip(results, template.leaves, strict=True)):
             if described.value is not None and isinstance(leaf, Tensor):
                 self.values[described.value] = leaf.detach()
                 if described.input is None:
-                    self.calls[described.value] = _Call(node, run, held, spec, place)
+                    self.calls[described.value] = _Call(node, run, arguments, spec, position)
 
     def joined(self, earlier: ScalarResults) -> ScalarResults:
-        """With what another stage of this rank computed."""
+        """Merge with the scalars that another stage of this rank computed."""
         return ScalarResults({**earlier.values, **self.values}, {**earlier.calls, **self.calls})
 
 
 class BatchScalars:
-    """The numbers of a step for the whole batch, as far as this rank knows those of the microbatches."""
+    """Scalars of a step for the full batch, as far as this rank has those of the microbatches."""
 
-    def __init__(self, parts: Sequence[ScalarResults], weights: Sequence[float], metrics: BatchMetrics) -> None:
-        """Args: parts: by microbatch. weights: of these. metrics: of the batch."""
-        self._parts, self._metrics = parts, metrics
+    def __init__(self, microbatches: Sequence[ScalarResults], weights: Sequence[float], metrics: BatchMetrics) -> None:
+        """Args: microbatches: results of each. weights: of the microbatches. metrics: of the batch."""
+        self._microbatches, self._metrics = microbatches, metrics
         total = sum(weights)
         self._weights = [weight / total if total else 1 / len(weights) for weight in weights]
-        self._known: dict[int, tuple[Tensor | None, bool]] = {}
+        self._cache: dict[int, tuple[Tensor | None, bool]] = {}
 
     def value(self, index: int) -> Tensor | None:
-        """A number of the batch; None if this rank cannot tell."""
-        return self._of(index)[0]
+        """A scalar of the full batch; None if this rank cannot compute it."""
+        return self._value_and_kind(index)[0]
 
     def is_mean(self, index: int) -> bool:
-        """Whether it is the mean of those of the microbatches."""
-        return self._of(index)[1]
+        """Whether the scalar is the weighted mean of those of the microbatches."""
+        return self._value_and_kind(index)[1]
 
-    def _of(self, index: int) -> tuple[Tensor | None, bool]:
-        if index not in self._known:
-            self._known[index] = None, True
-            self._known[index] = self._compute(index)
-        return self._known[index]
+    def _value_and_kind(self, index: int) -> tuple[Tensor | None, bool]:
+        if index not in self._cache:
+            self._cache[index] = None, True
+            self._cache[index] = self._compute(index)
+        return self._cache[index]
 
     def _compute(self, index: int) -> tuple[Tensor | None, bool]:
         found = self._computed(index)
@@ -151,37 +150,37 @@ class BatchScalars:
         return (mean, True) if is_mean else (found, False)
 
     def _computed(self, index: int) -> Tensor | None:
-        """A number that is no mean of those of the microbatches."""
-        calls = [part.calls.get(index) for part in self._parts]
+        """A scalar that is no mean of those of the microbatches: a metric value, or recomputed; else None."""
+        calls = [results.calls.get(index) for results in self._microbatches]
         call = calls[0]
         if call is not None and all(other is not None and other.node.name == call.node.name for other in calls):
             if call.node.name.startswith(SINK):
-                return self._of_metric(call, index)
+                return self._metric_value(call, index)
             if not is_linear(call.node) or not all(map(self.is_mean, call.node.inputs)):
-                return self._once_more(call, [other.leaves for other in calls if other is not None])
+                return self._recomputed(call, [other.leaves for other in calls if other is not None])
         return None
 
     def _mean(self, index: int) -> Tensor | None:
-        values = [part.values.get(index) for part in self._parts]
+        values = [results.values.get(index) for results in self._microbatches]
         present = [value for value in values if value is not None and not is_absent(value) and not value.dim()]
         if len(present) < len(values) or not present[0].is_floating_point():
             return None
         total = sum(float(value) * weight for value, weight in zip(present, self._weights, strict=True))
         return present[0].new_tensor(total)
 
-    def _of_metric(self, call: _Call, index: int) -> Tensor | None:
-        if call.node.name.endswith(".compute"):  # of all that the metric has seen
-            return self._parts[-1].values.get(index)
+    def _metric_value(self, call: _Call, index: int) -> Tensor | None:
+        if call.node.name.endswith(".compute"):  # of all updates of the metric
+            return self._microbatches[-1].values.get(index)
         leaves = self._metrics.result(call.node) if call.node.name.endswith(".forward") else None
-        found = leaves[call.place] if leaves is not None and call.place < len(leaves) else None
+        found = leaves[call.position] if leaves is not None and call.position < len(leaves) else None
         return found if isinstance(found, Tensor) else None
 
-    def _once_more(self, call: _Call, given: Sequence[list[Any]]) -> Tensor | None:
-        """An operation on the numbers of the batch; None if it takes something else of each microbatch."""
-        if call.run is None or any(len(leaves) != len(call.leaves) for leaves in given):
+    def _recomputed(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
+        """Recompute an operation on the scalars of the batch; None if other arguments differ between microbatches."""
+        if call.run is None or any(len(leaves) != len(call.leaves) for leaves in arguments_by_microbatch):
             return None
         arguments = []
-        for column in zip(*given, strict=True):
+        for column in zip(*arguments_by_microbatch, strict=True):
             if any(not _is_same(one, column[0]) for one in column[1:]):
                 return None
             found = self.value(column[0]) if isinstance(column[0], _Index) else column[0]
@@ -194,7 +193,7 @@ class BatchScalars:
                 made = flatten(call.run(*args, **kwargs))[0]
         except Exception:  # such as a derivative, which needs the graph
             return None
-        found = made[call.place] if call.place < len(made) else None
+        found = made[call.position] if call.position < len(made) else None
         return found if isinstance(found, Tensor) else None
 
 

@@ -1,9 +1,9 @@
-"""The count that a loss is a mean over, found in the batch and proved by the value of the loss.
+"""The denominator (count) of a mean loss, found in the batch and verified by the value of the loss.
 
-A masked language model takes the mean over the tokens whose labels are not ``-100``. Its loss on a batch is then no
-mean over samples of its losses on parts of the batch, but one over these tokens: parts weigh by their *count*. A step
-that runs as plain Python shows no graph of its loss, so each count that the tensors of a batch offer is tried: the one
-with which the mean over the parts is the loss of the whole batch stands from then on.
+A masked language model takes the mean over the tokens whose labels are not ``-100``. Its loss on a batch is then not a
+mean over samples of its losses on microbatches, but over these tokens: microbatches are weighted by their *count*. A
+step that runs as plain Python has no recorded graph of its loss, so each count that the tensors of a batch offer is
+tried: the one with which the mean over microbatches equals the loss of the full batch is used.
 """
 
 from __future__ import annotations
@@ -17,85 +17,85 @@ from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import flatten
 
-_IGNORED = -100  # torch's own number of labels that do not count
-# Relative differences of losses that rounding may make.
+_IGNORED = -100  # torch's default ``ignore_index``
+# Relative differences of losses that may be rounding errors.
 _ROUNDING = {torch.float64: 1e-12}
 _ROUNDING_OF_SINGLE = 1e-6
-# By the root of it, the mean by a count must be nearer to the loss of the batch than the mean over samples.
+# The mean by a count must be closer to the loss of the batch than the mean over samples by its square root.
 
 
 class Count(NamedTuple):
-    """How many entries of a tensor count, or the sum of its entries.
+    """The number of entries of a tensor that are not ignored, or the sum of its entries.
 
     Attributes:
-        place: Of the tensor among those of its batch that have a dimension.
-        ignored: The entries that do not count; None where the entries are weights.
+        position: Position of the tensor among those of its batch that have a dimension.
+        ignored: The value of ignored entries; None where the entries are weights.
         begin: First entry along the last dimension; 1 where labels are shifted by one.
-        end: Likewise the end; None for all.
+        end: End along the last dimension; None for all.
     """
 
-    place: int
+    position: int
     ignored: float | None
     begin: int = 0
     end: int | None = None
 
     def __str__(self) -> str:
-        """For messages."""
-        what = "the sum" if self.ignored is None else f"the entries other than {self.ignored:g}"
+        """Describe the count in messages."""
+        quantity = "the sum" if self.ignored is None else f"the entries other than {self.ignored:g}"
         where = ", without the first column" if self.begin else ", without the last column" if self.end else ""
-        return f"{what} of tensor {self.place} of the batch{where}"
+        return f"{quantity} of tensor {self.position} of the batch{where}"
 
     def of(self, batch: Any) -> float:
-        """The count of a batch or of a part of one; 0 for a batch of another kind."""
+        """The count of a batch or microbatch; 0 for a batch with fewer tensors."""
         tensors = _tensors(batch)
-        if self.place >= len(tensors):
+        if self.position >= len(tensors):
             return 0.0
-        tensor = tensors[self.place].detach()
+        tensor = tensors[self.position].detach()
         if self.begin or self.end is not None:
             tensor = tensor[..., self.begin : self.end]
         return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
 
-    def weights(self, parts: Sequence[Any]) -> list[float] | None:
-        """The weights of the parts of one batch, which sum to 1; None where nothing counts."""
-        counts = [self.of(part) for part in parts]
+    def weights(self, microbatches: Sequence[Any]) -> list[float] | None:
+        """The weights of the microbatches of one batch, which sum to 1; None if all counts are 0."""
+        counts = [self.of(microbatch) for microbatch in microbatches]
         total = sum(counts)
         return [count / total for count in counts] if total > 0 else None
 
 
 class Mean(NamedTuple):
-    """A number that a step gives for a batch, and for the parts of it.
+    """A scalar of a step for a batch, and for its microbatches.
 
     Attributes:
-        whole: Of the batch.
-        parts: By partition, of its parts.
+        whole: The scalar of the full batch.
+        parts: The scalars of the microbatches, by partition of the batch.
     """
 
     whole: float
     parts: Sequence[Sequence[float]]
 
     def errors(self, weights: Sequence[Sequence[float]]) -> list[float]:
-        """By partition, how far the mean over the parts is from the number of the batch."""
+        """By partition, the absolute error of the weighted mean over microbatches."""
         pairs = zip(self.parts, weights, strict=True)
-        return [abs(sum(n * w for n, w in zip(of, by, strict=True) if w) - self.whole) for of, by in pairs]
+        return [abs(sum(n * w for n, w in zip(*pair, strict=True) if w) - self.whole) for pair in pairs]
 
 
 def find_counts(
     loss: Mean, batch: Any, partitions: Sequence[tuple[Sequence[Any], Sequence[float]]], dtype: torch.dtype
 ) -> tuple[Count, ...]:
-    """The counts by which parts of a batch weigh; none if the samples do, or if none is found.
+    """The counts by which microbatches are weighted; none if by samples, or if none is found.
 
-    Several are found where masks and labels leave the same entries of this batch.
+    Several are found where masks and labels select the same entries of this batch.
 
     Args:
-        loss: Of the batch, and of the parts.
+        loss: Loss of the batch, and of its microbatches.
         batch: The batch.
-        partitions: Its parts and their shares of the samples.
-        dtype: Of the loss.
+        partitions: Microbatches of each partition, and their shares of the samples.
+        dtype: Dtype of the loss.
     """
     bound = worth_finding(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}
     for count in counts_in(batch) if bound else ():
-        weights = [of for parts, _ in partitions if (of := count.weights(parts)) is not None]
+        weights = [of for microbatches, _ in partitions if (of := count.weights(microbatches)) is not None]
         of_parts = loss.errors(weights) if len(weights) == len(partitions) else [math.nan]
         if all(map(math.isfinite, of_parts)):
             errors[count] = max(of_parts)
@@ -104,57 +104,57 @@ def find_counts(
     return tuple(count for count, error in errors.items() if error <= near) if least < bound else ()
 
 
-def are_apart(counts: Sequence[Count], parts: Sequence[Any]) -> bool:
-    """Whether several counts give other weights to the parts of a batch."""
-    weights = [count.weights(parts) for count in counts]
-    return any(not _is_near(of, weights[0]) for of in weights[1:])
+def are_apart(counts: Sequence[Count], microbatches: Sequence[Any]) -> bool:
+    """Whether several counts give different weights to the microbatches of a batch."""
+    weights = [count.weights(microbatches) for count in counts]
+    return any(not _is_close(other, weights[0]) for other in weights[1:])
 
 
 def worth_finding(number: Mean, weights: Sequence[Sequence[float]], dtype: torch.dtype) -> float:
-    """The error that other weights must not reach to be right; 0 where these are right themselves."""
+    """The error below which other weights are accepted; 0 where these weights are right."""
     errors, rounding = number.errors(weights), rounding_of(number.whole, dtype)
     error = max(errors)
-    if not all(map(math.isfinite, errors)):  # a part of which nothing counts
+    if not all(map(math.isfinite, errors)):  # a microbatch without counted entries
         return 10 * rounding
     nearer = math.sqrt(_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE))
     return max(error * nearer, rounding) if error > 10 * rounding else 0.0
 
 
 def rounding_of(number: float, dtype: torch.dtype) -> float:
-    """What rounding may make of a loss."""
+    """The largest rounding error of a loss."""
     return _ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) * abs(number)
 
 
 def counts_in(batch: Any) -> Iterator[Count]:
-    """The counts that a batch offers: labels that are not ignored, masks, weights; the commonest first."""
+    """The candidate counts of a batch: labels that are not ignored, masks, weights; the most common first."""
     found = list(enumerate(_tensors(batch)))
     for begin, end in ((0, None), (1, None), (0, -1)):
-        for place, leaf in found:
+        for position, leaf in found:
             if (begin or end) and (leaf.dim() < 2 or leaf.shape[-1] < 2):
                 continue
             for ignored in _ignored_in(leaf):
-                yield Count(place, ignored, begin, end)
+                yield Count(position, ignored, begin, end)
 
 
-def uneven_masks(batch: Any, parts: Sequence[Any], weights: Sequence[float]) -> set[Count]:
-    """The ignored labels and masks of a batch of which its parts have other shares than of the samples.
+def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:
+    """The counts of labels and masks whose shares in the microbatches differ from the shares of samples.
 
     Args:
         batch: The batch.
-        parts: Its parts.
+        microbatches: Its microbatches.
         weights: Their shares of the samples.
     """
     found = set()
-    for place, leaf in enumerate(_tensors(batch)):
+    for position, leaf in enumerate(_tensors(batch)):
         if leaf.is_floating_point() or leaf.is_complex():
             continue
-        count = Count(place, 0 if leaf.dtype is torch.bool else _IGNORED)
-        if (by_count := count.weights(parts)) is not None and not _is_near(by_count, weights):
+        count = Count(position, 0 if leaf.dtype is torch.bool else _IGNORED)
+        if (by_count := count.weights(microbatches)) is not None and not _is_close(by_count, weights):
             found.add(count)
     return found
 
 
-def _is_near(some: Sequence[float] | None, others: Sequence[float] | None) -> bool:
+def _is_close(some: Sequence[float] | None, others: Sequence[float] | None) -> bool:
     if some is None or others is None:
         return some is others
     return all(abs(one - other) < 1e-9 for one, other in zip(some, others, strict=True))
@@ -171,5 +171,5 @@ def _ignored_in(leaf: Tensor) -> list[float | None]:
         return [0, 1]
     if leaf.is_floating_point():
         return [None, 0] if bool((leaf >= 0).all()) else []
-    commonest = int(leaf.flatten().mode().values) if leaf.numel() else 0  # padding, of whatever number
-    return list(dict.fromkeys([_IGNORED, 0, -1, commonest]))
+    most_common = int(leaf.flatten().mode().values) if leaf.numel() else 0  # padding, of any index
+    return list(dict.fromkeys([_IGNORED, 0, -1, most_common]))

@@ -1,13 +1,13 @@
-"""The means on which a loss depends linearly: these weigh by their microbatch's count."""
+"""The means on which a loss depends linearly: these are weighted by the count of their microbatch."""
 
 from __future__ import annotations
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.batch_means.sums_over_samples import ARRANGED, HANDED_ON
+from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, REARRANGED
 
 _LINEAR = (
-    HANDED_ON
-    | ARRANGED
+    IDENTITIES
+    | REARRANGED
     | {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg", "__neg__", "sum", "mean", "add_", "__iadd__"}
     | {"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "mul_", "__imul__"}
     | {"unbind", "item"}
@@ -15,11 +15,11 @@ _LINEAR = (
 
 
 def terms_of(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
-    """The nodes that average over what the content of the batch decides.
+    """Indices of the nodes that average over a number of entries that depends on the content of the batch.
 
     Args:
-        graph: The step on a microbatch.
-        sizes_differ: Whether that of another microbatch has other shapes.
+        graph: Graph of the step on a microbatch.
+        sizes_differ: Whether the graph of another microbatch has other shapes.
     """
     found = set()
     for node in graph.nodes:
@@ -31,7 +31,7 @@ def terms_of(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
 
 
 def is_linear(node: Node) -> bool:
-    """Whether the result of an operation is linear in all values that it takes."""
+    """Whether the result of an operation is linear in all of its inputs."""
     return node.name in _LINEAR and node.averages != "inverse" and (node.name not in _PRODUCTS or len(node.inputs) == 1)
 
 
@@ -41,7 +41,7 @@ def leads_to_loss(index: int, graph: StepGraph) -> bool:
 
 
 def reached_by(index: int, graph: StepGraph) -> set[int]:
-    """The operations that follow from one, on the way to the loss if there is one."""
+    """Indices of the operations that depend on one, and on which the loss depends if there is one."""
     behind = set(range(len(graph.nodes))) if graph.loss is None else _ancestors(graph.loss, graph)
     values = set(graph.nodes[index].outputs)
     reached = set()
@@ -53,7 +53,7 @@ def reached_by(index: int, graph: StepGraph) -> set[int]:
 
 
 def _is_linear(term: Node, graph: StepGraph) -> bool:
-    """Whether all that leads from a term to the loss is linear in it."""
+    """Whether all operations from a term to the loss are linear in it."""
     if graph.loss is None:
         return True
     behind = _ancestors(graph.loss, graph)
@@ -65,7 +65,7 @@ def _is_linear(term: Node, graph: StepGraph) -> bool:
             return False
         factors = [value for value in node.inputs if value in of_term]
         others = [value for value in node.inputs if value not in of_term]
-        if node.name in _PRODUCTS and (len(factors) != 1 or any(_uses_batch(value, graph) for value in others)):
+        if node.name in _PRODUCTS and (len(factors) != 1 or any(_may_differ(value, graph) for value in others)):
             return False
         if node.name in _DIVISIONS and node.inputs[0] not in of_term:
             return False
@@ -78,7 +78,7 @@ _PRODUCTS = _DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__", "mul_", "__i
 
 
 def _ancestors(value: int, graph: StepGraph) -> set[int]:
-    """The operations that a value comes from."""
+    """Indices of the operations from which a value is computed."""
     wanted, found = {value}, set()
     for node in reversed(graph.nodes):
         if not wanted.isdisjoint(node.outputs):
@@ -87,6 +87,6 @@ def _ancestors(value: int, graph: StepGraph) -> set[int]:
     return found
 
 
-def _uses_batch(value: int, graph: StepGraph) -> bool:
-    """Whether a value may be another one in each microbatch: a layer has made it."""
+def _may_differ(value: int, graph: StepGraph) -> bool:
+    """Whether a value may differ between microbatches: it depends on the output of a layer."""
     return any(graph.nodes[index].unit is not None for index in _ancestors(value, graph))

@@ -1,8 +1,8 @@
 """Operations that average over labels or masks of the batch, and their denominators.
 
-``cross_entropy`` divides by the number of labels that count, or by the sum of their class weights; other code divides a
-sum by a number made of the batch. The mean over a batch is then no mean over its microbatches, but each of these has a
-*count* by which its mean weighs: ``mean = sum(mean_i * count_i) / count``.
+``cross_entropy`` divides by the number of labels that are not ignored, or by the sum of their class weights; other code
+divides a sum by a number computed from the batch. The mean over a batch is then no mean over its microbatches, but each
+of these has a *count* by which its mean is weighted: ``mean = sum(mean_i * count_i) / count``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PICKS = frozenset({"__getitem__", "masked_select"})
 
 
 class Share(NamedTuple):
-    """How a mean over a microbatch weighs in that over the batch.
+    """The weight of a mean over a microbatch in that over the batch.
 
     Attributes:
-        factor: What its value is multiplied by.
-        divisor: What its sum is divided by.
+        factor: Factor of its value.
+        divisor: Divisor of its sum.
     """
 
     factor: float
@@ -42,13 +42,13 @@ class Share(NamedTuple):
 
 
 def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool], *, numbers_read: bool) -> Averages:
-    """What an operation of a step averages over.
+    """Classify what an operation of a step averages over.
 
     Args:
-        name: Of the operation.
+        name: Name of the operation.
         args: Its arguments.
         kwargs: Likewise.
-        is_model: Whether something is computed by the model, not made of the batch alone.
+        is_model: Whether an object is a value of the model, not computed from the batch alone.
         numbers_read: Whether the step has read numbers from the batch, which may be among the arguments.
     """
     if name in _BY_CLASS | _BY_ELEMENT:
@@ -69,7 +69,7 @@ def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool],
 
 
 def picked_rows(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | None:
-    """How many rows a mask of the batch picks, if that is what an operation does."""
+    """The number of rows that an operation selects by a boolean mask of the batch; None for other operations."""
     if name not in _PICKS:
         return None
     masks = [leaf for leaf in flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
@@ -77,14 +77,14 @@ def picked_rows(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], boo
 
 
 def count(how: Averages, name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | float | None:
-    """What a mean is taken over, in one microbatch; for a product its other factor.
+    """The denominator of a mean in one microbatch; for a product its other factor.
 
     Args:
-        how: What ``averages`` said.
-        name: Of the operation.
+        how: Result of ``averages``.
+        name: Name of the operation.
         args: Its arguments.
         kwargs: Likewise.
-        is_model: As for ``averages``.
+        is_model: Whether an object is a value of the model.
     """
     if how in ("divisor", "product"):
         made = [arg for arg in args if not is_model(arg)]
@@ -103,21 +103,21 @@ def count(how: Averages, name: str, args: Any, kwargs: Any, is_model: Callable[[
 
 
 def labels_of(name: str, args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
-    """The labels that a mean over all but one of them takes alike, and that one; None for other means."""
+    """The labels of an unweighted mean over class labels, and the ignored label; None for other means."""
     bound = _bound(name, args, kwargs) if name in _BY_CLASS else None
     if bound is None or bound["weight"] is not None or bound["target"].is_floating_point():
         return None
     return bound["target"], bound["ignore_index"]
 
 
-def shared(name: str, how: Averages, run: Callable[..., Any], share: Share) -> Callable[..., Any]:
-    """An operation that averages, weighed; where nothing counts (0 / 0) it is a sum over nothing.
+def weighted_by_share(name: str, how: Averages, run: Callable[..., Any], share: Share) -> Callable[..., Any]:
+    """Wrap an operation that averages to weight its result; with a count of 0 (0 / 0) it is an empty sum.
 
     Args:
-        name: Of the operation.
-        how: What ``averages`` said.
+        name: Name of the operation.
+        how: Result of ``averages``.
         run: The operation.
-        share: Of this microbatch.
+        share: Weight of this microbatch.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -139,13 +139,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _bound(name: str, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a loss function by name; None if they are of the deprecated kind."""
+    """The arguments of a loss function by name; None if deprecated ones are used."""
     bound = _signature(name).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
+    arguments = dict(bound.arguments)
+    if arguments.pop("size_average", None) is not None or arguments.pop("reduce", None) is not None:
         return None
-    return given
+    return arguments
 
 
 @cache

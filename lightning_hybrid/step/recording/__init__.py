@@ -1,1 +1,1 @@
-"""Run a step once on stand-ins, and note what it does."""
+"""Run a step once on stand-ins, and record it as a graph."""

@@ -1,9 +1,9 @@
-"""Captured inputs of a unit: tensors that it reads beside its arguments and its own members.
+"""Captured inputs of a unit: tensors that it reads besides its arguments and its own members.
 
-It may come in an object that the unit is given (a cache with the keys of a learned prefix), belong to another module
-(a table of positions that all layers are handed), or be left on the unit by an earlier call of it (the mean and the
-deviation by which RevIN undoes in the end what it did first). Code around units, other methods of theirs among it, may
-read what is left there too.
+Such a tensor may be inside an object among the arguments (a cache with the keys of a learned prefix), belong to another
+module (a table of positions that all layers receive), or be stored on the unit by an earlier call of it (the mean and
+the deviation with which RevIN denormalizes at the end). Code around units, including other methods of a unit, may read
+tensors stored there too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightning_hybrid.step.tracing.step_mode import user_line
 _NUMBERS = (float, int, numpy.generic, numpy.ndarray)
 
 
-class LeftOnUnit(StepError):
-    """Code around units reads a value of the model that a call of one left in its attributes.
+class UncapturedOutput(StepError):
+    """Code around units reads a value of the model that a call of a unit stored in its attributes (captured output).
 
     Attributes:
-        unit: Which, by FQN; recorded as code around units, what it does is seen.
+        unit: FQN of the unit; if it is opened, its code is glue and each of its operations is recorded.
     """
 
     def __init__(self, unit: str, message: str) -> None:
@@ -40,13 +40,13 @@ class LeftOnUnit(StepError):
         self.unit = unit
 
 
-class SideWays:
-    """Sees what the kernels inside a unit are given.
+class CapturedInputs:
+    """Finds captured inputs by the arguments of the kernels inside a unit.
 
     Attributes:
-        units: The units that read values of the step so: to be opened, so that what they read is seen.
-        members: FQNs of what the unit that ran last reads of other modules.
-        left: The units that left in their attributes what a later call of them, or code around them, reads.
+        units: Units that capture values of the step; to be opened, so that these reads are recorded.
+        members: FQNs of the parameters and buffers of other modules that the unit that ran last reads.
+        storing_units: Units that stored in their attributes tensors that later calls, or code around them, read.
     """
 
     def __init__(
@@ -56,145 +56,145 @@ class SideWays:
         costs: CostWatch,
         modules: Mapping[str, nn.Module],
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. mark_of: which value it is. modules: the units, by FQN."""
+        """Args: parameters: FQN by id of the stand-ins. mark_of: value index of a tensor. modules: units by FQN."""
         self._parameters, self._mark_of, self._costs, self._modules = parameters, mark_of, costs, modules
-        self._before: dict[str, dict[int, Tensor]] = {}  # what units had before their first call
-        self._after: dict[int, tuple[Tensor, str]] = {}  # what calls of units made and left, and which
+        self._before: dict[str, dict[int, Tensor]] = {}  # attribute tensors of units before their first call
+        self._after: dict[int, tuple[Tensor, str]] = {}  # attribute tensors stored by calls of units, and the unit
         self.units: dict[str, None] = {}
         self.members: dict[str, None] = {}
-        self.left: dict[str, None] = {}
+        self.storing_units: dict[str, None] = {}
 
-    def found(self) -> dict[str, Any]:
-        """What a recording tells of it."""
-        return {"entered": frozenset(self.units), "left": frozenset(self.left)}
+    def units_to_open(self) -> dict[str, Any]:
+        """The fields ``entered`` and ``left`` of a ``Recording``."""
+        return {"entered": frozenset(self.units), "left": frozenset(self.storing_units)}
 
     @contextlib.contextmanager
-    def watched(self, unit: str | None, given: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
-        """While an operation runs; ``unit`` is None where it is none, and its arguments are all that it reads."""
+    def watching(self, unit: str | None, arguments: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
+        """Find captured inputs while a unit runs; other operations (``unit`` is None) read their arguments alone."""
         self.members = {}
         if unit is None:
             yield
             return
-        known = {id(tensor) for tensor in given}
-        own = frozenset(owned)
-        has = _in_attributes(self._modules[unit])
-        fresh = has.keys() - self._before.setdefault(unit, has).keys()
+        argument_ids = {id(tensor) for tensor in arguments}
+        owned_names = frozenset(owned)
+        before = _attribute_tensors_of(self._modules[unit])
+        stored = before.keys() - self._before.setdefault(unit, before).keys()
 
-        def given_to(arguments: Any) -> int:
+        def count_captured(kernel_arguments: Any) -> int:
             found = 0
-            for argument in arguments:
+            for argument in kernel_arguments:
                 for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-                    if not isinstance(tensor, Tensor) or id(tensor) in known:
+                    if not isinstance(tensor, Tensor) or id(tensor) in argument_ids:
                         continue
                     member = self._parameters.get(id(tensor))
-                    if member is not None and member not in own:
+                    if member is not None and member not in owned_names:
                         self.members[member] = None
                         found += 1
-                    elif id(tensor) in fresh:
-                        self.left[unit] = None
+                    elif id(tensor) in stored:
+                        self.storing_units[unit] = None
                         found += 1
                     elif member is None and self._mark_of(tensor) is not None:
                         self.units[unit] = None
                         found += 1
             return found
 
-        self._costs.given_to = given_to
+        self._costs.given_to = count_captured
         try:
             yield
         finally:
             self._costs.given_to = None
-        for key, tensor in _in_attributes(self._modules[unit]).items():
-            if key not in has and key not in known:
+        for key, tensor in _attribute_tensors_of(self._modules[unit]).items():
+            if key not in before and key not in argument_ids:
                 self._after[key] = tensor, unit
 
-    def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, known: bool) -> bool:
-        """Whether an operation reads nothing of the model; notes who left what it reads.
+    def reads_batch_alone(self, name: str, tensors: Iterable[Tensor], *, reads_model: bool) -> bool:
+        """Whether an operation reads nothing of the model; records the units that stored a tensor it reads.
 
         Args:
-            name: Of the operation.
+            name: Name of the operation.
             tensors: Its arguments.
-            known: Some of them are parameters or known to be values of the model.
+            reads_model: Whether some of them are parameters or recorded values of the model.
 
         Raises:
-            LeftOnUnit: A value of the model comes from the attributes of a unit.
-            StepError: A value of the model comes from nobody knows where.
+            UncapturedOutput: A value of the model comes from the attributes of a unit.
+            StepError: A value of the model comes from an unknown source.
         """
         for tensor in tensors:
             _, unit = self._after.get(id(tensor), (None, None))
             if unit is not None and self._mark_of(tensor) is None:
-                self.left[unit] = None
-            if known or not isinstance(tensor, FakeTensor):
+                self.storing_units[unit] = None
+            if reads_model or not isinstance(tensor, FakeTensor):
                 continue
             message = (
-                f"{user_line()}: {name} reads a tensor that left a unit on a side way (an attribute or an object it was"
-                " given); return it from the module's forward, or name a cut inside that module in pipeline_cuts"
+                f"{user_line()}: {name} reads a captured output of a unit (stored in an attribute or in an object among"
+                " its arguments); return it from its forward, or name a cut inside that module in pipeline_cuts"
             )
             if unit is not None and not has_backward_hooks(self._modules[unit]):
-                raise LeftOnUnit(unit, message)
+                raise UncapturedOutput(unit, message)
             raise StepError(message)
-        return not known
+        return not reads_model
 
 
-def event_on_stand_ins(
+def run_event_on_stand_ins(
     units: Mapping[str, nn.Module], name: str, run: Callable[..., Any], args: Any, kwargs: Any, error: Exception
 ) -> Any:
-    """Run an operation, or a unit, on stand-ins while a step is recorded; see ``run_on_stand_ins``.
+    """Run an operation or a unit that fake kernels cannot run while a step is recorded, by ``run_on_stand_ins``.
 
     Args:
-        units: By FQN.
-        name: Of the operation; of a unit ``"@"`` and its FQN.
-        run: What to run.
+        units: The units by FQN.
+        name: Name of the operation; for a unit ``"@"`` and its FQN.
+        run: The operation or the forward of the unit.
         args: Its arguments.
         kwargs: Likewise.
-        error: Why fake kernels did not do.
+        error: The error of the fake kernels.
 
     Raises:
-        LeftOnUnit: A unit makes a number of values of the model, which code around it may decide by.
+        UncapturedOutput: A unit computes a Python number from values of the model, and code around it may branch on it.
     """
     if not name.startswith("@"):
         return run_on_stand_ins(run, args, kwargs, error)
     unit = units[name[1:]]
-    made = _NumbersOfUnit(unit, (args, kwargs))
-    # A module without parameters is a unit for its results alone: what it keeps would be on one stage.
+    made = _NumbersMadeByUnit(unit, (args, kwargs))
+    # A module without parameters is a unit for its results alone: state that it keeps would be on one stage only.
     before = None if any(True for _ in unit.parameters()) else _state_of(unit)
     out = run_on_stand_ins(run, args, kwargs, error, unit)
     where = made(out)
     if before is not None and not where and _state_of(unit) != before:
-        where = "it keeps something of its batch"
+        where = "it keeps state of its batch"
     if where:
         message = (
-            f"{user_line()}: {name[1:]} makes a number of values of the model, and {where}, which other pipeline"
+            f"{user_line()}: {name[1:]} computes a number from values of the model, and {where}, which other pipeline"
             " stages do not have; return the tensor"
         )
-        raise LeftOnUnit(name[1:], message)
+        raise UncapturedOutput(name[1:], message)
     return out
 
 
-class _NumbersOfUnit:
-    """Plain numbers that a unit has made of values: they are those of stand-ins, and Python lets code decide by them.
+class _NumbersMadeByUnit:
+    """Plain numbers that a unit computed from values: numbers of stand-ins, on which Python lets code branch.
 
-    Code around units that asks for a number gets one that is known to be absent; a unit gives what it has computed.
+    Glue that reads a number gets an ``AbsentFloat``; a unit returns the float that it computed from stand-ins.
     """
 
-    def __init__(self, unit: nn.Module, given: Any) -> None:
-        """Before it runs on stand-ins; args: unit: the module. given: its arguments."""
-        self._unit, self._given = unit, {id(leaf) for leaf in flatten(given)[0]}
-        self._before = self._kept()
+    def __init__(self, unit: nn.Module, arguments: Any) -> None:
+        """Created before the unit runs on stand-ins; args: unit: the module. arguments: its arguments."""
+        self._unit, self._argument_ids = unit, {id(leaf) for leaf in flatten(arguments)[0]}
+        self._before = self._attributes()
 
     def __call__(self, out: Any) -> str:
-        """Where such a number is; args: out: what the unit returned."""
-        if any(id(number) not in self._given for number in _numbers_in(out)):
+        """Say where such a number is, empty if nowhere; args: out: the output of the unit."""
+        if any(id(number) not in self._argument_ids for number in _numbers_inside(out)):
             return "it returns a number"
-        kept = self._kept().items()
-        name = next((name for name, number in kept if self._before.get(name, number) is not number), None)
+        after = self._attributes().items()
+        name = next((name for name, number in after if self._before.get(name, number) is not number), None)
         return "" if name is None else f"it keeps a number as self.{name}"
 
-    def _kept(self) -> dict[str, Any]:
+    def _attributes(self) -> dict[str, Any]:
         return {
-            f"{fqn}.{name}" if fqn else name: held
+            f"{fqn}.{name}" if fqn else name: value
             for fqn, module in self._unit.named_modules()
-            for name, held in module.__dict__.items()
-            if isinstance(held, float | numpy.floating | numpy.ndarray)
+            for name, value in module.__dict__.items()
+            if isinstance(value, float | numpy.floating | numpy.ndarray)
         }
 
 
@@ -203,21 +203,21 @@ def _state_of(unit: nn.Module) -> Any:
     return plain_state(list(unit.modules())), [(id(tensor), tensor._version) for tensor in tensors]
 
 
-def _numbers_in(out: Any) -> Iterator[Any]:
-    """The numbers in tuples, lists and mappings; those of a distribution are what it was made with."""
+def _numbers_inside(out: Any) -> Iterator[Any]:
+    """The numbers in tuples, lists and mappings; those inside a distribution are its arguments and do not count."""
     if isinstance(out, _NUMBERS):
         yield out
     elif isinstance(out, list | tuple | Mapping):
         for item in out.values() if isinstance(out, Mapping) else out:
-            yield from _numbers_in(item)
+            yield from _numbers_inside(item)
 
 
-def _in_attributes(unit: nn.Module) -> dict[int, Tensor]:
+def _attribute_tensors_of(unit: nn.Module) -> dict[int, Tensor]:
     found = (value for module in unit.modules() for value in module.__dict__.values())
     return {id(value): value for value in found if isinstance(value, Tensor)}
 
 
-def with_their_like(entered: Iterable[str], units: Mapping[str, nn.Module]) -> set[str]:
-    """These units and all of the same classes: layers are given the same things."""
+def with_same_class(entered: Iterable[str], units: Mapping[str, nn.Module]) -> set[str]:
+    """These units and all of the same classes: layers of one class receive the same kinds of inputs."""
     kinds = {type(units[fqn]) for fqn in entered}
     return {fqn for fqn, unit in units.items() if type(unit) in kinds}

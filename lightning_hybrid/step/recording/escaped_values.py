@@ -1,4 +1,4 @@
-"""Values of the model that leave a recorded step: numbers read from them, and values kept on modules."""
+"""Values of the model that escape a recorded step: numbers read from them, and values kept on modules."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, S
 from lightning_hybrid.step.tracing.step_mode import StepWatch, user_line
 
 
-def numbers_among(leaves: list[Any], read_at: str) -> tuple[int, ...]:
-    """The values behind the numbers that an operation is given.
+def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
+    """The values from which the numbers among the arguments of an operation were read.
 
     Args:
-        leaves: Of its arguments.
-        read_at: Where a number was read last; empty if none was.
+        leaves: Leaves of its arguments.
+        read_at: Line at which a number was read last; empty if none was.
 
     Raises:
-        StepError: It cannot be known which values are behind a number.
+        StepError: The values behind a number are unknown.
     """
-    known = [values for leaf in leaves if (values := values_behind(leaf)) is not None]
+    found = [values for leaf in leaves if (values := values_behind(leaf)) is not None]
     lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and values_behind(leaf) is None]
     if read_at and lost:
         raise StepError(
-            f"{user_line()}: an operation is given a number that was computed from one read from the model ({read_at});"
+            f"{user_line()}: an operation takes a number that was computed from one read from the model ({read_at});"
             " other pipeline stages do not have it: compute it with torch functions on tensors"
         )
-    return tuple(sorted(frozenset[int]().union(*known)))
+    return tuple(sorted(frozenset[int]().union(*found)))
 
 
-# Moderate, so that their exponentials are numbers too.
+# Moderate, so that their exponentials are finite too.
 _PROBES = (300.0, -300.0)
 
 
 class BranchCheck:
-    """Finds branches on numbers read from the model, which Python lets pass once they are plain floats.
+    """Finds branches on numbers read from the model that became plain floats, which Python does not report.
 
-    A step that decides by ``float(loss) > 2`` would decide by a NaN where the loss is absent. So a step that reads
-    numbers is recorded again with other numbers in their place, and must do the same.
+    A step that branches on ``float(loss) > 2`` would compare a NaN where the loss is absent. So a step that reads
+    numbers is recorded again with other numbers in their place, and must run the same operations.
     """
 
     def __init__(self, root: nn.Module, step: Callable[[], Any]) -> None:
-        """Args: root: the user's module. step: runs its step."""
+        """Args: root: the user's module. step: runs the step."""
         self._root = root
         self._step = step
         self._plain: dict[Place, Any] = {}
         self._floats: dict[Place, float] = {}
 
     def step(self) -> Any:
-        """The user's step, and what it leaves behind in plain attributes."""
+        """Run the user's step, and record the plain attributes after it."""
         result = self._step()
         leaves = dict(reachable(self._root))
-        self._plain = {place: leaf for place, leaf in leaves.items() if type(leaf) in (bool, int, str)}
-        self._floats = {place: leaf for place, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
+        self._plain = {location: leaf for location, leaf in leaves.items() if type(leaf) in (bool, int, str)}
+        self._floats = {location: leaf for location, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
         return result
 
     def check(
@@ -73,15 +73,15 @@ class BranchCheck:
         record_again: Callable[[], Recording],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Compare a recording with others in which the numbers are not the same.
+        """Compare a recording with others in which the numbers read are different.
 
         Args:
-            recording: Of ``step``.
+            recording: Recording of ``step``.
             record_again: Records ``step`` again.
-            context: Of the step; its errors pass through it.
+            context: Context of the step, entered to raise an error.
 
         Raises:
-            ControlFlowError: The step does something else when the numbers are others.
+            ControlFlowError: The step runs other operations when the numbers differ.
         """
         if not recording.numbers_read:
             return
@@ -90,8 +90,8 @@ class BranchCheck:
             other = self._recorded(record_again, probe)
             if other is None:
                 continue
-            same = operations(other) == operations(recording)
-            if not same or self._plain != plain or (self._moved(floats) and self._moved_again(record_again, probe)):
+            same = operations(other) == operations(recording) and self._plain == plain
+            if not same or (self._float_changed(floats) and self._float_changes_again(record_again, probe)):
                 with context():
                     raise ControlFlowError(branch_message(recording.numbers_read))
 
@@ -100,84 +100,86 @@ class BranchCheck:
         try:
             return record_again()
         except (StepError, ArithmeticError, ValueError):
-            return None  # the number cannot be this one: math.log(loss.item())
+            return None  # the probe is no valid number here: math.log(loss.item())
         finally:
             StepWatch.reads_as = None
 
-    def _moved(self, floats: dict[Place, float]) -> bool:
-        """Whether a float is another one that was none of the numbers read: `max(self.best, float(loss))`."""
-        return any(place not in self._floats or self._floats[place] != leaf for place, leaf in floats.items())
+    def _float_changed(self, floats: dict[Place, float]) -> bool:
+        """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
+        return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
 
-    def _moved_again(self, record_again: Callable[[], Recording], probe: float) -> bool:
-        """Whether it is so because of the numbers; a time that is kept is another one each time."""
+    def _float_changes_again(self, record_again: Callable[[], Recording], probe: float) -> bool:
+        """Whether it changed because of the probe; a kept time changes in each run."""
         floats = self._floats
-        return self._recorded(record_again, probe) is not None and not self._moved(floats)
+        return self._recorded(record_again, probe) is not None and not self._float_changed(floats)
 
 
 def operations(recording: Recording) -> list[tuple[str, tuple[int, ...]]]:
-    """What the step does: each operation and the values that it is given."""
+    """The operations of a step, each with the values that it reads."""
     return [(node.name, node.inputs) for node in recording.graph.nodes]
 
 
 RETURNED = "what the step returns"
 
 
-class Kept(NamedTuple):
-    """What a step leaves behind of the model.
+class EscapedValues(NamedTuple):
+    """Values of the model that outlive a step.
 
     Attributes:
-        places: Where values stay reachable from the modules.
-        values: These, and those that numbers were read from if any of the numbers stays.
-        numbers: Where the first such number stays and its line (empty if none does), and the values read.
-        returns: What the step returned, without its tensors.
+        paths: Attribute paths at which values stay reachable from the modules.
+        values: These values, and those that numbers were read from if any of the numbers stays.
+        numbers: Path and line of the first such number (empty if none stays), and the values read.
+        returns: Output of the step, with a ``ReturnedTensor`` in place of each tensor.
     """
 
-    places: tuple[tuple[Place, int], ...]
+    paths: tuple[tuple[Place, int], ...]
     values: tuple[int, ...]
     numbers: tuple[str, tuple[int, ...]]
     returns: Any
 
 
-def find_kept(root: nn.Module, result: Any, watch: StepWatch, without: Collection[nn.Module] = ()) -> Kept:
-    """Where values of the step, and numbers read from them, stay after it.
+def find_escaped_values(
+    root: nn.Module, result: Any, watch: StepWatch, without: Collection[nn.Module] = ()
+) -> EscapedValues:
+    """Find the paths at which values of the step, and numbers read from them, stay after it.
 
     Args:
-        root: The user's module, as the step left it.
-        result: What the step returned.
-        watch: Of the recording.
-        without: Modules to pass over.
+        root: The user's module, after the step.
+        result: Output of the step.
+        watch: The function mode of the recording.
+        without: Modules to skip.
     """
 
     def described(leaf: Any) -> Any:
         return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
 
-    places: list[tuple[Place, int]] = []
+    paths: list[tuple[Place, int]] = []
     numbers = ""
-    for place, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
-        # A value need be no stand-in while a step is recorded: a layer may make it of sizes alone.
+    for location, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
+        # Also while recording, a value may be no stand-in: a layer may make it of sizes alone.
         value = watch.mark_of(leaf) if isinstance(leaf, Tensor) else None
         if value is not None or isinstance(leaf, FakeTensor):
-            if isinstance(place, Place) and value is not None:
-                places.append((place, value))
+            if isinstance(location, Place) and value is not None:
+                paths.append((location, value))
         elif watch.numbers_read and not numbers and is_absent_number(leaf):
             line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
-            numbers = f"{line}: {place} keeps a number read from the model"
-    places += _rebound_buffers(root, watch, without)
-    if places:
+            numbers = f"{line}: {location} keeps a number read from the model"
+    paths += _rebound_buffers(root, watch, without)
+    if paths:
         computed = computed_weights(root)
-        places = [(place, value) for place, value in places if place not in computed]
+        paths = [(location, value) for location, value in paths if location not in computed]
     read = watch.values_told()
-    values = dict.fromkeys((*(value for _, value in places), *(read if numbers else ())))
-    return Kept(tuple(places), tuple(values), (numbers, read), map_leaves(described, result))
+    values = dict.fromkeys((*(value for _, value in paths), *(read if numbers else ())))
+    return EscapedValues(tuple(paths), tuple(values), (numbers, read), map_leaves(described, result))
 
 
 def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[nn.Module] = ()) -> str:
-    """The FQN of a buffer that was given a number read from the model: ``self.spread.fill_(h.std().item())``.
+    """The FQN of a buffer that the step filled with a number of the model: ``self.spread.fill_(h.std().item())``.
 
     Args:
-        root: The user's module, as the step left it.
-        before: What it held before the step.
-        without: Modules to pass over.
+        root: The user's module, after the step.
+        before: Its state before the step.
+        without: Modules to skip.
     """
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
@@ -189,12 +191,12 @@ def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[n
 
 
 def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) -> None:
-    """See that a step that is to be replayed has written no number read from the model into a buffer.
+    """Check that a step that is to be replayed has written no number read from the model into a buffer.
 
     Args:
-        root: The user's module, as the step left it.
-        before: What it held before the step.
-        read_at: Where a number was read last; empty if none was.
+        root: The user's module, after the step.
+        before: Its state before the step.
+        read_at: Line at which a number was read last; empty if none was.
 
     Raises:
         StepError: It has; other pipeline stages do not have the number.
@@ -207,7 +209,7 @@ def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) 
 
 
 def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.Module]) -> Iterator[tuple[Place, int]]:
-    """Buffers that the step has made other tensors: ``self.mean = 0.9 * self.mean + 0.1 * x``."""
+    """Buffers that the step has rebound to other tensors: ``self.mean = 0.9 * self.mean + 0.1 * x``."""
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
             if buffer is not None and id(buffer) not in watch.parameters:
@@ -217,7 +219,7 @@ def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.M
 
 
 def is_absent_number(leaf: Any) -> bool:
-    """Whether a leaf was read from an absent tensor, or computed from what was: then it is, or holds, a NaN."""
+    """Whether a leaf was read from an absent tensor, or computed from such a number: it is, or contains, a NaN."""
     if isinstance(leaf, float | numpy.floating):
         return isnan(leaf)
     if isinstance(leaf, numpy.ndarray):

@@ -1,4 +1,4 @@
-"""Derivatives inside a step: what ``torch.autograd.grad`` goes back through stays on one stage."""
+"""Derivatives inside a step: the nodes that ``torch.autograd.grad`` differentiates through stay on one stage."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.step.objects.pytree import flatten
 
 
-class GraphWanted(BaseException):
-    """A recording needs autograd's whole graph, but took the results of like units from one another."""
+class FullGraphNeeded(BaseException):
+    """A recording needs autograd's full graph, but reused the results of structurally equal units."""
 
 
 def is_derivative(name: str) -> bool:
@@ -20,7 +20,7 @@ def is_derivative(name: str) -> bool:
     return name == "grad"
 
 
-def gone_through(
+def nodes_differentiated(
     nodes: Sequence[Node],
     made: Sequence[Any],
     args: Sequence[Any],
@@ -28,44 +28,44 @@ def gone_through(
     mark_of: Callable[[Tensor], int | None],
     parameters: Mapping[int, str],
 ) -> tuple[int, ...]:
-    """The nodes that a call of ``torch.autograd.grad`` goes back through.
+    """The nodes that a call of ``torch.autograd.grad`` differentiates through.
 
     Args:
-        nodes: So far.
-        made: What each of them returned.
-        args: Of the call.
+        nodes: The nodes so far.
+        made: The output of each of them.
+        args: Arguments of the call.
         kwargs: Likewise.
-        mark_of: The value that a tensor is, None if it is of the batch.
+        mark_of: Returns the value index of a tensor; None for a tensor of the batch.
         parameters: FQN by id.
     """
     outputs = [o for o in flatten(args[0] if args else kwargs["outputs"])[0] if isinstance(o, Tensor)]
     inputs = flatten(args[1] if len(args) > 1 else kwargs["inputs"])[0]
-    by = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+    variables_of = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
     marks = [mark for leaf in outputs if (mark := mark_of(leaf)) is not None]
-    values = {id(leaf): mark_of(leaf) for leaf in by if id(leaf) not in parameters}
+    values = {id(leaf): mark_of(leaf) for leaf in variables_of if id(leaf) not in parameters}
     found = set(
-        between(
+        nodes_between(
             nodes,
             marks,
             [value for value in values.values() if value is not None],
-            [parameters[id(leaf)] for leaf in by if id(leaf) in parameters],
+            [parameters[id(leaf)] for leaf in variables_of if id(leaf) in parameters],
         )
     )
-    of_batch = [leaf for leaf in by if id(leaf) in values and values[id(leaf)] is None]
-    if of_batch:  # no value of the graph: autograd knows which nodes have read them, in whatever way
-        before = between(nodes, marks, None, ())
-        found.update(_leading_to(of_batch, outputs, [(nodes[index], made[index]) for index in before], mark_of))
+    of_batch = [leaf for leaf in variables_of if id(leaf) in values and values[id(leaf)] is None]
+    if of_batch:  # no values of the graph: autograd's own graph says which nodes have read them
+        before = nodes_between(nodes, marks, None, ())
+        found.update(_depending_on(of_batch, outputs, [(nodes[index], made[index]) for index in before], mark_of))
     return tuple(sorted(found))
 
 
-def _leading_to(
+def _depending_on(
     leaves: Sequence[Tensor],
     outputs: Sequence[Tensor],
     before: Sequence[tuple[Node, Any]],
     mark_of: Callable[[Tensor], int | None],
 ) -> list[int]:
-    """Those of the nodes before some outputs whose results depend on a leaf, or are not known not to."""
-    reaching, visited = _reaching(leaves, outputs)
+    """Indices of the nodes before some outputs whose results depend on a leaf, or may depend on one."""
+    reaching, visited = _autograd_functions(leaves, outputs)
     found = []
     for node, out in before:
         tensors = [leaf for leaf in flatten(out)[0] if isinstance(leaf, Tensor)]
@@ -78,8 +78,8 @@ def _leading_to(
     return found
 
 
-def _reaching(leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[set[Any], set[Any]]:
-    """Of the functions of autograd that some outputs come from, those that depend on a leaf, and all."""
+def _autograd_functions(leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[set[Any], set[Any]]:
+    """The autograd functions behind some outputs: those that depend on a leaf, and all of them."""
     ends = {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}
     variables = {id(leaf) for leaf in leaves if leaf.grad_fn is None}
     order: list[Any] = []
@@ -94,23 +94,23 @@ def _reaching(leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[set[
             stack.append((function, True))
             stack += [(earlier, False) for earlier, _ in function.next_functions if earlier is not None]
     reaching: set[Any] = set()
-    for function in order:  # those before it have come already
+    for function in order:  # in topological order
         is_end = function in ends or id(getattr(function, "variable", None)) in variables
         if is_end or any(earlier in reaching for earlier, _ in function.next_functions):
             reaching.add(function)
     return reaching, visited
 
 
-def between(
+def nodes_between(
     nodes: Sequence[Node], outputs: Iterable[int], inputs: Iterable[int] | None, parameters: Iterable[str]
 ) -> tuple[int, ...]:
-    """The nodes through which a derivative of some values by others goes.
+    """The nodes through which the derivative of some values with respect to others goes.
 
     Args:
-        nodes: So far.
+        nodes: The nodes so far.
         outputs: Values that are differentiated.
-        inputs: Values by which; None if by tensors of the batch, which any node may have read.
-        parameters: Parameters by which.
+        inputs: Values of differentiation; None for tensors of the batch, which any node may have read.
+        parameters: FQNs of parameters of differentiation.
     """
     needed, ancestors = set(outputs), []
     for node in reversed(nodes):
@@ -119,9 +119,9 @@ def between(
             ancestors.append(node)
     if inputs is None:
         return tuple(node.index for node in reversed(ancestors))
-    reached, by, found = set(inputs), set(parameters), []
+    reached, variables_of, found = set(inputs), set(parameters), []
     for node in reversed(ancestors):
-        if reached.intersection(node.inputs) or by.intersection(node.parameters):
+        if reached.intersection(node.inputs) or variables_of.intersection(node.parameters):
             reached.update(node.outputs)
             found.append(node.index)
     return tuple(found)

@@ -1,8 +1,8 @@
-"""Values that a step keeps on its modules or returns, and whether microbatches tell those of the batch.
+"""Values that a step keeps on its modules or returns, and whether those of microbatches merge to those of the batch.
 
-Entries that a step appends to lists of its modules, and what it returns, are joined: rows of samples are concatenated,
-means averaged. Nothing else that is kept of the model can be told from microbatches (a running sum, the last output,
-the number of correct predictions); such a step runs on the whole batch at once.
+Entries that a step appends to lists of its modules, and its outputs, are merged: rows of samples are concatenated,
+means averaged. No other kept value of the model can be computed from microbatches (a running sum, the last output, the
+number of correct predictions); such a step runs on the batch, unsplit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.batch_means.sums_over_samples import HANDED_ON, SUMS
+from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
 from lightning_hybrid.step.module_state.snapshot import ModuleState, Place, is_state, reachable
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves
 from lightning_hybrid.step.recording.escaped_values import is_absent_number
@@ -23,7 +23,7 @@ from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
 from lightning_hybrid.step.tracing.step_mode import StepWatch
 
-# FQN of the module, its attribute, and the key where that is a dict of lists.
+# FQN of the module, its attribute, and the key if the attribute is a dict of lists.
 ListPlace: TypeAlias = tuple[str, str, Any]
 
 _EXTREMA = frozenset({"max", "amax", "any", "min", "amin", "all"})
@@ -37,51 +37,45 @@ def lists_of(root: nn.Module) -> dict[ListPlace, list[Any]]:
             if type(value) is list and is_state(name):
                 found[fqn, name, None] = value
             elif isinstance(value, dict) and value and is_state(name) and not name.endswith("_hooks"):
-                found |= {(fqn, name, key): held for key, held in value.items() if type(held) is list}
+                found |= {(fqn, name, key): entry for key, entry in value.items() if type(entry) is list}
     return found
 
 
-class Appended(NamedTuple):
-    """What a step leaves on its modules, by where it does.
-
-    Attributes:
-        appended: As ``Recording.appended``.
-        kept_otherwise: As there.
-        rows_kept: As there.
-    """
+class KeptValues(NamedTuple):
+    """Values that a step keeps on its modules: the fields of these names of a ``Recording``."""
 
     appended: tuple[Any, ...] = ()
     kept_otherwise: str = ""
     rows_kept: tuple[tuple[Place, tuple[int, ...]], ...] = ()
 
 
-def find_appended(
+def find_kept_values(
     root: nn.Module, before: ModuleState, old: Sequence[Any], watch: StepWatch, recording: Recording
-) -> Appended:
-    """What a recorded step appends to lists, and what it keeps otherwise.
+) -> KeptValues:
+    """Find the values that a recorded step appends to lists, and those that it keeps in other ways.
 
     Args:
-        root: The user's module, as the step left it.
-        before: What the modules held before the step.
-        old: The leaves that were reachable from them.
-        watch: Of the recording.
-        recording: Of the step.
+        root: The user's module, after the step.
+        before: State of the modules before the step.
+        old: Leaves that were reachable from the modules before the step.
+        watch: The function mode of the recording.
+        recording: The recording of the step.
     """
-    known, passed = {id(leaf) for leaf in old}, without_state(root, [recording])
-    kept = {place: "a tensor of the model" for place, _ in recording.kept if place.attribute != "_buffers"}
+    old_ids, without = {id(leaf) for leaf in old}, without_state(root, [recording])
+    kept = {location: "a tensor of the model" for location, _ in recording.kept if location.attribute != "_buffers"}
     of_batch: dict[Place, tuple[int, ...]] = {}
-    for place, leaf in reachable(root, plain=not recording.numbers_kept):
-        if id(leaf) in known or place in kept:
+    for location, leaf in reachable(root, plain=not recording.numbers_kept):
+        if id(leaf) in old_ids or location in kept:
             continue
         if recording.numbers_kept and is_absent_number(leaf):
-            kept[place] = "a number read from the model"
+            kept[location] = "a number read from the model"
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_absent(leaf):
-            of_batch[place] = tuple(leaf.shape)
+            of_batch[location] = tuple(leaf.shape)
     if not kept and not of_batch:
-        return Appended()
+        return KeptValues()
     lists, lengths = lists_of(root), before.lengths()
-    starts = {key: lengths[id(held)] for key, held in lists.items() if id(held) in lengths}
-    inside = {fqn for fqn, module in root.named_modules() if module in passed}
+    starts = {key: lengths[id(entries)] for key, entries in lists.items() if id(entries) in lengths}
+    inside = {fqn for fqn, module in root.named_modules() if module in without}
     bound = [(p, shape) for p, shape in of_batch.items() if p.module not in inside and entry_of(p, starts) is None]
 
     def described(leaf: Any) -> Any:
@@ -89,58 +83,58 @@ def find_appended(
 
     grown: dict[ListPlace, int] = {}
     otherwise = ""
-    for place, what in kept.items():
-        key = entry_of(place, starts)
+    for location, description in kept.items():
+        key = entry_of(location, starts)
         if key is None:
-            otherwise = otherwise or f"{place} keeps {what}"
+            otherwise = otherwise or f"{location} keeps {description}"
         else:
             grown[key] = starts[key]
     appended = tuple(
         tuple(map_leaves(described, entry) for entry in lists[key][start:]) for key, start in grown.items()
     )
-    return Appended(appended, otherwise, tuple(bound))
+    return KeptValues(appended, otherwise, tuple(bound))
 
 
-def entry_of(place: Place, lengths: Mapping[ListPlace, int]) -> ListPlace | None:
-    """The list of which a place is in a new entry; None if it is in none.
+def entry_of(location: Place, lengths: Mapping[ListPlace, int]) -> ListPlace | None:
+    """The list in which a path lies in a newly appended entry; None if there is none.
 
     Args:
-        place: Where something is kept.
-        lengths: Of the lists that were there before.
+        location: Attribute path of a kept value.
+        lengths: Lengths of the lists before the step.
     """
-    for depth, key in enumerate([None, *place.path[:1]]):
-        found = (place.module, place.attribute, key)
+    for depth, key in enumerate([None, *location.path[:1]]):
+        found = (location.module, location.attribute, key)
         length = lengths.get(found)
-        if length is not None and len(place.path) > depth:
-            return found if place.path[depth] >= length else None
+        if length is not None and len(location.path) > depth:
+            return found if location.path[depth] >= length else None
     return None
 
 
 def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read_at: str) -> None:
-    """See that no number of the model that is on other ranks alone stays on the modules after a step.
+    """Check that no number of the model that only other ranks have stays on the modules after a step.
 
     Args:
         root: The user's module.
-        recordings: Of the step.
-        read_at: Where a number was read last.
+        recordings: Recordings of the step.
+        read_at: Line at which a number was read last.
 
     Raises:
-        StepError: One does.
+        StepError: A number does.
     """
-    for place, leaf in reachable(root, without_state(root, recordings)):
+    for location, leaf in reachable(root, without_state(root, recordings)):
         if is_number_of_others(leaf):
             raise StepError(
-                f"{line_read_at(leaf, read_at)}: {place} keeps a number read from the model, which the step did not"
+                f"{line_read_at(leaf, read_at)}: {location} keeps a number read from the model, which the step did not"
                 " when it was recorded: keep it in every batch, or keep the tensor instead (loss.detach())"
             )
 
 
 def without_state(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Module]:
-    """The modules whose attributes are no side effects of the step: a rank that skips their calls does not write them.
+    """The modules inside units and metrics: a rank that skips their calls does not write their attributes.
 
     Args:
         root: The user's module.
-        recordings: Of the step.
+        recordings: Recordings of the step.
     """
     units = [unit for recording in recordings for unit in recording.units.values()]
     return {module for outer in (*units, *find_sinks(root).values()) for module in outer.modules()}
@@ -149,99 +143,101 @@ def without_state(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Mo
 def why_not_joined(
     recording: Recording, samples: int | None, *, whole: Recording | None, total: int | None, is_returned: bool
 ) -> str:
-    """Why what the microbatches leave does not tell what the batch does; empty if it does.
+    """Why the kept values of microbatches cannot be merged to those of the batch; empty if they can.
 
     Args:
-        recording: Of the step on a microbatch.
-        samples: Of the microbatch, if known.
-        whole: Of the step on the whole batch, if it appends to lists and can be recorded there.
-        total: Samples of the batch, if known.
-        is_returned: Whether what the step returns is read.
+        recording: Recording of the step on a microbatch.
+        samples: Number of samples of the microbatch, if known.
+        whole: Recording of the step on the full batch, if it appends to lists and can be recorded there.
+        total: Number of samples of the batch, if known.
+        is_returned: Whether the output of the step is read.
     """
     graph = recording.graph
     if recording.kept_otherwise:
         return recording.kept_otherwise
-    rows = next((place for place, shape in recording.rows_kept if samples is not None and samples in shape), None)
+    rows = next((location for location, shape in recording.rows_kept if samples is not None and samples in shape), None)
     if rows is not None:
         return f"{rows} keeps a row for each sample"
-    known = recording.appended if whole is None else whole.appended
-    if len(known) != len(recording.appended):
-        return f"{graph.step} appends to other lists in the whole batch"
-    for part, all_of_it in zip(recording.appended, known, strict=True):
+    full_entries = recording.appended if whole is None else whole.appended
+    if len(full_entries) != len(recording.appended):
+        return f"{graph.step} appends to other lists on the full batch"
+    for local, entries in zip(recording.appended, full_entries, strict=True):
         sizes = (samples, samples) if whole is None else (samples, total)
-        if len(part) > 1 and (len(part), len(all_of_it)) == sizes:  # an entry per sample
+        if len(local) > 1 and (len(local), len(entries)) == sizes:  # an entry per sample
             continue
-        pairs = zip(part, all_of_it, strict=False)
-        if len(part) != len(all_of_it) or any(_is_unclear(*pair, graph, *sizes) for pair in pairs):
-            return f"{graph.step} appends to a list what is neither a row per sample nor a mean over samples"
+        pairs = zip(local, entries, strict=False)
+        if len(local) != len(entries) or any(_cannot_merge(*pair, graph, *sizes) for pair in pairs):
+            return f"{graph.step} appends to a list an entry that is neither a row per sample nor a mean over samples"
     if not is_returned:
         return ""
     if any(map(is_absent_number, flatten(recording.returns)[0])):
         return f"{graph.step} returns a number read from the model"
     returns = recording.returns
-    if _is_unclear(returns, returns, graph, samples, samples):
-        return f"{graph.step} returns what is neither a row per sample nor a mean over samples"
+    if _cannot_merge(returns, returns, graph, samples, samples):
+        return f"{graph.step} returns a value that is neither a row per sample nor a mean over samples"
     return ""
 
 
-def _is_unclear(part: Any, whole: Any, graph: StepGraph, samples: int | None, total: int | None) -> bool:
-    """Whether it cannot be told from a part what something is in the whole batch.
+def _cannot_merge(local: Any, whole: Any, graph: StepGraph, samples: int | None, total: int | None) -> bool:
+    """Whether the value of the full batch cannot be computed from those of its microbatches.
 
     Args:
-        part: A value that a microbatch leaves.
-        whole: The same of the whole batch, or of the microbatch if that is not known.
-        graph: Of the step on the microbatch.
-        samples: Of the microbatch.
-        total: Of ``whole``.
+        local: A kept value of a microbatch.
+        whole: The same value of the full batch, or of the microbatch if that is not known.
+        graph: Graph of the step on the microbatch.
+        samples: Number of samples of the microbatch.
+        total: Number of samples of ``whole``.
     """
-    if isinstance(part, ReturnedTensor):
-        return samples is not None and _is_unclear_tensor(part, whole, graph, samples, total)
-    if is_absent_number(part):
-        [one, *others] = values_behind(part) or (None,)
-        if one is None or others or not isinstance(part, AbsentFloat) or graph.values[one].shape:
+    if isinstance(local, ReturnedTensor):
+        return samples is not None and _cannot_merge_tensor(local, whole, graph, samples, total)
+    if is_absent_number(local):
+        [one, *others] = values_behind(local) or (None,)
+        if one is None or others or not isinstance(local, AbsentFloat) or graph.values[one].shape:
             return True
         number = ReturnedTensor((), one)
-        return samples is not None and _is_unclear_tensor(number, number, graph, samples, total)
-    inside, of_whole = children_of(part), children_of(whole)
-    if inside is None or of_whole is None:
-        return type(part) is int and part == samples
-    if (isinstance(part, list | tuple) and len(part) == samples) or len(inside[0]) != len(of_whole[0]):
+        return samples is not None and _cannot_merge_tensor(number, number, graph, samples, total)
+    inside, of_full = children_of(local), children_of(whole)
+    if inside is None or of_full is None:
+        return type(local) is int and local == samples
+    if (isinstance(local, list | tuple) and len(local) == samples) or len(inside[0]) != len(of_full[0]):
         return True
-    return any(_is_unclear(*each, graph, samples, total) for each in zip(inside[0], of_whole[0], strict=True))
+    return any(_cannot_merge(*each, graph, samples, total) for each in zip(inside[0], of_full[0], strict=True))
 
 
-def _is_unclear_tensor(part: ReturnedTensor, whole: Any, graph: StepGraph, samples: int, total: int | None) -> bool:
-    value = None if part.value is None else graph.values[part.value]
-    if not part.shape:
-        if part.value is None or value is None or part.value == graph.loss:
+def _cannot_merge_tensor(local: ReturnedTensor, whole: Any, graph: StepGraph, samples: int, total: int | None) -> bool:
+    value = None if local.value is None else graph.values[local.value]
+    if not local.shape:
+        if local.value is None or value is None or local.value == graph.loss:
             return False
         exact = not value.dtype.startswith(("float", "bfloat", "complex"))
-        return exact or _is_of_all_samples(part.value, graph, samples) or _is_picked(part.value, graph)
+        return exact or _is_reduction_over_samples(local.value, graph, samples) or _is_row_selection(local.value, graph)
     if value is not None and value.dynamic:
-        return any(node.name == "bincount" for node in graph.nodes)  # of a length that depends on data alone
-    has_rows = isinstance(whole, ReturnedTensor) and whole.shape[:1] == (total,) and whole.shape[1:] == part.shape[1:]
-    return part.shape[0] != samples or not has_rows or _is_picked(part.value, graph)
+        return any(node.name == "bincount" for node in graph.nodes)  # its length depends on data alone
+    has_rows = isinstance(whole, ReturnedTensor) and whole.shape[:1] == (total,) and whole.shape[1:] == local.shape[1:]
+    return local.shape[0] != samples or not has_rows or _is_row_selection(local.value, graph)
 
 
-def _maker_of(value: int | None, graph: StepGraph) -> Node | None:
-    """The operation of one value that another comes from, beneath copies and casts."""
+def _producer_of(value: int | None, graph: StepGraph) -> Node | None:
+    """The single-input operation that produces a value, looking through copies and casts; None for others."""
     while value is not None:
         node = graph.made_by(value)
         if node.unit is not None or len(node.inputs) != 1 or len(node.outputs) != 1:
             return None
-        if node.name not in HANDED_ON:
+        if node.name not in IDENTITIES:
             return node
         value = node.inputs[0]
     return None
 
 
-def _is_of_all_samples(value: int, graph: StepGraph, samples: int) -> bool:
+def _is_reduction_over_samples(value: int, graph: StepGraph, samples: int) -> bool:
     """Whether a value is a sum, maximum or minimum over the samples."""
-    maker = _maker_of(value, graph)
-    return maker is not None and maker.name in SUMS | _EXTREMA and samples in graph.values[maker.inputs[0]].shape
+    producer = _producer_of(value, graph)
+    return (
+        producer is not None and producer.name in SUMS | _EXTREMA and samples in graph.values[producer.inputs[0]].shape
+    )
 
 
-def _is_picked(value: int | None, graph: StepGraph) -> bool:
-    """Whether a value is rows of the samples picked by their numbers: ``out[:8]``."""
-    maker = _maker_of(value, graph)
-    return maker is not None and maker.picks_rows
+def _is_row_selection(value: int | None, graph: StepGraph) -> bool:
+    """Whether a value is rows of samples selected by index: ``out[:8]``."""
+    producer = _producer_of(value, graph)
+    return producer is not None and producer.picks_rows

@@ -1,4 +1,4 @@
-"""Tensors of the batch that the step writes values of the model into: they become absent themselves."""
+"""Batch tensors that the step mutates with values of the model: they are replaced by absent stand-ins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.instrument.autograd_functions import COLLECTIVE, written_by
 from lightning_hybrid.step.objects.pytree import memory_of
-from lightning_hybrid.step.recording.choose_units import BufferOf
+from lightning_hybrid.step.recording.choose_units import BufferInfo
 from lightning_hybrid.step.standins.absent_tensors import MARK, exchange, make_absent
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import user_line
@@ -23,44 +23,44 @@ _NORMS = frozenset({"batch_norm", "instance_norm"})
 _ARGUMENTS_OF_KERNEL = 9  # torch.batch_norm takes all of its arguments; those of torch.nn.functional are fewer
 
 
-class OpenedForWriting:
-    """The tensors that became absent in one recording.
+class MutatedBatchTensors:
+    """Batch tensors and buffers that became absent in one recording.
 
     Attributes:
-        buffers: FQNs of those that are buffers.
+        buffers: FQNs of the buffers among them.
     """
 
-    def __init__(self, buffers: Mapping[int, BufferOf], mark_of: Callable[[Tensor], int | None]) -> None:
-        """Args: buffers: see ``buffers_of``. mark_of: the value that a tensor is."""
+    def __init__(self, buffers: Mapping[int, BufferInfo], mark_of: Callable[[Tensor], int | None]) -> None:
+        """Args: buffers: from ``buffers_of``. mark_of: returns the value index of a tensor."""
         self.buffers: set[str] = set()
         self._names = {buffer.memory: buffer.name for buffer in buffers.values()}
         self._mark_of = mark_of
         self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._detached: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by id: of what
+        self._detached: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by id: (base, result)
 
-    def note_detached(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Note an operation on the batch alone whose result has the memory of what it was given."""
+    def record_detached(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Record an operation on the batch alone whose result shares the memory of its argument."""
         if name in ("get_data", "detach") and isinstance(result, Tensor):
             self._detached[id(result)] = weakref.ref(args[0]), result
 
-    def open(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make absent what an operation on values of the model is about to write.
+    def make_targets_absent(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make absent the batch tensors that an operation on values of the model is about to write.
 
         Raises:
-            StepError: It writes into a view, whose base would not see it.
+            StepError: It writes into a view, whose base would not change.
         """
         target = kwargs.get("out")
         if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
             target = args[0]
         targets = written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]
         for tensor in (*targets, *written_statistics(name, args, kwargs)):
-            self._open(name, tensor)
+            self._make_absent(name, tensor)
 
-    def _open(self, name: str, target: Any) -> None:
+    def _make_absent(self, name: str, target: Any) -> None:
         if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self._mark_of(target) is not None:
             return
         memory = memory_of(target)
-        if memory in self._names:  # a buffer, or a view of one: it is recorded again as what has a home
+        if memory in self._names:  # a buffer, or a view of one: recorded again as tracked, with an owner stage
             self.buffers.add(self._names[memory])
         elif target._is_view() or (id(target) in self._detached and self._detached[id(target)][0]() is not None):
             raise StepError(
@@ -80,18 +80,18 @@ class OpenedForWriting:
 
 
 def written_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The running statistics that an operation writes; the kernel of batch norms counts no version of them.
+    """The running statistics that an operation writes; the kernel of batch norms does not bump their versions.
 
     Args:
         name: Of the operation.
         args: Its arguments, as torch.nn.functional or the kernel takes them.
-        kwargs: Those by name.
+        kwargs: Its keyword arguments.
     """
     if name not in _NORMS:
         return []
     first = 3 if len(args) >= _ARGUMENTS_OF_KERNEL else 1
     flag = "training" if name == "batch_norm" or first == 3 else "use_input_stats"
-    given = [*args, *[None] * _ARGUMENTS_OF_KERNEL]
+    padded = [*args, *[None] * _ARGUMENTS_OF_KERNEL]
     trains = args[5] if len(args) > 5 else kwargs.get(flag, flag == "use_input_stats")
-    statistics = (given[first], given[first + 1], kwargs.get("running_mean"), kwargs.get("running_var"))
+    statistics = (padded[first], padded[first + 1], kwargs.get("running_mean"), kwargs.get("running_var"))
     return [tensor for tensor in statistics if isinstance(tensor, Tensor)] if trains else []

@@ -1,4 +1,4 @@
-"""The mode that runs each operation of a step on stand-ins and notes it as a node of the step graph."""
+"""The function mode that runs each operation of a step on stand-ins and adds it to the step graph as a node."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops import averages
 from lightning_hybrid.step.module_state.attribute_tensors import found_on
 from lightning_hybrid.step.module_state.snapshot import ArgumentState
-from lightning_hybrid.step.objects.pytree import flatten, memory_of, open_class
-from lightning_hybrid.step.recording.captured_inputs import SideWays, event_on_stand_ins
-from lightning_hybrid.step.recording.choose_units import BufferOf
-from lightning_hybrid.step.recording.dynamic_sizes import SizesRead
-from lightning_hybrid.step.recording.escaped_values import find_kept, numbers_among
+from lightning_hybrid.step.objects.pytree import Spec, flatten, memory_of, open_class
+from lightning_hybrid.step.recording.captured_inputs import CapturedInputs, run_event_on_stand_ins
+from lightning_hybrid.step.recording.choose_units import BufferInfo
+from lightning_hybrid.step.recording.dynamic_sizes import DynamicSizeReads
+from lightning_hybrid.step.recording.escaped_values import find_escaped_values, values_behind_numbers
 from lightning_hybrid.step.recording.guards import Looks
-from lightning_hybrid.step.recording.inner_derivatives import GraphWanted, gone_through, is_derivative
-from lightning_hybrid.step.recording.mutated_batch_tensors import OpenedForWriting, written_statistics
-from lightning_hybrid.step.recording.unit_dedup import LikeUnits
+from lightning_hybrid.step.recording.inner_derivatives import FullGraphNeeded, is_derivative, nodes_differentiated
+from lightning_hybrid.step.recording.mutated_batch_tensors import MutatedBatchTensors, written_statistics
+from lightning_hybrid.step.recording.unit_dedup import UnitDeduplicator
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostWatch
-from lightning_hybrid.step.standins.fake_kernel_fallback import (
-    NO_FAKE_KERNEL,
-    SIZED_BY_DATA,
-    index_by_numbers,
-)
+from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, SIZED_BY_DATA, index_by_numbers
 from lightning_hybrid.step.tracing.finiteness_checks import Answer, taken_for
 from lightning_hybrid.step.tracing.func_transforms import refuse_transforms
 from lightning_hybrid.step.tracing.metric_nodes import SinkRehearsal
@@ -39,7 +35,7 @@ from lightning_hybrid.step.tracing.step_mode import TEXT_READS, StepWatch, user_
 
 
 class RecordWatch(StepWatch):
-    """Runs every event on stand-ins and notes it as a node."""
+    """Runs every event on stand-ins and records it as a node."""
 
     is_recording = True
 
@@ -47,23 +43,23 @@ class RecordWatch(StepWatch):
         self,
         parameters: Mapping[int, str],
         costs: CostWatch,
-        buffers: Mapping[int, BufferOf],
-        rehearsal: SinkRehearsal,
+        buffers: Mapping[int, BufferInfo],
+        metric_dry_run: SinkRehearsal,
         units: Mapping[str, nn.Module],
         looks: Looks,
         randomness: KeyedRandomness,
         *,
-        whole_graph: bool,
+        full_graph: bool,
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. buffers: see ``buffers_of``. The others: of the recording."""
+        """Args: parameters: FQN by id of the stand-ins. buffers: from ``buffers_of``. The others: of the recording."""
         super().__init__(parameters, randomness)
         self._buffers = buffers
-        self._rehearsal = rehearsal
+        self._metric_dry_run = metric_dry_run
         self._looks = looks
         self.units = units
-        self._alike = None if whole_graph else LikeUnits(costs)
+        self._deduplicator = None if full_graph else UnitDeduplicator(costs)
         self._found_buffers: set[str] = set()
-        self.opened = OpenedForWriting(buffers, self.mark_of)
+        self.mutated = MutatedBatchTensors(buffers, self.mark_of)
         self._costs = costs
         self._nodes: list[Node] = []
         self._templates: list[Template] = []
@@ -74,98 +70,135 @@ class RecordWatch(StepWatch):
         self._member_memory: dict[int, str] = {}  # of parameters and tracked buffers: their FQN
         self._kept_alive: list[Any] = []
         self._sized_by_data = False
-        self._sizes = SizesRead()
-        self._taken: Answer | None = None  # of what the operation under way makes
-        self.side_ways = SideWays(parameters, self.mark_of, costs, units)
+        self._sizes = DynamicSizeReads()
+        self._answer: Answer | None = None  # about the results of the operation being recorded
+        self.captured = CapturedInputs(parameters, self.mark_of, costs, units)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Everything that came from a parameter is absent while recording."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
 
     def size_read(self, tensor: Tensor) -> None:
-        """It may become a number that other stages need."""
-        self._sizes.read(self.mark_of(tensor))
+        """Record that user code reads the shape of a tensor; it may become a number that other stages need."""
+        self._sizes.record_read(self.mark_of(tensor))
 
     def is_dynamic(self, value: int) -> bool:
-        """As far as is known when it is made."""
+        """Whether the shape of a value depends on data, as known when it is made."""
         return self._values[value].dynamic
 
     def taken_for(self, value: int) -> Answer | None:
-        """As it was made."""
+        """The value of each element if the numbers of the model are finite, determined when the value was made."""
         return self._values[value].taken
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Metrics are rehearsed on a copy."""
-        return self._rehearsal.run(fqn, method)
+        """Run the method of a metric on a copy."""
+        return self._metric_dry_run.run(fqn, method)
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
-        """A number read from the batch may become a size: shapes from here on are not known from shapes alone."""
+        """Record a read of batch content: the number may become a size, so later shapes depend on more than shapes."""
         if name in ("item", "__int__", "__index__", "tolist", "numpy", "__array__"):
             self._sized_by_data = True
         if name not in TEXT_READS:
-            self._looks.note("the content of the batch")
+            self._looks.add("the content of the batch")
         return result
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
-        """Run one operation on stand-ins; a node, unless it touches the batch alone."""
+        """Run one operation on stand-ins, and record it as a node unless it reads the batch alone."""
         leaves, spec = flatten((args, kwargs))
-        given = len(leaves)
-        is_unit = name.startswith("@")
-        held = found_on(self.units[name[1:]], self.mark_of, self.parameters, owned) if is_unit else []
-        leaves += [tensor for _, tensor in held]  # a unit reads what lies on its modules as it does its arguments
+        num_arguments, unit = len(leaves), name[1:] if name.startswith("@") else None
+        attributes = [] if unit is None else found_on(self.units[unit], self.mark_of, self.parameters, owned)
+        leaves += [tensor for _, tensor in attributes]  # tensors on the modules of a unit are inputs like its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         marks = [self.mark_of(tensor) for tensor in tensors]
         inputs = tuple(mark for mark in marks if mark is not None)
         direct = tuple(self.parameters[id(t)] for t in tensors if id(t) in self.parameters)
         if not owned:
-            self._note_unit_buffers(tensors)
-        if self.side_ways.reads_batch_alone(name, tensors, known=bool(inputs or direct or owned)):
-            if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
-                self._looks.note("the content of the batch")
-            result = run(*args, **kwargs)
-            self.opened.note_detached(name, args, result)
-            return result
+            self._record_unit_buffers(tensors)
+        if self.captured.reads_batch_alone(name, tensors, reads_model=bool(inputs or direct or owned)):
+            return self._run_on_batch(name, run, args, kwargs, tensors)
         asked = asked_of(name, leaves, self.mark_of, self.parameters)
-        self.opened.open(name, args, kwargs)
-        for tensor in tensors:
-            if id(tensor) in self.parameters:
-                self._bytes[self.parameters[id(tensor)]] = tensor.numel() * tensor.element_size()
-                self._member_memory[memory_of(tensor)] = self.parameters[id(tensor)]
+        self.mutated.make_targets_absent(name, args, kwargs)
+        self._record_bytes(tensors)
         if name == "backward":
             return pass_backward(user_line(), is_replayed=self.guesses is None)
-        through: tuple[int, ...] = ()
-        if is_derivative(name):
-            if self._alike is not None and self._alike.reused:
-                raise GraphWanted
-            made = [out for _, out in self._kept_alive]
-            through = gone_through(self._nodes, made, args, kwargs, self.mark_of, self.parameters)
+        through = self._differentiated_nodes(args, kwargs) if is_derivative(name) else ()
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
-        unit = name[1:] if name.startswith("@") else None
-        with self.side_ways.watched(unit, tensors, owned):
-            if unit is not None and self._alike is not None:
-                arguments = unit, self.units[unit], leaves[:given], spec
-                out, sized_by = self._alike.run(*arguments, lambda: self._run(name, run, args, kwargs))
+        with self.captured.watching(unit, tensors, owned):
+            if unit is not None and self._deduplicator is not None:
+                arguments = unit, self.units[unit], leaves[:num_arguments], spec
+                out, sized_by = self._deduplicator.run(*arguments, lambda: self._run(name, run, args, kwargs))
             else:
                 out, sized_by = self._run(name, run, args, kwargs)
-        parameters = tuple(dict.fromkeys((*direct, *owned, *self.side_ways.members)))
+        parameters = tuple(dict.fromkeys((*direct, *owned, *self.captured.members)))
         for parameter in parameters:
             self._bytes.setdefault(parameter, 0)
         dynamic = bool(sized_by) or self._sized_by_data or any(self._values[v].dynamic for v in inputs)
+        writes = self._written_tensors(name, args, kwargs, tensors, versions)
+        written_names = self._members_of(writes)
+        self._answer = None if self.asked is None else taken_for(name, run, args, kwargs, self)
+        written, aliases = self._written_values(writes, leaves, dynamic), self._sharing_memory(writes)
+        described, out_spec = self._describe_result(out, leaves, dynamic)
+        paths = tuple(location for location, _ in attributes)
+        self._templates.append(Template(described, out_spec, written, paths, asked))
+        outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
+        node = Node(
+            *(len(self._nodes), name, inputs, parameters, tuple(dict.fromkeys(outputs)), written_names, aliases),
+            reads=self._sizes.reads_of(leaves, marks, values_behind_numbers(leaves, self.numbers_read)),
+            together=through,
+            flops=self._costs.flops - flops,
+            moved_bytes=self._costs.moved_bytes - moved,
+            line=user_line(),
+            picks_rows=picks_rows(name, args),
+            sized_by=sized_by,
+            averages=averages(name, args, kwargs, self.is_of_the_model, numbers_read=self._sized_by_data),
+        )
+        self._nodes.append(node)
+        self._sizes.record(node)
+        self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
+        return out
 
-        # A tensor whose version moved was written in place: the object now is a new value. Binding `.data` moves none.
+    def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run an operation that reads nothing of the model; it is no node."""
+        if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
+            self._looks.add("the content of the batch")
+        result = run(*args, **kwargs)
+        self.mutated.record_detached(name, args, result)
+        return result
+
+    def _record_bytes(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if (name := self.parameters.get(id(tensor))) is not None:
+                self._bytes[name] = tensor.numel() * tensor.element_size()
+                self._member_memory[memory_of(tensor)] = name
+
+    def _differentiated_nodes(self, args: Any, kwargs: Any) -> tuple[int, ...]:
+        if self._deduplicator is not None and self._deduplicator.reused:
+            raise FullGraphNeeded
+        made = [out for _, out in self._kept_alive]
+        return nodes_differentiated(self._nodes, made, args, kwargs, self.mark_of, self.parameters)
+
+    def _written_tensors(
+        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], versions: list[int]
+    ) -> list[Tensor]:
+        """The tensors that an operation has written in place: their version changed. Binding `.data` changes none."""
         writes = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         writes += written_statistics(name, args, kwargs)
         if name == "__set__" or (name.startswith("_foreach_") and name.endswith("_")):
             writes = [tensors[0]]
             if id(tensors[0]) in self.parameters:
                 self._member_memory[memory_of(tensors[0])] = self.parameters[id(tensors[0])]
-        # Also through `parameter.data` and other views.
+        return writes
+
+    def _members_of(self, writes: list[Tensor]) -> tuple[str, ...]:
+        """FQNs of the members written, also through `parameter.data` and other views."""
         members = {id(t): self.parameters.get(id(t), self._member_memory.get(memory_of(t))) for t in writes}
-        written_names = tuple(dict.fromkeys(member for member in members.values() if member is not None))
-        self._taken = None if self.asked is None else taken_for(name, run, args, kwargs, self)
+        return tuple(dict.fromkeys(member for member in members.values() if member is not None))
+
+    def _written_values(self, writes: list[Tensor], leaves: list[Any], dynamic: bool) -> tuple[tuple[int, int], ...]:
+        """A new value for each tensor written in place, as (position among the leaves, value)."""
         written: list[tuple[int, int]] = []
         for tensor in {id(t): t for t in writes}.values():
             if id(tensor) in self.parameters:
@@ -175,43 +208,21 @@ class RecordWatch(StepWatch):
                 self._cloned.add(old)
             value = self._new_value(tensor, dynamic)
             written.append((next(i for i, leaf in enumerate(leaves) if leaf is tensor), value))
-        aliases = self._sharing_memory(writes)
-        out_leaves, out_spec = flatten(out)
-        once = {id(leaf): leaf for leaf in out_leaves}  # a tensor may be there twice
-        known = {key: self._describe(leaf, leaves, dynamic) for key, leaf in once.items()}
-        described = tuple(known[id(leaf)] for leaf in out_leaves)
-        outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
-        self._templates.append(Template(described, out_spec, tuple(written), tuple(place for place, _ in held), asked))
-        self._nodes.append(
-            Node(
-                index=len(self._nodes),
-                name=name,
-                inputs=inputs,
-                parameters=parameters,
-                outputs=tuple(dict.fromkeys(outputs)),
-                written=written_names,
-                aliases=aliases,
-                reads=self._sizes.among(leaves, marks, numbers_among(leaves, self.numbers_read)),
-                together=through,
-                flops=self._costs.flops - flops,
-                moved_bytes=self._costs.moved_bytes - moved,
-                line=user_line(),
-                picks_rows=picks_rows(name, args),
-                sized_by=sized_by,
-                averages=averages(name, args, kwargs, self.is_of_the_model, numbers_read=self._sized_by_data),
-            )
-        )
-        self._sizes.made(self._nodes[-1])
-        self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
-        return out
+        return tuple(written)
 
-    def _note_unit_buffers(self, tensors: list[Tensor]) -> None:
-        """A buffer that a unit may write, read around it, is right at the unit's home only."""
-        known = (self._buffers.get(id(tensor)) for tensor in tensors)
-        self._found_buffers.update(buffer.name for buffer in known if buffer is not None and buffer.inside)
+    def _describe_result(self, out: Any, leaves: list[Any], dynamic: bool) -> tuple[tuple[Leaf, ...], Spec | None]:
+        out_leaves, out_spec = flatten(out)
+        distinct = {id(leaf): leaf for leaf in out_leaves}  # a tensor may occur twice
+        described = {key: self._describe(leaf, leaves, dynamic) for key, leaf in distinct.items()}
+        return tuple(described[id(leaf)] for leaf in out_leaves), out_spec
+
+    def _record_unit_buffers(self, tensors: list[Tensor]) -> None:
+        """Record buffers of units that glue reads: a unit may write them, on its owner stage only."""
+        buffers = (self._buffers.get(id(tensor)) for tensor in tensors)
+        self._found_buffers.update(buffer.name for buffer in buffers if buffer is not None and buffer.inside)
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, SizedBy]:
-        """The result on stand-ins, and what its size depends on but shapes."""
+        """Return the result on stand-ins, and what its size depends on besides shapes."""
         args, sized_by = index_by_numbers(name, args)
         if name == "masked_select" and sized_by == "the content of the batch":
             return args[0][args[1]], sized_by
@@ -223,13 +234,13 @@ class RecordWatch(StepWatch):
         except NO_FAKE_KERNEL as error:
             if before is not None:
                 before.restore()
-            return event_on_stand_ins(self.units, name, run, args, kwargs, error), "values of the model"
+            return run_event_on_stand_ins(self.units, name, run, args, kwargs, error), "values of the model"
 
     def _describe(self, leaf: Any, inputs: list[Any], dynamic: bool) -> Leaf:
-        for place, given in enumerate(inputs):
+        for position, given in enumerate(inputs):
             if leaf is given and leaf is not None and not isinstance(leaf, bool | int | float | str):
                 mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
-                return Leaf(value=mark, input=place)
+                return Leaf(value=mark, input=position)
         if not isinstance(leaf, Tensor):
             open_class(leaf)
             return Leaf(constant=leaf)
@@ -239,17 +250,17 @@ class RecordWatch(StepWatch):
         index = len(self._values)
         if not isinstance(tensor, FakeTensor):
             refuse_transforms("an operation")
-        like = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
-        strides = tuple(like.stride()) if like.layout is torch.strided else ()
-        dtype, where = str(like.dtype).removeprefix("torch."), str(like.device)
-        grad, taken = tensor.requires_grad, self._taken
-        self._values.append(Value(index, tuple(like.shape), dtype, strides, grad, dynamic, where, taken))
+        fake = tensor if isinstance(tensor, FakeTensor) else make_absent(tensor)
+        strides = tuple(fake.stride()) if fake.layout is torch.strided else ()
+        dtype, device = str(fake.dtype).removeprefix("torch."), str(fake.device)
+        grad, answer = tensor.requires_grad, self._answer
+        self._values.append(Value(index, tuple(fake.shape), dtype, strides, grad, dynamic, device, answer))
         self.mark(tensor, index)
         self._by_memory.setdefault(memory_of(tensor), []).append(tensor)
         return index
 
     def _sharing_memory(self, writes: list[Tensor]) -> tuple[int, ...]:
-        """The values that are seen to change when these tensors are written."""
+        """The values that change when these tensors are written, because they share memory with one."""
         others = [other for t in writes for other in self._by_memory.get(memory_of(t), ()) if other is not t]
         return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
 
@@ -263,19 +274,19 @@ class RecordWatch(StepWatch):
         *,
         loss_required: bool,
     ) -> Recording:
-        """Close the recording: what was returned, what was kept, what it all cost."""
+        """Build the recording: the graph, returned and kept values, and bytes of the parameters."""
         for members in owned.values():
             for member in members:
                 self._bytes.setdefault(member, 0)
         for module_fqn, module in root.named_modules():
             for member, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                full = f"{module_fqn}.{member}" if module_fqn else member
-                if tensor is not None and full in self._bytes:
-                    self._bytes[full] = tensor.numel() * tensor.element_size()
+                fqn = f"{module_fqn}.{member}" if module_fqn else member
+                if tensor is not None and fqn in self._bytes:
+                    self._bytes[fqn] = tensor.numel() * tensor.element_size()
         returned, loss = returned_by(result, self.mark_of)
         if loss_required and (loss is None or not self._values[loss].requires_grad):
             raise no_loss(name, result)
-        kept = find_kept(root, result, self)
+        kept = find_escaped_values(root, result, self)
         called = {node.unit for node in self._nodes if node.unit is not None}
         read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
         unopened = frozenset(
@@ -294,7 +305,7 @@ class RecordWatch(StepWatch):
             buffers=frozenset(name for name, _ in root.named_buffers()),
             asked=frozenset(self.asked or ()),
         )
-        parts = tuple(self._templates), dict(units), dict(owned), kept.places, unopened
-        found = frozenset(self._found_buffers | self.opened.buffers)
-        looked, aside = self._looks.first, self.side_ways.found()
-        return Recording(graph, *parts, found, self.numbers_read, *kept.numbers, looked, kept.returns, **aside)
+        fields = tuple(self._templates), dict(units), dict(owned), kept.paths, unopened
+        found = frozenset(self._found_buffers | self.mutated.buffers)
+        unguarded, captured = self._looks.first, self.captured.units_to_open()
+        return Recording(graph, *fields, found, self.numbers_read, *kept.numbers, unguarded, kept.returns, **captured)

@@ -1,9 +1,9 @@
-"""Deduplication of units: the first of many like layers is recorded, and reused for the others.
+"""Deduplication of units: the first of several structurally equal layers is recorded, and reused for the others.
 
-Two units are alike if they have the same classes, plain attributes and tensor shapes throughout, get arguments of the
-same shapes, and share every other object they refer to. A whole number that equals a unit's own position in its list
-(a layer index) counts as the same, and so does a text that is the name of something in it or around it. What is reused
-is metadata alone (result shapes, costs); a replay that finds another shape says so.
+Two units are structurally equal if their classes, plain attributes and tensor shapes are equal, their arguments have
+equal shapes, and they share every other object they refer to. An integer that equals a unit's own position in its list
+(a layer index) counts as equal, and so does a string that is the name of something inside or around the unit. Only
+metadata is reused (result shapes, costs); a replay that finds another shape raises.
 """
 
 from __future__ import annotations
@@ -30,26 +30,21 @@ _SKIPPED = (*_TENSORS, "_modules", "forward", "training")
 
 
 class UnitKinds:
-    """Gives units that do the same one number."""
+    """Gives structurally equal units the same number."""
 
     def __init__(self) -> None:
-        """No unit has been seen."""
+        """Start without any unit."""
         self._kinds: dict[Hashable, list[tuple[list[int], int | None, int]]] = {}
         self._count = 0
 
     def kind_of(self, fqn: str, unit: nn.Module) -> int:
-        """The number of the kind that a unit is of.
-
-        Args:
-            fqn: FQN of the unit, which tells its position among its like.
-            unit: The unit.
-        """
+        """The number of the kind of a unit; its FQN contains its position in a list of layers."""
         digits = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", fqn)
         position = int(digits[-1]) if digits else None
         numbers: list[int] = []
         key = tuple(_module_key(name, module, numbers, fqn) for name, module in unit.named_modules())
-        seen = self._kinds.setdefault(key, [])
-        for others, other_position, kind in seen:
+        recorded = self._kinds.setdefault(key, [])
+        for others, other_position, kind in recorded:
             # A head count of 2 in the layer at position 2 is no layer index: both readings are tried.
             if all(
                 number == other or (number == position and other == other_position)
@@ -57,12 +52,12 @@ class UnitKinds:
             ):
                 return kind
         self._count += 1
-        seen.append((numbers, position, self._count))
+        recorded.append((numbers, position, self._count))
         return self._count
 
 
 def _module_key(name: str, module: nn.Module, numbers: list[int], fqn: str) -> Hashable:
-    """What a module is but for whole numbers, which are appended to ``numbers``, and for names by its unit's FQN."""
+    """A hashable description of a module; its integers are appended to ``numbers``, names are relative to ``fqn``."""
     tensors = [
         (member, None if tensor is None else _tensor_key(tensor))
         for group in _TENSORS
@@ -80,9 +75,9 @@ def _value_key(value: Any, numbers: list[int], fqn: str) -> Hashable:
     if type(value) is int:
         numbers.append(value)
         return int
-    if type(value) is str and fqn and f"{value}.".startswith(f"{fqn}."):  # the name of something in the unit
+    if type(value) is str and fqn and f"{value}.".startswith(f"{fqn}."):  # the name of something inside the unit
         return "in the unit", value[len(fqn) :]
-    if type(value) is str and value and fqn.startswith(f"{value}."):  # of what the unit lies in
+    if type(value) is str and value and fqn.startswith(f"{value}."):  # the name of a module around the unit
         return "around the unit", fqn[len(value) :].count(".")
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -101,28 +96,28 @@ def _tensor_key(tensor: Tensor) -> Hashable:
 
 @contextlib.contextmanager
 def each_alone(units: Mapping[str, nn.Module]) -> Iterator[None]:
-    """No unit is like another inside, so that a recording runs each of them."""
+    """Make no two units structurally equal inside, so that a recording runs each of them."""
     for unit in units.values():
-        unit.__dict__[_ALONE] = object()
+        unit.__dict__[_UNIQUE] = object()
     try:
         yield
     finally:
         for unit in units.values():
-            unit.__dict__.pop(_ALONE, None)
+            unit.__dict__.pop(_UNIQUE, None)
 
 
-_ALONE = "_hybrid_recorded_alone"
+_UNIQUE = "_hybrid_recorded_alone"
 
 
 def arguments_key(leaves: list[Any], spec: Any) -> Hashable:
-    """Equal for arguments that make a unit do the same."""
-    first_place: dict[int, int] = {}
+    """A hashable description of arguments; equal if a unit runs the same operations on them."""
+    first_position: dict[int, int] = {}
     keys: list[Hashable] = []
-    for place, leaf in enumerate(leaves):
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, FakeTensor):
-            again = first_place.setdefault(id(leaf), place)
+            first = first_position.setdefault(id(leaf), position)
             kind = leaf.dtype, leaf.device, leaf.requires_grad
-            keys.append((again, tuple(leaf.shape), tuple(leaf.stride()), *kind))
+            keys.append((first, tuple(leaf.shape), tuple(leaf.stride()), *kind))
         elif isinstance(leaf, _PLAIN):
             keys.append((type(leaf), leaf))
         else:
@@ -135,8 +130,8 @@ def _spec_key(spec: Any) -> Hashable:
     return None if spec is None else tuple(_spec_key(child) for child in spec.children)
 
 
-class _Known(NamedTuple):
-    """What a recorded unit showed: each result leaf as (place among the inputs, stand-in, plain value)."""
+class _CachedResult(NamedTuple):
+    """Metadata of a recorded unit; each result leaf is (position among the inputs, stand-in, plain value)."""
 
     leaves: tuple[tuple[int | None, FakeTensor | None, Any], ...]
     spec: Any
@@ -146,70 +141,70 @@ class _Known(NamedTuple):
     sized_by: SizedBy
 
 
-class LikeUnits:
-    """Runs units on stand-ins, each kind once.
+class UnitDeduplicator:
+    """Runs units on stand-ins, one of each kind.
 
     Attributes:
-        reused: Whether autograd's graph has gaps, where results were taken from a like unit.
+        reused: Whether autograd's graph has gaps, because results of a structurally equal unit were reused.
     """
 
     def __init__(self, costs: CostWatch) -> None:
-        """Args: costs: where what a reused unit costs is counted too."""
+        """Args: costs: counter to which the costs of reused units are added."""
         self._costs = costs
         self._kinds = UnitKinds()
-        self._known: dict[Hashable, _Known] = {}
+        self._cache: dict[Hashable, _CachedResult] = {}
         self.reused = False
 
     def run(
         self, fqn: str, unit: nn.Module, leaves: list[Any], spec: Any, execute: Callable[[], tuple[Any, SizedBy]]
     ) -> tuple[Any, SizedBy]:
-        """The result of a unit on stand-ins, and what its size depends on but shapes.
+        """Return the result of a unit on stand-ins, and what its size depends on besides shapes.
 
         Args:
             fqn: FQN of the unit.
             unit: The unit.
             leaves: Leaves of its arguments.
-            spec: Their containers.
-            execute: Runs it.
+            spec: Containers of the leaves.
+            execute: Runs the unit.
         """
         refuse_transforms(fqn)
         key = self._kinds.kind_of(fqn, unit), arguments_key(leaves, spec)
-        known = self._known.get(key)
-        if known is None:
-            return self._learn(key, fqn, unit, leaves, execute)
+        cached = self._cache.get(key)
+        if cached is None:
+            return self._run_and_cache(key, fqn, unit, leaves, execute)
         self.reused = True
-        self._costs.flops += known.flops
-        self._costs.moved_bytes += known.moved_bytes
-        self._costs.drawing.update((fqn + relative, None) for relative in known.drawing)
-        made: dict[int, Tensor] = {}  # a tensor may be there twice
-        for _, like, _ in known.leaves:
-            if like is not None and id(like) not in made:
-                made[id(like)] = _another(like)
-        given = [
-            leaves[place] if place is not None else plain if like is None else made[id(like)]
-            for place, like, plain in known.leaves
+        self._costs.flops += cached.flops
+        self._costs.moved_bytes += cached.moved_bytes
+        self._costs.drawing.update((fqn + relative, None) for relative in cached.drawing)
+        made: dict[int, Tensor] = {}  # a tensor may occur twice
+        for _, stand_in, _ in cached.leaves:
+            if stand_in is not None and id(stand_in) not in made:
+                made[id(stand_in)] = _fresh_stand_in(stand_in)
+        result = [
+            leaves[position] if position is not None else plain if stand_in is None else made[id(stand_in)]
+            for position, stand_in, plain in cached.leaves
         ]
-        return unflatten(given, known.spec), known.sized_by
+        return unflatten(result, cached.spec), cached.sized_by
 
-    def _learn(
+    def _run_and_cache(
         self, key: Hashable, fqn: str, unit: nn.Module, leaves: list[Any], execute: Callable[[], tuple[Any, SizedBy]]
     ) -> tuple[Any, SizedBy]:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
-        aside = self._costs.read_aside
+        captured = self._costs.read_aside
         out, sized_by = execute()
         out_leaves, out_spec = flatten(out)
         described = [_describe(leaf, leaves) for leaf in out_leaves]
         repeatable = (
             [tensor._version for tensor in tensors] == versions
-            and self._costs.read_aside == aside
-            and not any(isinstance(left, FakeTensor) for _, left in reachable(unit, plain=False))
+            and self._costs.read_aside == captured
+            and not any(isinstance(leaf, FakeTensor) for _, leaf in reachable(unit, plain=False))
             and all(description is not None for description in described)
         )
         if repeatable:
             drawing = [n for n in self._costs.drawing if n not in drawn and (n == fqn or n.startswith(fqn + "."))]
-            self._known[key] = _Known(
+            self._cache[key] = _CachedResult(
                 tuple(description for description in described if description is not None),
                 out_spec,
                 self._costs.flops - flops,
@@ -220,17 +215,17 @@ class LikeUnits:
         return out, sized_by
 
 
-def _another(like: FakeTensor) -> Tensor:
-    """A stand-in like this one; never a leaf of autograd, which could not be written in place."""
-    absent = make_absent(like)
-    return absent.clone() if like.requires_grad else absent
+def _fresh_stand_in(stand_in: FakeTensor) -> Tensor:
+    """A new stand-in with the same metadata; never an autograd leaf, which could not be written in place."""
+    absent = make_absent(stand_in)
+    return absent.clone() if stand_in.requires_grad else absent
 
 
 def _describe(leaf: Any, inputs: list[Any]) -> tuple[int | None, FakeTensor | None, Any] | None:
-    """How a result leaf of another unit of this kind is made; None if that is not known."""
-    for place, given in enumerate(inputs):
+    """The cached description of a result leaf, for other units of this kind; None if it cannot be reused."""
+    for position, given in enumerate(inputs):
         if leaf is given and not isinstance(leaf, _PLAIN):
-            return place, None, None
+            return position, None, None
     if isinstance(leaf, FakeTensor):
         return None, leaf, None
     return (None, None, leaf) if isinstance(leaf, _PLAIN) else None

@@ -1,4 +1,4 @@
-"""A replay without the model's arithmetic that counts what means are taken over (``step.batch_means``)."""
+"""A replay without the operations of the model that computes the denominators of means (``step.batch_means``)."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ _NO_STAGE = -1
 
 
 class CountingReplay(StageReplay):
-    """A stage to which nothing belongs.
+    """A stage without operations; counts the elements, rows or labels of each mean.
 
     Attributes:
-        counts: Of the latest run, by node.
-        labels: How many labels a node was given that are the batch's own, and which one it ignores.
-        memory: Of the tensors in the batch (see ``memory_of``).
+        counts: Denominators of the latest run, by node index.
+        labels: Number of labels of a node if they are a tensor of the batch, and the ignored label, by node index.
+        memory: Storage keys of the tensors in the batch (``memory_of``).
     """
 
     def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
-        """Args: as ``StageReplay``."""
+        """Args: as those of ``StageReplay``."""
         super().__init__(recording, assignment, _NO_STAGE, root, randomness)
         self.counts: dict[int, Tensor | float] = {}
         self.labels: dict[int, tuple[int, int]] = {}
         self.memory: frozenset[int] = frozenset()
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """One that counts."""
+        """Create a function mode that counts."""
         return _CountingWatch(self, received, parameters, self.randomness)
 
 
 class _CountingWatch(ReplayWatch):
-    """Skips every event."""
+    """Skips every event, and counts before."""
 
     def __init__(self, replay: CountingReplay, *rest: Any) -> None:
         super().__init__(replay, *rest)
         self._counts = replay.counts = {}
         self._labels, self._memory = replay.labels, replay.memory
         self._labels.clear()
-        self._rows: dict[int, Tensor | float] = {}  # of values whose size the batch decides
+        self._rows: dict[
+            int, Tensor | float
+        ] = {}  # row counts of values whose size depends on the content of the batch
         self._call: tuple[Any, Any] = (), {}
 
     def event(self, name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]) -> Any:
-        """Have the arguments at hand when the event is skipped."""
+        """Store the arguments for ``_skip``."""
         self._call = args, kwargs
         return super().event(name, run, args, kwargs, owned)
 
@@ -69,8 +71,8 @@ class _CountingWatch(ReplayWatch):
             found = count(node.averages, node.name, args, kwargs, self.is_of_the_model)
         if found is not None:
             self._counts[node.index] = found
-        if node.averages == "classes" and (given := labels_of(node.name, args, kwargs)) is not None:
-            labels, ignored = given
+        if node.averages == "classes" and (found_labels := labels_of(node.name, args, kwargs)) is not None:
+            labels, ignored = found_labels
             if memory_of(labels) in self._memory:
                 self._labels[node.index] = labels.numel(), ignored
         if rows is not None:

@@ -1,8 +1,8 @@
-"""Divergence of a run from its recording (``StepChanged``), and the cause that its user is told.
+"""Divergence of a run from its recording (``StepChanged``), and the cause that the error reports.
 
-The cause may be a size that depends on values: ``if len(h[mask]):``, ``for c in torch.unique(k):``. A recording guesses
-those that depend on values of the model. As numbers they are right in each batch; a step that decides by one takes
-another way than was recorded, once it is another.
+The cause may be a data-dependent size: ``if len(h[mask]):``, ``for c in torch.unique(k):``. A recording guesses those
+that depend on values of the model. As numbers they are right in each batch; a step that branches on one takes another
+trace than the recorded one as soon as it differs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ADVICE = {
 
 
 class StepChanged(StepError):
-    """The step did something else than when it was recorded."""
+    """The step ran other operations than when it was recorded."""
 
 
-class Changes:
-    """What one run of a step does otherwise than its recording.
+class Divergence:
+    """Finds the cause of a divergence between one run of a step and its recording.
 
     Attributes:
-        has_guessed: Whether the step was told a size that depends on values of another rank, as it was recorded.
+        has_guessed: Whether the step read the recorded size where the size depends on values of another rank.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -40,16 +40,16 @@ class Changes:
         self._read: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def size_read(self, value: int, tensor: Tensor, line: Callable[[], str]) -> None:
-        """The step asks for the size of a value; if it is another one than in the recording, it may decide by it.
+        """Record that the step reads the size of a value; it may branch on it if it differs from the recorded one.
 
         Args:
-            value: In the graph.
-            tensor: That it is now.
-            line: Says where the step asks.
+            value: Index of the value in the graph.
+            tensor: The value in this run.
+            line: Returns the line of the read.
         """
-        known = self._graph.values[value]
-        self.has_guessed |= known.dynamic and is_absent(tensor)
-        if known.dynamic and tensor.shape != known.shape:
+        recorded = self._graph.values[value]
+        self.has_guessed |= recorded.dynamic and is_absent(tensor)
+        if recorded.dynamic and tensor.shape != recorded.shape:
             self._read.pop(value, None)
             self._read[value] = tuple(tensor.shape), line()
 
@@ -57,29 +57,29 @@ class Changes:
         """The error to raise.
 
         Args:
-            change: What the step does otherwise.
+            change: Description of the divergence.
         """
         for value, (shape, line) in reversed(self._read.items()):
-            maker = self._sized_by(value)
+            maker = self._op_that_sized(value)
             if maker is not None:
                 return StepChanged(
-                    f"{line}: the step decides by the size of a tensor, or loops over it, and that size depends on"
+                    f"{line}: the step branches on the size of a tensor, or loops over it, and that size depends on"
                     f" {maker.sized_by}: {maker.name} at {maker.line} has made it. Its shape is {shape} now and was"
                     f" {self._graph.values[value].shape} when the step was recorded, so that {change}."
                     f" {_ADVICE[maker.sized_by]}, or set pipeline_parallel_size=1"
                 )
         return StepChanged(
-            f"{change}; its control flow depends on something that is not looked at (such as a global variable, or what"
+            f"{change}; its control flow depends on something that no guard covers (such as a global variable, or what"
             " torch.jit.script has made): keep that as an attribute of the module, make the step the same on every"
             " batch, or set pipeline_parallel_size=1"
         )
 
     def of_operation(self, node: Node, now: str) -> StepChanged:
-        """The error to raise where an operation is another one.
+        """The error to raise where an operation differs from the recorded one.
 
         Args:
-            node: The operation.
-            now: What it is instead.
+            node: The recorded operation.
+            now: Description of the operation of this run.
         """
         return self.error(
             f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
@@ -87,36 +87,35 @@ class Changes:
         )
 
     def check_returned(self, result: Any, mark_of: Callable[[Tensor], int | None]) -> None:
-        """The step must return what it returned when it was recorded; the backward starts from the recorded loss.
+        """Check that the step returns the recorded values; the backward starts from the recorded loss.
 
         Args:
-            result: What it returned.
-            mark_of: The value that a tensor is.
+            result: Output of the step.
+            mark_of: Returns the value index of a tensor.
 
         Raises:
-            StepChanged: It does not.
+            StepChanged: It returns others.
         """
-        then = self._graph.returned
+        old = self._graph.returned
         now, loss = returned_by(result, mark_of)
-        if now != then or self._graph.loss not in (None, loss):
+        if now != old or self._graph.loss not in (None, loss):
             raise self.error(
-                f"the step returned {self._in_words(then)} when it was recorded and returns {self._in_words(now)} now"
+                f"the step returned {self._describe(old)} when it was recorded and returns {self._describe(now)} now"
             )
 
-    def _in_words(self, values: tuple[int, ...]) -> str:
+    def _describe(self, values: tuple[int, ...]) -> str:
         makers = map(self._graph.made_by, values)
         made = [f"value {v} ({node.name} at {node.line})" for v, node in zip(values, makers, strict=True)]
         return ", ".join(made) or "no value of the model"
 
-    def _sized_by(self, value: int) -> Node | None:
-        """The operation that has given a value a size which depends on more than shapes."""
-        waiting, seen = [value], {value}
-        while waiting:
-            wanted = waiting.pop()
-            maker = self._graph.made_by(wanted)
+    def _op_that_sized(self, value: int) -> Node | None:
+        """The operation through which the size of a value depends on more than shapes."""
+        stack, visited = [value], {value}
+        while stack:
+            maker = self._graph.made_by(stack.pop())
             if maker.sized_by:
                 return maker
-            found = [v for v in maker.inputs if self._graph.values[v].dynamic and v not in seen]
-            waiting += found
-            seen.update(found)
+            found = [v for v in maker.inputs if self._graph.values[v].dynamic and v not in visited]
+            stack += found
+            visited.update(found)
         return None

@@ -1,4 +1,4 @@
-"""A replay for Python side effects alone, with the content of some of the model's values known."""
+"""A replay for Python side effects alone, with the content of some values of the model available."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _NO_STAGE = -1
 
 
 class SideEffectReplay(StageReplay):
-    """Replays a step as a stage that runs no operation of the model, and answers reads of values that are known.
+    """Replays a step as a stage without operations; reads of values in ``contents`` return their content.
 
     Attributes:
-        contents: Of values, by index.
+        contents: Full tensors by value index.
     """
 
     def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
-        """Args: as ``StageReplay``."""
+        """Args: as those of ``StageReplay``."""
         super().__init__(recording, assignment, _NO_STAGE, root, randomness)
         self.contents: Mapping[int, Tensor] = {}
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """One that answers reads."""
+        """Create a function mode that answers reads from ``contents``."""
         return _ReadingWatch(self, received, parameters, self.randomness)
 
 
 class _ReadingWatch(ReplayWatch):
-    """Skips every operation of the model, and reads from contents."""
+    """Skips every operation of the model, and answers reads from ``contents``."""
 
     def __init__(self, replay: SideEffectReplay, *rest: Any) -> None:
         super().__init__(replay, *rest)
@@ -43,10 +43,10 @@ class _ReadingWatch(ReplayWatch):
 
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        known = [self._content(leaf) for leaf in leaves]
-        if any(isinstance(leaf, FakeTensor) for leaf in known):
+        filled = [self._content(leaf) for leaf in leaves]
+        if any(isinstance(leaf, FakeTensor) for leaf in filled):
             return super()._read(name, func, args, kwargs)
-        args, kwargs = unflatten(known, spec)
+        args, kwargs = unflatten(filled, spec)
         return func(*args, **kwargs)
 
     def _content(self, leaf: Any) -> Any:

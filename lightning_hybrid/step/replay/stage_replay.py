@@ -1,8 +1,8 @@
-"""The replay of one stage: the user's own code again, with only this stage's arithmetic.
+"""The replay of one stage: the user's code is run, but only the operations of this stage are executed.
 
-Node k of the graph is executed if it belongs to the stage and skipped if not; a skipped node answers with the received
-tensor where this stage was sent it, and with an absent stand-in otherwise. So the user's side effects happen on every
-rank, and only the arithmetic of other stages is missing.
+Node k of the graph is executed if it belongs to the stage, or skipped; a skipped node returns the received tensor
+if another stage sent it here, and an absent stand-in otherwise. So Python side effects happen on every rank, and only
+the tensor operations of other stages are missing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.batch_scalars import ScalarResults, scalar_nodes
-from lightning_hybrid.step.batch_means.mean_ops import Share, shared
+from lightning_hybrid.step.batch_means.mean_ops import Share, weighted_by_share
 from lightning_hybrid.step.instrument.activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.attribute_tensors import look_up, put
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.replay.divergence import Changes, StepChanged
+from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
 from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of, with_wholes
 from lightning_hybrid.step.tracing.backward_hooks import SET_UP
@@ -37,14 +37,14 @@ from lightning_hybrid.step.tracing.step_mode import TEXT_READS, Current, StepWat
 
 @dataclasses.dataclass
 class StageRun:
-    """What one stage made of one microbatch.
+    """Results of one stage on one microbatch.
 
     Attributes:
-        result: What the step returned; tensors of other stages in it are absent.
+        result: Output of the step; tensors of other stages in it are absent.
         made: The values that other stages, the backward or the user's attributes need, by index.
-        placeholders: Absent tensors that the user may still hold, with their value index.
-        numbers_read: Where a number was last read from a tensor that is absent here; empty if none was.
-        scalars: The numbers that it computed.
+        placeholders: Absent tensors that user code may still refer to, as (value index, tensor).
+        numbers_read: Line at which a number was last read from a tensor that is absent here; empty if none was.
+        scalars: The scalars that the stage computed.
     """
 
     result: Any
@@ -54,38 +54,34 @@ class StageRun:
     scalars: ScalarResults = dataclasses.field(default_factory=ScalarResults)
 
 
-def put_together(
+def rebuild_result(
     template: Template,
     leaves: Sequence[Any],
     made: Callable[[int], Tensor],
     mark: Callable[[Tensor, int], None],
     rewrite: Callable[[Tensor, int], None],
 ) -> Any:
-    """The result of an operation that is skipped.
+    """Build the result of an operation that is skipped, in the containers of the recorded result.
 
-    Args:
-        template: Of the operation.
-        leaves: Of its arguments.
-        made: Gives the tensor for a value.
-        mark: Notes which value a tensor is.
-        rewrite: Makes a tensor that the operation writes in place the value that was written.
+    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, ``mark`` marks a tensor with it,
+    and ``rewrite`` turns an argument that the operation writes in place into the written value.
     """
     result: list[Any] = []
-    known: dict[int, Tensor] = {}  # a tensor may be there twice
+    tensors: dict[int, Tensor] = {}  # a tensor may occur twice
     for leaf in template.leaves:
         if leaf.input is not None:
             result.append(leaves[leaf.input])
         elif leaf.value is None:
             result.append(leaf.constant)
         else:
-            if leaf.value not in known:
-                known[leaf.value] = made(leaf.value)
-            result.append(known[leaf.value])
+            if leaf.value not in tensors:
+                tensors[leaf.value] = made(leaf.value)
+            result.append(tensors[leaf.value])
     for leaf, described in zip(result, template.leaves, strict=True):
         if described.value is not None:
             mark(leaf, described.value)
-    for place, value in template.written:
-        rewrite(leaves[place], value)
+    for position, value in template.written:
+        rewrite(leaves[position], value)
     return unflatten(result, template.spec)
 
 
@@ -95,7 +91,7 @@ class StageReplay:
     def __init__(
         self, recording: Recording, assignment: Assignment, stage: int, root: nn.Module, randomness: KeyedRandomness
     ) -> None:
-        """Args: recording, assignment: of the same graph. stage: which one. root: the user's LightningModule."""
+        """Args: recording, assignment: of the same graph. stage: index of the stage. root: the LightningModule."""
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
@@ -106,10 +102,10 @@ class StageReplay:
         self.wanted = {value: getattr(torch, graph.values[value].dtype) for value in wanted}
         self.placeholders: dict[int, FakeTensor] = {}
         self.wanted_after = frozenset((*graph.returned, *graph.kept))
-        # A loss that is all that was returned is never handed to the user: one stand-in serves all microbatches. What
-        # validation or prediction returns is.
+        # A loss that is the only output is never passed to user code: one stand-in serves all microbatches. Outputs of
+        # validation or prediction are passed.
         only_loss = graph.step == "training_step" and graph.returned == (graph.loss,)
-        self.held_by_user = frozenset((*(() if only_loss else graph.returned), *graph.kept))
+        self.returned_or_kept = frozenset((*(() if only_loss else graph.returned), *graph.kept))
         self.sinks = find_sinks(root)
         self.drawing_functions = users_functions() if graph.draws else []
         self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
@@ -125,18 +121,18 @@ class StageReplay:
         shares: Mapping[int, Share] | None = None,
         metrics: BatchMetrics | None = None,
     ) -> StageRun:
-        """Run ``step`` with only this stage's arithmetic.
+        """Run ``step``, and execute only the operations of this stage.
 
         Args:
             step: Runs the user's step on one microbatch.
-            received: The values that other stages sent, by index.
+            received: Full tensors that other stages sent, by value index.
             parameters: FQN by id of all parameters and tracked buffers of the module.
-            current: Of ``installed``.
-            shares: How operations that average weigh, by node.
-            metrics: Those of the whole batch, where this is one of several microbatches.
+            current: The run in progress, from ``installed``.
+            shares: Weights of operations that average, by node index.
+            metrics: Metrics of the full batch, where this is one of several microbatches.
 
         Raises:
-            StepChanged: The step did something else than when it was recorded.
+            StepChanged: The step ran other operations than when it was recorded.
         """
         watch = self.watch(received, parameters)
         watch.shares, watch.metrics = shares or {}, metrics
@@ -152,7 +148,7 @@ class StageReplay:
         return StageRun(result, watch.made, watch.placeholders, watch.numbers_read, watch.scalars)
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """What sees one run."""
+        """Create the function mode for one run."""
         return ReplayWatch(self, received, parameters, self.randomness)
 
 
@@ -166,30 +162,28 @@ class ReplayWatch(StepWatch):
         parameters: Mapping[int, str],
         randomness: KeyedRandomness,
     ) -> None:
-        """Args: replay: of which stage. randomness: keys what glue draws. The others: as ``StageReplay.run``."""
+        """Args: replay: of the stage. randomness: keys random numbers of glue. The others: of ``StageReplay.run``."""
         super().__init__(parameters, randomness)
         self.units = replay.recording.units
         self._stage = replay.stage
-        self._nodes = replay.recording.graph.nodes
+        graph = replay.recording.graph
+        self._nodes, self._values, self._cloned, self._asked = graph.nodes, graph.values, graph.cloned, graph.asked
         self._node_stage = replay.assignment.node_stage
         self._value_stage = replay.assignment.value_stage
-        self._values = replay.recording.graph.values
         self._templates = replay.recording.templates
-        self._cloned = replay.recording.graph.cloned
-        self._asked = replay.recording.graph.asked
         self.asked = set(self._asked)
         self._wanted = replay.wanted
-        self._held_by_user = replay.held_by_user
+        self._returned_or_kept = replay.returned_or_kept
         self._reused = replay.placeholders
         self._device = replay.device
         self._received = received
-        self._has_others = replay.assignment.num_stages > 1
+        self._is_pipelined = replay.assignment.num_stages > 1
         self._scalar_nodes = replay.scalar_nodes
         self.shares: Mapping[int, Share] = {}
         self.metrics: BatchMetrics | None = None
         self.scalars = ScalarResults()
         self._next = 0
-        self.changes = Changes(replay.recording.graph)
+        self.changes = Divergence(graph)
         self.made: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
@@ -201,42 +195,41 @@ class ReplayWatch(StepWatch):
         return self._value_stage[mark] != self._stage and mark not in self._received
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """As the step was cut."""
+        """Whether the value belongs to another stage, received or not."""
         mark = self.mark_of(tensor)
         return mark is not None and self._value_stage[mark] != self._stage
 
     def is_dynamic(self, value: int) -> bool:
-        """As it was recorded."""
+        """Whether the shape of a value depends on data, as recorded."""
         return self._values[value].dynamic
 
     def taken_for(self, value: int) -> Answer | None:
-        """As it was recorded."""
+        """The recorded value of each element if the numbers of the model are finite."""
         return self._values[value].taken
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
-        """A read by which the step decides must be what the others take it for."""
+        """Check that a read on which the step branches gives the result that other stages assume."""
         mark = self.mark_of(args[0]) if self._asked and name not in TEXT_READS and isinstance(args[0], Tensor) else None
         if mark is not None and mark in self._asked:
             check_answer(name, result, self._values[mark].taken, user_line())
         return result
 
     def size_read(self, tensor: Tensor) -> None:
-        """Keep in mind what a step that takes another way may have gone by."""
+        """Record the shape that is read: the cause to report if the step then diverges from its recording."""
         if (mark := self.mark_of(tensor)) is not None:
             self.changes.size_read(mark, tensor, user_line)
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
-        """Execute or skip one operation."""
+        """Execute one operation, or skip it if it belongs to another stage."""
         leaves, plain = flatten_call(args, kwargs)
-        given = len(leaves)
-        held = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
-        if held:
-            leaves = [*leaves, *look_up(self.units[name[1:]], held)]
+        num_arguments = len(leaves)
+        paths = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
+        if paths:
+            leaves = [*leaves, *look_up(self.units[name[1:]], paths)]
         inputs: list[int] = []
-        tracked = bool(owned)
-        replace = stale = False
+        tracked, replace, stale = bool(owned), False, False
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 mark = getattr(leaf, MARK, None)
@@ -250,7 +243,6 @@ class ReplayWatch(StepWatch):
         if not inputs and not tracked:
             return run(*args, **kwargs)
         node = self._match(name, inputs)
-        template = self._templates[node.index]
         if self._node_stage[node.index] != self._stage:
             return self._skip(node, leaves)
         if stale:
@@ -261,20 +253,30 @@ class ReplayWatch(StepWatch):
                 " forward of one layer, or set pipeline_parallel_size=1"
             )
         if replace:
-            leaves = [self._present(leaf) for leaf in leaves]
-            args, kwargs = rebuild_call(leaves[:given], args, kwargs, plain)
-            if held:
-                put(self.units[name[1:]], held, leaves[given:])
+            leaves = [self._resolve(leaf) for leaf in leaves]
+            args, kwargs = rebuild_call(leaves[:num_arguments], args, kwargs, plain)
+            if paths:
+                put(self.units[name[1:]], paths, leaves[num_arguments:])
         if node.name.startswith(SINK):
             args, kwargs = with_wholes(args, kwargs)
         if node.index in self.shares:
-            run = shared(name, node.averages, run, self.shares[node.index])
-        # A second run would find on its modules what the next microbatch left there.
-        recomputes = self.recompute_depth and node.unit is not None and not held
+            run = weighted_by_share(name, node.averages, run, self.shares[node.index])
+        # A second run would find on its modules what the next microbatch stored there.
+        recomputes = self.recompute_depth and node.unit is not None and not paths
         out = recomputed(run, args, kwargs) if recomputes else run(*args, **kwargs)
+        out, out_leaves = self._record_result(node, leaves, out)
+        if self.metrics is not None and node.index in self._scalar_nodes:
+            repeatable = None if node.index in self.shares else run
+            self.scalars.record(node, repeatable, args, kwargs, out_leaves, self._templates[node.index], self.mark_of)
+            self.metrics.record(node, args, kwargs)
+        return out
+
+    def _record_result(self, node: Node, leaves: list[Any], out: Any) -> tuple[Any, list[Any]]:
+        """Mark the tensors of a result, and those written in place, with their values; the result and its leaves."""
+        template = self._templates[node.index]
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
         if any(isinstance(leaf, Deferred) for leaf in out_leaves):
-            out = self._settled(out, out_leaves, template)
+            out = self._with_full_tensors(out, out_leaves, template)
         if len(out_leaves) != len(template.leaves):
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
@@ -283,28 +285,25 @@ class ReplayWatch(StepWatch):
             raise self.changes.of_operation(node, now)
         for leaf, described in zip(out_leaves, template.leaves, strict=True):
             if described.value is not None:
-                self._note(leaf, described.value)
-        for place, value in template.written:
-            self._note(leaves[place], value)
-        if self.metrics is not None and node.index in self._scalar_nodes:
-            once_more = None if node.index in self.shares else run
-            self.scalars.note(node, once_more, args, kwargs, out_leaves, template, self.mark_of)
-            self.metrics.note(node, args, kwargs)
-        return out
+                self._record_value(leaf, described.value)
+        for position, value in template.written:
+            self._record_value(leaves[position], value)
+        return out, out_leaves
 
-    def _settled(self, out: Any, leaves: list[Any], template: Template) -> Any:
-        """What leaves this run of the step leaves it whole; the user then has the whole too."""
-        for place, described in enumerate(template.leaves[: len(leaves)]):
+    def _with_full_tensors(self, out: Any, leaves: list[Any], template: Template) -> Any:
+        """Gather the values that leave this run; user code then has the full tensors too."""
+        for position, described in enumerate(template.leaves[: len(leaves)]):
             if described.value in self._wanted:
-                leaves[place] = whole_of(leaves[place])
+                leaves[position] = whole_of(leaves[position])
         return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
 
-    def _note(self, tensor: Tensor, value: int) -> None:
+    def _record_value(self, tensor: Tensor, value: int) -> None:
         self.mark(tensor, value)
-        known = self._values[value]
-        if tensor.shape != known.shape and not known.dynamic and self._has_others:  # that go by the recorded shape
+        recorded = self._values[value]
+        # Other stages use the recorded shape.
+        if tensor.shape != recorded.shape and not recorded.dynamic and self._is_pipelined:
             raise StepChanged(
-                f"{user_line()}: a value of shape {known.shape} when the step was recorded now has shape"
+                f"{user_line()}: a value of shape {recorded.shape} when the step was recorded now has shape"
                 f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
             )
         if value in self._wanted and value not in self.made:
@@ -317,20 +316,19 @@ class ReplayWatch(StepWatch):
                 )
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
-    def _present(self, leaf: Any) -> Any:
+    def _resolve(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             mark = self.mark_of(leaf)
             assert mark is not None, "an executed node reads a value that was never sent"
-            return self._arrived(mark)
+            return self._received_value(mark)
         return leaf
 
-    def _arrived(self, value: int) -> Tensor:
-        """What another stage sent."""
+    def _received_value(self, value: int) -> Tensor:
         if value not in self._received:
             raise StepError(
                 f"{user_line()}: stage {self._stage} reads a value of stage {self._value_stage[value]} that nothing"
-                " sends, or that was computed from what reached a module on a side way (in an object, say); hand that"
-                " over as a tensor, name a cut inside that module in pipeline_cuts, or set pipeline_parallel_size=1"
+                " sends, or that was computed from a captured input of a module (inside an object, say); pass that"
+                " as a tensor, name a cut inside that module in pipeline_cuts, or set pipeline_parallel_size=1"
             )
         tensor = self._received[value]
         self.mark(tensor, value)
@@ -341,8 +339,8 @@ class ReplayWatch(StepWatch):
         if template.spec is None and not template.written and len(template.leaves) == 1:
             (only,) = template.leaves
             if only.input is None and only.value is not None:  # most nodes make one new tensor
-                known = only.value in self._received
-                made = self._received[only.value] if known else self._placeholder(only.value)
+                is_received = only.value in self._received
+                made = self._received[only.value] if is_received else self._placeholder(only.value)
                 self.mark(made, only.value)
                 return made
         if node.name == SET_UP:
@@ -352,36 +350,36 @@ class ReplayWatch(StepWatch):
                 " batch (by register_full_backward_hook of each, not of all modules), or set pipeline_parallel_size=1"
                 " and num_microbatches=1"
             )
-        return put_together(template, leaves, self._here_or_not, self.mark, self._rewrite)
+        return rebuild_result(template, leaves, self._received_or_placeholder, self.mark, self._rewrite)
 
-    def _here_or_not(self, value: int) -> Tensor:
-        return self._arrived(value) if value in self._received else self._placeholder(value)
+    def _received_or_placeholder(self, value: int) -> Tensor:
+        return self._received_value(value) if value in self._received else self._placeholder(value)
 
     def _rewrite(self, written: Tensor, value: int) -> None:
-        """Let the tensor that a skipped operation writes in place, the user's own object, become what was written."""
+        """Turn the user's tensor that a skipped operation writes in place into the written value."""
         if value in self._received:
-            fill(written, self._arrived(value).clone())
+            fill(written, self._received_value(value).clone())
         elif not isinstance(written, FakeTensor):
             fill(written, make_placeholder(self._values[value], self._device))
         self.mark(written, value)
-        if value in self._held_by_user and isinstance(written, FakeTensor):
+        if value in self._returned_or_kept and isinstance(written, FakeTensor):
             self.placeholders.append((value, written))
 
     def _placeholder(self, value: int) -> FakeTensor:
-        if value in self._held_by_user:
+        if value in self._returned_or_kept:
             placeholder = make_placeholder(self._values[value], self._device)
             self.placeholders.append((value, placeholder))
             return placeholder
         if value in self._cloned:  # written in place later: the object will become another value
             return make_placeholder(self._values[value], self._device)
-        # Nobody holds it after the run, so every run may hand out the same one.
+        # Nothing refers to it after the run, so every run may return the same one.
         if value not in self._reused:
             self._reused[value] = make_placeholder(self._values[value], self._device)
         return self._reused[value]
 
     def _match(self, name: str, inputs: list[int]) -> Node:
         if self._next >= len(self._nodes):
-            change = f"the step goes on with {name} at {user_line()} where it ended when it was recorded"
+            change = f"the step continues with {name} at {user_line()} where it ended when it was recorded"
             raise self.changes.error(change)
         node = self._nodes[self._next]
         if node.name != name or node.inputs != tuple(inputs):
@@ -390,7 +388,7 @@ class ReplayWatch(StepWatch):
         return node
 
     def check_complete(self, result: Any) -> None:
-        """The step must have come to its recorded end, and return what it returned there."""
+        """Check that the step has reached its recorded end, and returns the recorded values."""
         if self._next != len(self._nodes):
             node = self._nodes[self._next]
             raise self.changes.of_operation(node, "is missing now")
