@@ -27,7 +27,7 @@ class CostWatch(TorchDispatchMode):
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules whose own code ran a random kernel, in order.
         guessed: Whether a kernel ran whose result has a shape that depends on values.
-        given_to: While a unit runs: called with the arguments of each kernel, returns how many are captured inputs.
+        given_to: Called with the arguments of each kernel of a unit, returns how many are captured inputs.
         read_aside: The number of captured inputs that kernels have read.
     """
 

@@ -142,7 +142,7 @@ def check_answer(name: str, result: Any, taken: Answer | None, line: str) -> Non
     code = linecache.getline(path, int(number)).strip() if number.isdecimal() else ""
     raise ControlFlowError(
         f"{line}: the step asks whether values of the model are finite{code and f' ({code})'}, and in this batch some"
-        " are not. It is recorded as it goes on with finite values, and ranks that do not have the values go on so; the"
-        " batch ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one"
+        " are not. The recording, and ranks that do not have the values, assume that they are finite; the batch"
+        " ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one"
         " process; to have your code decide instead, set pipeline_parallel_size=1"
     )

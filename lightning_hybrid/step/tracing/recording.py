@@ -74,8 +74,8 @@ class Recording:
         looks_at: State read by the step that may differ in the next batch; empty if none is known.
         returns: The step's result, with a ``ReturnedTensor`` in place of each tensor.
         appended: By list of its modules, the entries with values of the model that the step appends, likewise.
-        kept_otherwise: The first path that stores a value of the model other than by appending; empty if there is none.
-        rows_kept: Paths that store tensors computed from the batch alone, other than by appending, and their shapes.
+        kept_otherwise: The first path that stores a value of the model other than by appending; empty if none does.
+        rows_kept: Paths that store tensors of the batch alone other than by appending, and their shapes.
         bound: The ``apply`` methods of autograd functions that user code stores.
         entered: Units with captured inputs: values of the step that are no tensor arguments; they should be opened.
         left: Units that read values which an earlier call stored on them; they should be opened too.

@@ -77,7 +77,7 @@ class StepWatch(TorchFunctionMode, ABC):
         numbers_read: The line that last read a number from an absent tensor.
         values_read: The values that numbers were read from.
         asked: The values that branches assumed to be finite; None if branches on them are refused.
-        reads_as: The number that reads of absent values return in all modes, during the search for branches on them.
+        reads_as: The number that reads of absent values return in all modes, in the search for branches on them.
         guesses: The answers to reads of absent values, in order; None where such a step is refused.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Prevents compilation of the code around units.
