@@ -34,9 +34,9 @@ def give_aside(value: Any) -> None:
     Args:
         value: A tensor, or a tree of tensors and plain values.
     """
-    taken = _collector.get()
-    if taken is not None and torch._C._current_autograd_node() is None:
-        taken.append(value)
+    collected = _collector.get()
+    if collected is not None and torch._C._current_autograd_node() is None:
+        collected.append(value)
 
 
 @contextlib.contextmanager
@@ -67,13 +67,13 @@ def with_side_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``forward`` so that it returns the side outputs emitted inside, too."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        taken: list[Any] = []
-        token = _collector.set(taken)
+        collected: list[Any] = []
+        token = _collector.set(collected)
         try:
             result = forward(*args, **kwargs)
         finally:
             _collector.reset(token)
-        return ResultWithSideOutputs(result, tuple(taken)) if taken else result
+        return ResultWithSideOutputs(result, tuple(collected)) if collected else result
 
     return run
 
