@@ -1,1 +1,1 @@
-"""Parameters that are built on the meta device, and their values."""
+"""Deferred initialisation: parameters built on the meta device, and their values."""

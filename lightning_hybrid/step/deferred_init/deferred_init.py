@@ -1,8 +1,8 @@
 """Deferred initialisation: parameters built without storage, and their initial values.
 
 Under ``InitialValues.building()`` a parameter made of uninitialised memory goes to the meta device as soon as a module
-registers it; buffers, and parameters made from values, stay. What user code then does to it, there or by loading a
-state dict, is noted; the value that it would have had is made when a rank keeps it.
+registers it; buffers, and parameters created from values, stay real. Operations of user code on it, there or by loading
+a state dict, are recorded; the value that it would have had is computed when a rank needs it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError, NotedOperations, Part, is_on_meta
+from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError, Part, RecordedInitOps, is_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
 
 
 @dataclass
 class _Parameter:
-    """A parameter on meta; its version tells writes that nobody noted."""
+    """A parameter on meta; its version counter reveals writes that were not recorded."""
 
     parameter: Tensor
     part: Part
@@ -33,22 +33,22 @@ class _Parameter:
 
 
 class InitialValues:
-    """Parameters without storage, and the values that they will have."""
+    """Parameters without storage, and the recorded operations that give their initial values."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: where values are drawn."""
-        self._noted = NotedOperations(device)
+        """Args: device: the device on which values are drawn."""
+        self._recorded = RecordedInitOps(device)
         self._parameters: dict[int, _Parameter] = {}
         self._hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-        self._is_noting = False
+        self._is_recording = False
 
     def __deepcopy__(self, memo: Any) -> InitialValues:
-        """Modules hold hooks of this object; their copies mean the same one."""
+        """Return this object: modules have hooks of it, and their copies share it."""
         return self
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Parameters that modules register inside have no storage."""
+        """Put parameters that modules register inside on the meta device."""
         handle = nn.modules.module.register_module_parameter_registration_hook(self._on_registration)
         try:
             with self.noting():
@@ -58,49 +58,49 @@ class InitialValues:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """What is done inside to parameters without storage is noted."""
-        self._is_noting = True
+        """Record the operations inside on parameters without storage."""
+        self._is_recording = True
         try:
-            with self._noted.watching():
+            with self._recorded.recording():
                 yield
         finally:
-            self._is_noting = False
-            # Those that were given data are real now.
+            self._is_recording = False
+            # Those whose `data` was set are real now.
             self._parameters = {key: k for key, k in self._parameters.items() if is_on_meta(k.parameter)}
-            for known in self._parameters.values():
-                known.part, known.version = self._noted.part(known.parameter), known.parameter._version
+            for tracked in self._parameters.values():
+                tracked.part, tracked.version = self._recorded.part(tracked.parameter), tracked.parameter._version
 
     def _on_registration(self, module: nn.Module, name: str, parameter: Any) -> None:
         if not isinstance(parameter, nn.Parameter) or is_lazy(parameter) or parameter.layout != torch.strided:
             return
         if not is_on_meta(parameter):
-            if type(parameter) is not nn.Parameter or not self._noted.is_fresh(parameter):
+            if type(parameter) is not nn.Parameter or not self._recorded.is_uninitialized(parameter):
                 return
             with _disable_current_modes():
                 meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                # The user's object stays: an optimizer may come to hold it.
+                # The user's object stays the same, since an optimizer may refer to it.
                 torch._C._swap_tensor_impl(parameter, nn.Parameter(meta, parameter.requires_grad))
         self.adopt(module, parameter)
 
     def adopt(self, module: nn.Module, parameter: Tensor) -> None:
-        """From now on know a parameter that is on meta, and what ``load_state_dict`` of its module gives it."""
+        """Track a parameter on meta, and the values that ``load_state_dict`` of its module assigns."""
         if not self.is_adopted(parameter):
-            self._parameters[id(parameter)] = _Parameter(parameter, self._noted.part(parameter), parameter._version)
+            self._parameters[id(parameter)] = _Parameter(parameter, self._recorded.part(parameter), parameter._version)
         if module not in self._hooks:
             self._hooks[module] = module.register_load_state_dict_pre_hook(self._on_load)
 
     def is_adopted(self, parameter: Tensor) -> bool:
-        """Whether this parameter is known."""
-        known = self._parameters.get(id(parameter))
-        return known is not None and known.parameter is parameter
+        """Whether this parameter is tracked."""
+        tracked = self._parameters.get(id(parameter))
+        return tracked is not None and tracked.parameter is parameter
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether operations on a tensor on meta were noted."""
-        return self.is_adopted(tensor) or self._noted.knows(tensor)
+        """Whether operations on a tensor on meta were recorded."""
+        return self.is_adopted(tensor) or self._recorded.knows(tensor)
 
     def _on_load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        """Note the values that a module is about to load: torch itself copies nothing to meta."""
-        if self._is_noting or metadata.get("assign_to_params_buffers"):
+        """Record the values that a module is about to load: torch itself copies nothing to meta."""
+        if self._is_recording or metadata.get("assign_to_params_buffers"):
             return
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
@@ -109,24 +109,24 @@ class InitialValues:
             if is_on_meta(value) or value.shape != parameter.shape:
                 continue
             with torch.no_grad(), _disable_current_modes():
-                self._noted.run(torch.ops.aten.copy_.default, (parameter.detach(), value.detach()), {})
+                self._recorded.run(torch.ops.aten.copy_.default, (parameter.detach(), value.detach()), {})
             state[prefix + name] = torch.empty_like(value, device="meta")  # the dict is load_state_dict's own copy
             if self.is_adopted(parameter):
-                known = self._parameters[id(parameter)]
-                known.part, known.version = self._noted.part(parameter), parameter._version + 1
+                tracked = self._parameters[id(parameter)]
+                tracked.part, tracked.version = self._recorded.part(parameter), parameter._version + 1
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Make sure that a tensor on meta has a value to be made.
+        """Check that a tensor on meta has recorded operations that give its value.
 
         Raises:
-            InitialValueError: Nothing was written to it, or something that was not noted.
+            InitialValueError: It was never written, or written without a record.
         """
         if self.is_adopted(tensor) and self._parameters[id(tensor)].version != tensor._version:
             raise InitialValueError(
                 f"{name} was written while it had no storage, outside of trainer.init_module(empty_init=True);"
                 " write it inside, or build the model with empty_init=False"
             )
-        if not self._noted.is_written(self.part(tensor)):
+        if not self._recorded.is_written(self.part(tensor)):
             raise InitialValueError(
                 f"{name} is on the meta device and nothing gives it a value; give its module a reset_parameters()"
                 " method, load a checkpoint, or build the model with trainer.init_module(empty_init=True), which keeps"
@@ -134,24 +134,24 @@ class InitialValues:
             )
 
     def part(self, tensor: Tensor) -> Part:
-        """What it takes to make the value of a tensor on meta."""
-        if self.is_adopted(tensor) and not self._noted.knows(tensor):
-            return self._parameters[id(tensor)].part  # its dtype was changed when nobody watched
-        return self._noted.part(tensor)
+        """The view of a recorded storage from which the value of a tensor on meta is computed."""
+        if self.is_adopted(tensor) and not self._recorded.knows(tensor):
+            return self._parameters[id(tensor)].part  # its dtype was changed while operations were not recorded
+        return self._recorded.part(tensor)
 
     def take(self, parameter: Tensor, device: torch.device) -> Part:
-        """Make a parameter on meta absent, answering ``device``; what it takes to make its value."""
+        """Make a parameter on meta absent, on ``device``; returns the view from which its value is computed."""
         part = self.part(parameter)
         drop(parameter, device)
         return part
 
     def value(self, part: Part) -> Tensor:
-        """The value; see ``NotedOperations.value``."""
-        return self._noted.value(part)
+        """Compute the value of a view by replaying the recorded operations on it."""
+        return self._recorded.value(part)
 
     def close(self) -> bool:
-        """Let go of the modules, if no parameter waits for its value any more; whether that is so."""
-        if any(is_on_meta(known.parameter) for known in self._parameters.values()):
+        """Remove the hooks from modules unless a parameter still needs its value; returns whether they were removed."""
+        if any(is_on_meta(tracked.parameter) for tracked in self._parameters.values()):
             return False
         for handle in self._hooks.values():
             handle.remove()

@@ -1,10 +1,10 @@
-"""A recording of initialisation operations on meta tensors, repeated later on real memory.
+"""A recording of initialisation operations on meta tensors, replayed later on real memory.
 
-While ``watching()``, tensors on the meta device pass for real ones. An operation that makes or writes one is noted with
-what it read and, if it draws, with the generator's state; it draws once on memory freed at once, so that the generator
-goes on as it would have. ``value`` repeats those operations on which one tensor depends.
+Inside ``recording()``, tensors on the meta device behave as real ones. An operation that creates or writes one is
+recorded with its inputs and, if it draws, with the generator's state; it draws once on temporary memory, so that the
+generator advances as usual. ``value`` replays the operations on which one tensor depends.
 
-    noted    uniform_(a)     normal_(a)      b = a @ a
+    recorded uniform_(a)     normal_(a)      b = a @ a
     value    -               normal_(a)      b = a @ a      of b: the first draw was overwritten
 """
 
@@ -27,13 +27,13 @@ _META = torch.device("meta")
 _aten = torch.ops.aten
 _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# Files of torch that leave tensors on meta alone or warn of them; what they do is noted like anything else.
+# Modules of torch that skip tensors on meta or warn of them; their operations are recorded like all others.
 _SKIPS_META = frozenset({"torch.nn.init", "torch.nn.modules.module"})
-# Their results are uninitialised memory.
+# Operations whose results are uninitialised memory.
 _EMPTY = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 )
-# They write all of their first argument and read nothing of it.
+# Operations that write all of their first argument without reading it.
 _OVERWRITES = frozenset(
     f"aten::{name}_"
     for name in (
@@ -58,7 +58,7 @@ class InitialValueError(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, as a part of a noted storage."""
+    """A tensor as a view of a recorded storage: its number there, dtype, shape, strides and offset."""
 
     storage: int
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass
 class _Source:
-    """A real tensor that a noted operation reads; a copy of it once it is about to change."""
+    """A real tensor that a recorded operation reads; replaced by a copy before it changes."""
 
     tensor: Tensor
     version: int
@@ -77,7 +77,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Operation:
-    """One noted operation; tensors on meta are parts, real ones sources."""
+    """One recorded operation; its meta tensors are ``Part`` objects, its real tensors ``_Source`` objects."""
 
     func: Any
     leaves: list[Any]
@@ -88,86 +88,86 @@ class _Operation:
     state: Tensor | None
 
 
-class NotedOperations:
-    """What was done to tensors without storage, and the values that come of it."""
+class RecordedInitOps:
+    """Operations recorded on tensors without storage, and the values that result from them."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: where values are drawn and made."""
+        """Args: device: the device on which values are drawn and computed."""
         self._device = device
         self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # held: they keep the keys of `_numbers` apart
+        self._storages: list[torch.UntypedStorage] = []  # referenced, so that the keys of `_numbers` stay unique
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
         self._sources: dict[int, list[_Source]] = {}
-        self._fresh: dict[int, StorageWeakRef] = {}
+        self._uninitialized: dict[int, StorageWeakRef] = {}
 
-    # -- noting -------------------------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Operations inside are noted."""
+    def recording(self) -> Iterator[None]:
+        """Record the operations inside."""
         try:
-            with _AsIfReal(), _Watch(self):
+            with _MetaAsReal(), _RecordingMode(self):
                 yield
         finally:
-            self._fresh.clear()
+            self._uninitialized.clear()
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor on meta is part of a noted storage."""
+        """Whether a tensor on meta is a view of a recorded storage."""
         return tensor.untyped_storage()._cdata in self._numbers
 
-    def is_fresh(self, tensor: Tensor) -> bool:
-        """Whether a real tensor is memory that was made inside and that nothing was written to."""
-        return tensor.untyped_storage()._cdata in self._fresh
+    def is_uninitialized(self, tensor: Tensor) -> bool:
+        """Whether a real tensor is memory allocated inside that has not been written."""
+        return tensor.untyped_storage()._cdata in self._uninitialized
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation while building: for real where nothing on meta is involved, otherwise note it."""
+        """Run an operation: with real memory where no meta tensor is involved, otherwise on meta, and record it."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        written = _written(func, args, kwargs)
-        self._keep_sources(written)
+        written = _written_tensors(func, args, kwargs)
+        self._freeze_sources(written)
         if not any(is_on_meta(tensor) for tensor in tensors) and not _is_meta(kwargs.get("device")):
             out = func(*args, **kwargs)
-            self._note_fresh(func, out, written)
+            self._track_uninitialized(func, out, written)
             return out
         makes_tensors = any("Tensor" in str(returned.type) for returned in func._schema.returns)
         if any(not is_on_meta(tensor) for tensor in written) or not (makes_tensors or written):
             return self._run_real(func, leaves, spec)  # a real tensor is written, or a number read
         state = self._draw(func, leaves, spec, kwargs)
         if func is _aten._to_copy.default and kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": _META}  # where a parameter lives is settled when it gets its value
+            kwargs = {**kwargs, "device": _META}  # the device of a parameter is chosen when it gets its value
         try:
             out = func(*args, **kwargs)
         except NotImplementedError:  # the shape of the result depends on values
             if state is not None:
                 self._generator(kwargs).set_state(state)
             return self._run_real(func, leaves, spec)
-        self._note(func, leaves, spec, written, out, state)
+        self._record(func, leaves, spec, written, out, state)
         return out
 
-    def _note_fresh(self, func: Any, out: Any, written: list[Tensor]) -> None:
-        """Tell uninitialised memory from memory with values."""
+    def _track_uninitialized(self, func: Any, out: Any, written: list[Tensor]) -> None:
+        """Update which real tensors are uninitialised memory."""
         if func._schema.name in _EMPTY:
             if out.layout == torch.strided:
-                self._fresh[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage())
+                self._uninitialized[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage())
             return
         for tensor in written:
             if tensor.layout == torch.strided:
-                self._fresh.pop(tensor.untyped_storage()._cdata, None)
+                self._uninitialized.pop(tensor.untyped_storage()._cdata, None)
 
-    def _note(self, func: Any, leaves: list[Any], spec: Any, written: list[Tensor], out: Any, state: Any) -> None:
+    def _record(self, func: Any, leaves: list[Any], spec: Any, written: list[Tensor], out: Any, state: Any) -> None:
         parts = [self.part(leaf) if is_on_meta(leaf) else leaf for leaf in leaves]
         touched = {part.storage for part in parts if isinstance(part, Part)}
         outputs = [self.part(leaf) if is_on_meta(leaf) else None for leaf in tree_leaves(out)]
         made = tuple(None if part is None or part.storage in touched else part for part in outputs)
         targets = {self.part(tensor).storage for tensor in written} | {part.storage for part in made if part}
         if not targets or func._schema.name in _EMPTY:
-            return  # a view, or memory that nothing was written to
+            return  # a view, or memory that has not been written
         overwrites = None
-        if func._schema.name in _OVERWRITES and self._covers(first := self.part(written[0])):
+        if func._schema.name in _OVERWRITES and self._covers_storage(first := self.part(written[0])):
             overwrites = first.storage
-        known = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in parts]
-        operation = _Operation(func, known, spec, made, frozenset(touched | targets), overwrites, state)
+        inputs = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in parts]
+        operation = _Operation(func, inputs, spec, made, frozenset(touched | targets), overwrites, state)
         for target in targets:
             self._writers.setdefault(target, []).append(len(self._operations))
         self._operations.append(operation)
@@ -178,8 +178,8 @@ class NotedOperations:
             self._sources.setdefault(tensor.untyped_storage()._cdata, []).append(source)
         return source
 
-    def _keep_sources(self, written: list[Tensor]) -> None:
-        """What was read of a real tensor stays as it was."""
+    def _freeze_sources(self, written: list[Tensor]) -> None:
+        """Copy real tensors that recorded operations read before they are written."""
         for tensor in written:
             if tensor.layout == torch.strided:
                 for source in self._sources.pop(tensor.untyped_storage()._cdata, []):
@@ -187,7 +187,7 @@ class NotedOperations:
                     source.version = source.tensor._version
 
     def _draw(self, func: Any, leaves: list[Any], spec: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """The generator's state before an operation that draws; afterwards the generator has drawn."""
+        """Advance the generator as the operation would; returns the state before, None if it does not draw."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         state = self._generator(kwargs).get_state()
@@ -207,7 +207,7 @@ class NotedOperations:
         return torch.get_device_module(self._device).default_generators[index]
 
     def part(self, tensor: Tensor) -> Part:
-        """What it takes to make a tensor on meta later."""
+        """The view of a recorded storage from which a tensor on meta is computed later."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._storages)
@@ -215,29 +215,29 @@ class NotedOperations:
         number = self._numbers[storage._cdata]
         return Part(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    def _covers(self, part: Part) -> bool:
+    def _covers_storage(self, part: Part) -> bool:
         return bool(torch.Size(part.shape).numel() * part.dtype.itemsize == self._storages[part.storage].nbytes())
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def is_written(self, part: Part) -> bool:
-        """Whether anything was ever written to the storage of a part."""
+        """Whether an operation that writes the storage of a view has been recorded."""
         return bool(self._writers.get(part.storage))
 
     def value(self, part: Part) -> Tensor:
-        """The value of a tensor, repeated from its operations; the generators stay as they are.
+        """Compute the value of a tensor by replaying its operations; the generators do not advance.
 
         Raises:
-            InitialValueError: A tensor that was read has been changed since.
+            InitialValueError: A real tensor that an operation read has changed since.
         """
         real: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), _disable_current_modes():
-            for index in sorted(self._needed(part.storage)):
-                self._repeat(self._operations[index], real)
+            for index in sorted(self._required_ops(part.storage)):
+                self._replay(self._operations[index], real)
             return self._view(part, real)
 
-    def _needed(self, storage: int) -> set[int]:
-        """The operations that lead to the content of a storage."""
+    def _required_ops(self, storage: int) -> set[int]:
+        """Indices of the operations on which the content of a storage depends."""
         needed: set[int] = set()
         followed: set[tuple[int, int]] = set()
         waiting = [(storage, len(self._operations))]
@@ -256,7 +256,7 @@ class NotedOperations:
                     break
         return needed
 
-    def _repeat(self, operation: _Operation, real: dict[int, torch.UntypedStorage]) -> None:
+    def _replay(self, operation: _Operation, real: dict[int, torch.UntypedStorage]) -> None:
         args, kwargs = tree_unflatten([self._as_real(leaf, real) for leaf in operation.leaves], operation.spec)
         if operation.state is None:
             out = operation.func(*args, **kwargs)
@@ -271,10 +271,10 @@ class NotedOperations:
         for part, made in zip(operation.outputs, tree_leaves(out), strict=True):
             if part is not None:
                 storage = made.untyped_storage()
-                alike = (made.stride(), made.storage_offset()) == (part.stride, part.offset)
-                if part.storage not in real and alike and storage.nbytes() == self._storages[part.storage].nbytes():
+                aligned = (made.stride(), made.storage_offset()) == (part.stride, part.offset)
+                if part.storage not in real and aligned and storage.nbytes() == self._storages[part.storage].nbytes():
                     real[part.storage] = storage
-                else:  # a meta kernel promised other strides than the real one gives
+                else:  # the meta kernel and the real one gave different strides
                     self._view(part, real).copy_(made)
 
     def _as_real(self, leaf: Any, real: dict[int, torch.UntypedStorage]) -> Any:
@@ -302,21 +302,21 @@ class NotedOperations:
         return func(*args, **kwargs)
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every operation of a thread."""
+class _RecordingMode(TorchDispatchMode):
+    """Passes every operation of a thread to the recording."""
 
-    def __init__(self, noted: NotedOperations) -> None:
+    def __init__(self, recorded_ops: RecordedInitOps) -> None:
         super().__init__()
-        self._noted = noted
+        self._recorded = recorded_ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
-        return self._noted.run(func, args, kwargs or {})
+        return self._recorded.run(func, args, kwargs or {})
 
 
-class _AsIfReal(TorchFunctionMode):
-    """What torch does not do to tensors on meta before an operation is reached."""
+class _MetaAsReal(TorchFunctionMode):
+    """Makes torch treat meta tensors as real ones where it would skip them or refuse."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_IS_META and sys._getframe(1).f_globals.get("__name__") in _SKIPS_META:
@@ -333,16 +333,16 @@ def _is_meta(leaf: Any) -> bool:
 
 
 def is_on_meta(leaf: Any) -> bool:
-    """Whether something is a tensor without storage, also while such tensors pass for real."""
+    """Whether ``leaf`` is a meta tensor, also while ``is_meta`` is patched."""
     return isinstance(leaf, Tensor) and leaf.device.type == "meta"
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes, by its schema."""
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes in place, by its schema."""
     if not func._schema.is_mutable:
         return []
     found = []
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+            found += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
     return [tensor for tensor in found if isinstance(tensor, Tensor)]

@@ -1,7 +1,7 @@
-"""``reset_parameters`` for modules that user code built on the meta device.
+"""Initialisation by ``reset_parameters`` of modules that user code built on the meta device.
 
-Nobody saw what was done to their parameters, so each module's own ``reset_parameters`` is called again, children before
-their parent, in order of definition. Then, where a module defines ``_init_weights`` (the idiom
+The operations on their parameters were not recorded, so each module's own ``reset_parameters`` is called again,
+children before their parent, in order of definition. Then, where a module defines ``_init_weights`` (the idiom
 ``self.apply(self._init_weights)``), it is called on each of them below that module and not below a nearer one.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-# The second is how torch's attention and transformer spell it.
+# The second is the name in torch's attention and transformer.
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
@@ -22,7 +22,7 @@ def reset(root: nn.Module, modules: set[nn.Module]) -> None:
 
     Args:
         root: The user's LightningModule.
-        modules: Those whose own parameters or buffers have no values.
+        modules: Modules whose direct parameters or buffers have no values.
     """
     seen: set[nn.Module] = set()
 
@@ -36,11 +36,11 @@ def reset(root: nn.Module, modules: set[nn.Module]) -> None:
             if initialise is not None:
                 initialise()
             below.append(module)
-        if below and (whole := _without_arguments(module, ("_init_weights",))) is not None:
-            whole()
-        elif (each := getattr(module, "_init_weights", None)) is not None and callable(each):
+        if below and (init_all := _without_arguments(module, ("_init_weights",))) is not None:
+            init_all()
+        elif (init_one := getattr(module, "_init_weights", None)) is not None and callable(init_one):
             for inner in below:
-                each(inner)
+                init_one(inner)
         else:
             yield from below
 

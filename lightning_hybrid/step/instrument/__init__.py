@@ -1,1 +1,1 @@
-"""What is replaced in torch and in the user's modules while a step runs."""
+"""Patches of torch and of the user's modules while a step runs."""

@@ -1,8 +1,8 @@
-"""Activation checkpointing that the user's own code asks for, under replay.
+"""Activation checkpointing in the user's own code, under replay.
 
-``torch.utils.checkpoint`` runs a function again during the backward, when no replay is under way. Inside a unit that
-is right, as long as the second run draws the random numbers of the first. In the glue the function spans several
-units, of which most may live elsewhere: there the call is replaced by recomputation of each unit inside it.
+``torch.utils.checkpoint`` runs a function again during the backward, when no replay is active. Inside a unit that is
+right, as long as the second run draws the random numbers of the first. In the glue the function spans several units,
+most of which may be on other ranks: there the call is replaced by recomputation of each unit inside it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch.utils.checkpoint
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.step_mode import Current, StepWatch
 
-# On hooks for saved tensors that decide for each of them, where others have a stretch of code run again.
+# Attribute of saved-tensor hooks that decide for each tensor; other such hooks recompute a region of code.
 SAVES_EACH = "_hybrid_saves_each"
 
-# The generators that ``checkpoint`` runs the function in; torch 2.14 has the first, and calls it alone.
+# The generators in which ``checkpoint`` runs the function; torch 2.14 has the first, and calls only that one.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 
 
@@ -30,48 +30,48 @@ def adopted_checkpoints(
     randomness: KeyedRandomness,
     again: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Iterator[None]:
-    """Let ``torch.utils.checkpoint.checkpoint``, however it was imported, respect units and keyed randomness.
+    """Patch ``torch.utils.checkpoint.checkpoint``, however it was imported, for units and keyed randomness.
 
     Args:
-        current: The run that is under way.
-        randomness: Keys what it draws.
-        again: Makes a function that a backward runs once more from one that runs now.
+        current: The current run of a step.
+        randomness: The keyed random numbers.
+        again: Wraps a function that the backward runs again.
     """
-    home: Any = torch.utils.checkpoint
-    name = next(name for name in _GENERATORS if hasattr(home, name))
-    generator, function = getattr(home, name), home.CheckpointFunction
+    checkpoint_module: Any = torch.utils.checkpoint
+    name = next(name for name in _GENERATORS if hasattr(checkpoint_module, name))
+    generator, function = getattr(checkpoint_module, name), checkpoint_module.CheckpointFunction
 
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         watch = current.watch
         if watch is None or watch.inside_unit:
             return generator(again(randomness.again(fn)), *args, **kwargs)
-        return _each_unit(watch)
+        return _recompute_each_unit(watch)
 
     def reentrant(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         watch = current.watch
         if watch is None or watch.inside_unit:
-            return function.apply(_first_plain(fn, again(randomness.again(fn))), preserve, *args)
+            return function.apply(_plain_then_rerun(fn, again(randomness.again(fn))), preserve, *args)
         with watch.recomputing():
             return fn(*args)
 
-    setattr(home, name, without_reentrant)
-    # A class of our own would be a reference cycle.
-    home.CheckpointFunction = SimpleNamespace(apply=reentrant)
+    setattr(checkpoint_module, name, without_reentrant)
+    # A class defined here would be a reference cycle.
+    checkpoint_module.CheckpointFunction = SimpleNamespace(apply=reentrant)
     try:
         yield
     finally:
-        setattr(home, name, generator)
-        home.CheckpointFunction = function
+        setattr(checkpoint_module, name, generator)
+        checkpoint_module.CheckpointFunction = function
 
 
-def _each_unit(watch: StepWatch) -> Iterator[None]:
-    """Stands in for torch's generator: it yields once, around the function's run."""
+def _recompute_each_unit(watch: StepWatch) -> Iterator[None]:
+    """Replaces torch's generator: it yields once, around the run of the function."""
     with watch.recomputing():
         yield
 
 
-def _first_plain(fn: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-    """The reentrant form calls one function twice: the forward's run, then the backward's."""
+def _plain_then_rerun(fn: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for reentrant checkpoints, which call it twice: in the forward, then in the backward."""
     runs = iter([fn])
 
     def run(*args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Autograd functions and collectives of user code, which torch's function modes do not see.
+"""Patches for autograd functions and collectives of user code, which torch's function modes do not intercept.
 
 Each call of a ``torch.autograd.Function``, and each collective of ``torch.distributed`` on values of the model, is one
-event. A recording only rehearses collectives: other replicas need not record at the same time.
+event. A recording replaces collectives by a dry run, since other replicas need not record at the same time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from torch.jit import ScriptFunction
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.metric_branches import without_branches
+from lightning_hybrid.step.instrument.metric_branches import branchless_normalization
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.bound_apply import APPLIED_IN_PYTHON, BoundFunction, unseen_functions
-from lightning_hybrid.step.tracing.finiteness_checks import tests_of_numbers
+from lightning_hybrid.step.tracing.bound_apply import APPLIED_IN_PYTHON, BoundApply, functions_with_builtin_apply
+from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import Current, user_line
 
-# What each collective writes: the place of the argument that it fills, and its name.
-_WRITTEN = {
+# The output argument of each collective: its position and its name.
+_OUTPUT_ARGUMENTS = {
     "all_reduce": (0, "tensor"),
     "reduce": (0, "tensor"),
     "broadcast": (0, "tensor"),
@@ -44,45 +44,45 @@ _WRITTEN = {
     "scatter": (0, "tensor"),
 }
 COLLECTIVE = "collective:"
-# Where the call of a function passes by.
-_APPLIED_BY = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
+# The class whose ``apply`` every call of an autograd function runs.
+_APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
 
 
 class Unwatched:
-    """Base of autograd functions that are called while one operation of a step runs, and are no event themselves."""
+    """Base of autograd functions that run as part of another operation of a step, and are no event themselves."""
 
 
-class Done:
-    """What a rehearsed or skipped asynchronous collective returns."""
+class CompletedWork:
+    """The work handle that an asynchronous collective returns where it does not run."""
 
     def wait(self, *_: Any) -> bool:
-        """There is nothing to wait for."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
 
-def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> AbstractContextManager[None]:
+def intercepted_functions(current: Current, bound: Iterable[BoundApply]) -> AbstractContextManager[None]:
     """Make each autograd function and collective that a step calls one event of the current run.
 
-    A function of ``torch.jit`` runs as it is written, since no mode sees what its interpreter does. Tests of numbers
-    (``math.isnan``) know those that are not there, and metrics of torchmetrics ask no question of them.
+    A function of ``torch.jit`` runs as Python, since no mode intercepts its interpreter. Checks of numbers
+    (``math.isnan``) handle absent ones, and metrics of torchmetrics do not branch on their values.
 
     Args:
-        current: The run.
-        bound: Where the user's code holds functions by their ``apply``.
+        current: The current run of a step.
+        bound: The ``apply`` methods that user code stores.
     """
-    collectives = [(name, getattr(dist, name, None)) for name in _WRITTEN]
-    apply = _applied(current)
-    return _Replaced(
-        (_APPLIED_BY, "apply", classmethod(apply)),
-        *((place.owner, place.name, place.calling(partial(apply, place.function))) for place in bound),
-        *((dist, name, _collected(current, name, own)) for name, own in collectives if own is not None),
-        (ScriptFunction, "__call__", _as_written(current, vars(ScriptFunction)["__call__"])),
-        *tests_of_numbers(current),
-        *without_branches(current),
+    collectives = [(name, getattr(dist, name, None)) for name in _OUTPUT_ARGUMENTS]
+    apply = _intercepted_apply(current)
+    return _Patched(
+        (_APPLY_OWNER, "apply", classmethod(apply)),
+        *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
+        *((dist, name, _intercepted_collective(current, name, run)) for name, run in collectives if run is not None),
+        (ScriptFunction, "__call__", _uncompiled_script(current, vars(ScriptFunction)["__call__"])),
+        *number_check_patches(current),
+        *branchless_normalization(current),
         _TOLIST,
     )
 
@@ -90,42 +90,42 @@ def watched_functions(current: Current, bound: Iterable[BoundFunction]) -> Abstr
 def functions_drawing_again(
     functions: Iterable[type[Function]], randomness: KeyedRandomness
 ) -> AbstractContextManager[None]:
-    """Have functions whose backward runs their forward again, as checkpoints by hand do, draw there what they drew."""
+    """Let functions whose backward reruns their forward, as hand-written checkpoints do, draw equal numbers again."""
     takes_context = [function for function in functions if function.setup_context is Function.setup_context]
-    return _Replaced(*(place for function in takes_context for place in _drawing_again(function, randomness)))
+    return _Patched(*(patch for function in takes_context for patch in _patched_methods(function, randomness)))
 
 
-def _drawing_again(function: type[Function], randomness: KeyedRandomness) -> Iterable[tuple[Any, str, Any]]:
-    own_forward, own_backward = function.forward, function.backward
+def _patched_methods(function: type[Function], randomness: KeyedRandomness) -> Iterable[tuple[Any, str, Any]]:
+    user_forward, user_backward = function.forward, function.backward
 
-    @wraps(own_forward)
+    @wraps(user_forward)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            ctx._hybrid_again = randomness.again(own_backward)
-        return own_forward(ctx, *args, **kwargs)
+            ctx._hybrid_again = randomness.again(user_backward)
+        return user_forward(ctx, *args, **kwargs)
 
-    @wraps(own_backward)
+    @wraps(user_backward)
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return getattr(ctx, "_hybrid_again", own_backward)(ctx, *gradients)
+        return getattr(ctx, "_hybrid_again", user_backward)(ctx, *gradients)
 
     return (function, "forward", staticmethod(forward)), (function, "backward", staticmethod(backward))
 
 
 def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:
-    """Have a function raise a ``StepError`` where a step calls it and nothing else here sees that."""
-    return _Replaced(
+    """Let a function raise a ``StepError`` where a step calls it in a way that is not intercepted."""
+    return _Patched(
         *(
-            (function, "forward", _refusing(current, function))
-            for function in unseen_functions()
+            (function, "forward", _refuse_call(current, function))
+            for function in functions_with_builtin_apply()
             if "forward" in vars(function)
         )
     )
 
 
-def _refusing(current: Current, function: type[Function]) -> Any:
+def _refuse_call(current: Current, function: type[Function]) -> Any:
     original = function.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # bare, since each record of a step makes hundreds of them
+    def forward(*args: Any, **kwargs: Any) -> Any:  # without functools.wraps: each recording creates hundreds
         watch = current.watch
         in_transform = torch._C._are_functorch_transforms_active()
         if watch is None or watch.inside_unit or in_transform or issubclass(function, Unwatched):
@@ -140,7 +140,7 @@ def _refusing(current: Current, function: type[Function]) -> Any:
     return staticmethod(forward)
 
 
-def _applied(current: Current) -> Callable[..., Any]:
+def _intercepted_apply(current: Current) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(_SingleLevelFunction, cls).apply
         watch = current.watch
@@ -151,7 +151,7 @@ def _applied(current: Current) -> Callable[..., Any]:
     return apply
 
 
-def _as_written(current: Current, original: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled_script(current: Current, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         watch = current.watch
         written = getattr(self, "_torchdynamo_inline", None)
@@ -162,12 +162,12 @@ def _as_written(current: Current, original: Callable[..., Any]) -> Callable[...,
     return call
 
 
-def _collected(current: Current, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _intercepted_collective(current: Current, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def collective(*args: Any, **kwargs: Any) -> Any:
         watch = current.watch
         if watch is None:
             return original(*args, **kwargs)
-        run = _rehearsal(name) if watch.is_recording else original
+        run = _dry_run(name) if watch.is_recording else original
         if watch.inside_unit:
             return run(*args, **kwargs)
         return watch.call(COLLECTIVE + name, (), run, args, kwargs)
@@ -176,55 +176,55 @@ def _collected(current: Current, name: str, original: Callable[..., Any]) -> Cal
 
 
 def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a collective fills."""
-    place, keyword = _WRITTEN[name.removeprefix(COLLECTIVE)]
-    filled = args[place] if len(args) > place else kwargs.get(keyword)
-    return [leaf for leaf in flatten(filled)[0] if isinstance(leaf, Tensor)]
+    """The output tensors of a call of a collective."""
+    position, keyword = _OUTPUT_ARGUMENTS[name.removeprefix(COLLECTIVE)]
+    output = args[position] if len(args) > position else kwargs.get(keyword)
+    return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
 
 
-def _rehearsal(name: str) -> Callable[..., Any]:
-    def rehearse(*args: Any, **kwargs: Any) -> Any:
+def _dry_run(name: str) -> Callable[..., Any]:
+    def dry_run(*args: Any, **kwargs: Any) -> Any:
         written = written_by(name, args, kwargs)
-        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        own = next((leaf for leaf in given if not any(leaf is tensor for tensor in written)), None)
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        source = next((leaf for leaf in tensors if not any(leaf is tensor for tensor in written)), None)
         with torch.no_grad():
             for tensor in written:
-                # As if this rank were alone: a recording may look at what it gathered from the batch.
-                if own is None or is_absent(own) or is_absent(tensor) or tensor.numel() % max(own.numel(), 1):
+                # The result of a group of one rank: the step may read what it gathered from the batch.
+                if source is None or is_absent(source) or is_absent(tensor) or tensor.numel() % max(source.numel(), 1):
                     tensor.mul_(1)
-                elif own.numel():
-                    tensor.copy_(own.reshape(-1).repeat(tensor.numel() // own.numel()).view(tensor.shape))
-        return Done() if kwargs.get("async_op") else None
+                elif source.numel():
+                    tensor.copy_(source.reshape(-1).repeat(tensor.numel() // source.numel()).view(tensor.shape))
+        return CompletedWork() if kwargs.get("async_op") else None
 
-    return rehearse
+    return dry_run
 
 
-# ``FakeTensor`` has a ``tolist`` of its own, which reads number by number; no mode sees it.
+# ``FakeTensor.tolist`` overrides torch's and reads number by number; no mode intercepts it.
 _TOLIST = (FakeTensor, "tolist", Tensor.tolist)
 
 
 def tolist_seen() -> AbstractContextManager[None]:
-    """Inside, the ``tolist`` of an absent tensor is seen by modes."""
-    return _Replaced(_TOLIST)
+    """Let function modes intercept the ``tolist`` of absent tensors."""
+    return _Patched(_TOLIST)
 
 
-class _Replaced(AbstractContextManager[None]):
-    """Inside, owners have other attributes. A class, not generators: it is entered for every step."""
+class _Patched(AbstractContextManager[None]):
+    """Replaces attributes while it is entered. A class, not a generator: it is entered for every step."""
 
-    def __init__(self, *places: tuple[Any, str, Any]) -> None:
-        self._places = places
+    def __init__(self, *patches: tuple[Any, str, Any]) -> None:
+        self._patches = patches
 
     def __enter__(self) -> None:
-        self._own = [vars(owner).get(name, _NOTHING) for owner, name, _ in self._places]
-        for owner, name, value in self._places:
+        self._originals = [vars(owner).get(name, _MISSING) for owner, name, _ in self._patches]
+        for owner, name, value in self._patches:
             setattr(owner, name, value)
 
     def __exit__(self, *_: object) -> None:
-        for (owner, name, _), own in zip(self._places, self._own, strict=True):
-            if own is _NOTHING:
+        for (owner, name, _), original in zip(self._patches, self._originals, strict=True):
+            if original is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, own)
+                setattr(owner, name, original)
 
 
-_NOTHING = object()
+_MISSING = object()

@@ -1,7 +1,7 @@
 """Instrumentation of user modules for a replay: forwards of units, metric methods, torch's checkpoint function.
 
-The forwards of units and of drawing modules, the methods of metrics, and torch's checkpoint function ask a `Current`
-which run of the step is under way. Putting them there for each microbatch would cost more than what they do.
+The forwards of units and of modules that draw random numbers, the methods of metrics, and torch's checkpoint function
+read the current run of the step from a `Current`. To patch them for each microbatch would cost more than they do.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.autograd import Function
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.activation_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.instrument.autograd_functions import functions_drawing_again, watched_functions
-from lightning_hybrid.step.tracing.bound_apply import BoundFunction, users_functions
+from lightning_hybrid.step.instrument.autograd_functions import functions_drawing_again, intercepted_functions
+from lightning_hybrid.step.tracing.bound_apply import BoundApply, users_functions
 from lightning_hybrid.step.tracing.recording import Recording
-from lightning_hybrid.step.tracing.step_mode import Current, watched_sinks, watched_units
+from lightning_hybrid.step.tracing.step_mode import Current, intercepted_metrics, intercepted_units
 
 
-class Replayed(Protocol):
-    """What a replay is to be instrumented for: a ``StageReplay``."""
+class InstrumentedReplay(Protocol):
+    """The interface of ``StageReplay`` that is needed to instrument modules for it."""
 
     @property
     def recording(self) -> Recording:
-        """Of the step."""
+        """The recording of the step."""
 
     @property
     def drawing(self) -> Mapping[str, nn.Module]:
@@ -35,7 +35,7 @@ class Replayed(Protocol):
 
     @property
     def drawing_functions(self) -> Sequence[type[Function]]:
-        """Autograd functions that may."""
+        """Autograd functions that may draw."""
 
     @property
     def sinks(self) -> Mapping[str, nn.Module]:
@@ -43,21 +43,21 @@ class Replayed(Protocol):
 
 
 @contextlib.contextmanager
-def installed(replays: Collection[Replayed], randomness: KeyedRandomness) -> Iterator[Current]:
-    """Let the user's modules ask which run of the step is under way.
+def installed(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[Current]:
+    """Instrument the user's modules for replays.
 
     Args:
-        replays: All that will run inside; their recordings may know different units.
-        randomness: Keys what the modules draw.
+        replays: All replays that will run inside; their recordings may have different units.
+        randomness: The keyed random numbers of the modules.
 
     Yields:
-        To be handed to ``StageReplay.run``.
+        The holder of the current run, an argument of ``StageReplay.run``.
     """
     units: dict[str, nn.Module] = {}
     owned: dict[str, tuple[str, ...]] = {}
     drawing: dict[str, nn.Module] = {}
     sinks: Mapping[str, nn.Module] = {}
-    bound: Sequence[BoundFunction] = ()
+    bound: Sequence[BoundApply] = ()
     functions: dict[type[Function], None] = {}
     for replay in dict.fromkeys(replays):
         units.update(replay.recording.units)
@@ -78,24 +78,24 @@ def asking(
     units: Mapping[str, nn.Module],
     owned: Mapping[str, tuple[str, ...]],
     sinks: Mapping[str, nn.Module],
-    bound: Iterable[BoundFunction],
+    bound: Iterable[BoundApply],
 ) -> Iterator[None]:
-    """Let units, metrics, functions and checkpoints ask which run is under way.
+    """Make units, metrics, autograd functions and checkpoints report to the current run.
 
-    A recording and all that runs again what was recorded are inside, so that they take the same way through torch.
+    Recordings and replays both run inside, so that they call the same code paths of torch.
 
     Args:
-        current: The run.
-        randomness: Keys what is drawn.
-        units: By FQN.
-        owned: What each unit holds, by FQN.
+        current: The current run of a step.
+        randomness: The keyed random numbers.
+        units: The units, by FQN.
+        owned: FQNs of the parameters that each unit owns, by FQN of the unit.
         sinks: The metrics, by FQN.
-        bound: Where the user's code keeps the ``apply`` of autograd functions.
+        bound: The ``apply`` methods of autograd functions that user code stores.
     """
     with (
-        watched_units(current, units, owned),
-        watched_sinks(current, sinks),
-        watched_functions(current, bound),
+        intercepted_units(current, units, owned),
+        intercepted_metrics(current, sinks),
+        intercepted_functions(current, bound),
         adopted_checkpoints(current, randomness),
         slow_attention(),
         no_inference_mode(),
@@ -111,14 +111,14 @@ def drawing_as_stages(
     microbatch: int,
     again: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Iterator[None]:
-    """A whole module draws inside, in forward and backward, what its stages draw for a microbatch.
+    """Let an unpartitioned module draw, in forward and backward, the numbers that its stages draw for a microbatch.
 
     Args:
         root: The user's module.
-        randomness: Keys what it draws.
+        randomness: The keyed random numbers.
         step: Number of the batch in the run.
         microbatch: Number of the microbatch over all replicas.
-        again: Makes a function that a backward runs once more from one that runs now.
+        again: Wraps a function that the backward runs again.
     """
     with (
         randomness.microbatch(step, microbatch),
@@ -133,7 +133,7 @@ def drawing_as_stages(
 
 @contextlib.contextmanager
 def no_inference_mode() -> Iterator[None]:
-    """Let ``torch.inference_mode`` in a step be ``torch.no_grad``: its tensors do not tell when they are written."""
+    """Replace ``torch.inference_mode`` by ``torch.no_grad``: inference tensors have no version counter for writes."""
     enter = torch.inference_mode.__enter__
 
     def enter_no_grad(self: Any) -> None:
@@ -151,10 +151,10 @@ def no_inference_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow_attention() -> Iterator[None]:
-    """Keep ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` off their fused kernels of evaluation.
+    """Disable the fused inference kernels of ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``.
 
-    These cannot be recorded: on stand-ins they make other results than in a run, asked for weights or under autocast,
-    and an encoder looks at the content of its mask and joins its layers by nested tensors.
+    These cannot be recorded: with attention weights requested or under autocast their results on stand-ins differ from
+    those of a run, and an encoder reads the content of its mask and passes nested tensors between its layers.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

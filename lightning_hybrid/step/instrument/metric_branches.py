@@ -1,6 +1,6 @@
-"""Functional torchmetrics that branch on whether they were given probabilities or logits.
+"""A patch for functional torchmetrics that branch on whether their input is probabilities or logits.
 
-On a CPU they ask by a branch, elsewhere by ``torch.where``. A step whose values are not there does the latter.
+On a CPU they use a Python branch, on other devices ``torch.where``; a step with absent values uses the latter.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 _NAME = "normalize_logits_if_needed"
 
 
-def without_branches(current: Current) -> Sequence[tuple[Any, str, Any]]:
-    """What takes the place of this question where modules of torchmetrics ask it, by owner and name.
+def branchless_normalization(current: Current) -> Sequence[tuple[Any, str, Any]]:
+    """Replacements, as (module, name, function), of the branching function in modules of torchmetrics.
 
     Args:
-        current: The run of a step that is under way.
+        current: The current run of a step.
     """
     original = getattr(sys.modules.get("torchmetrics.utilities.compute"), _NAME, None)
     if original is None:
         return ()
-    return [(module, _NAME, _asked_by_where(current, original)) for module in _asking(len(sys.modules))]
+    return [(module, _NAME, _normalize_by_where(current, original)) for module in _importing_modules(len(sys.modules))]
 
 
 @functools.lru_cache(maxsize=1)
-def _asking(count: int) -> list[ModuleType]:
-    del count  # what is known as long as no module is loaded
+def _importing_modules(count: int) -> list[ModuleType]:
+    del count  # cached until another module is loaded
     loaded = [module for name, module in sys.modules.items() if name.startswith("torchmetrics.functional.")]
     return [module for module in loaded if _NAME in vars(module)]
 
 
-def _asked_by_where(current: Current, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _normalize_by_where(current: Current, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def normalize(tensor: Tensor, normalization: str | None) -> Tensor:
         watch = current.watch
         if not normalization or watch is None or watch.inside_unit or not watch.is_of_the_model(tensor):

@@ -1,1 +1,1 @@
-"""What modules hold; snapshot and restore."""
+"""The state of modules: snapshots, attribute tensors, pickles of parameters."""

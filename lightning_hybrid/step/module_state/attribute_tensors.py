@@ -1,7 +1,7 @@
-"""Attribute tensors: values that code around a unit sets on its modules, such as a normed weight.
+"""Attribute tensors: values that code around a unit sets on its modules, such as a normalized weight.
 
 ``torch.nn.utils.weight_norm`` is the best known: a hook computes the weight before each forward and sets it as a plain
-attribute. ``torch.func.functional_call`` puts other tensors in the place of parameters for one call. To the step graph
+attribute. ``torch.func.functional_call`` substitutes other tensors for parameters during one call. In the step graph
 such a value is an input of the unit like its arguments.
 """
 
@@ -19,8 +19,8 @@ from lightning_hybrid.step.module_state.snapshot import Place, reachable
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
-def held_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
-    """Each tensor that the modules of a unit hold beside their parameters, and where (modules named from the unit)."""
+def attribute_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
+    """Iterates over the tensors that the modules of a unit have beside their parameters, with paths from the unit."""
     for place, leaf in reachable(unit, plain=False):
         if isinstance(leaf, Tensor):
             yield place, leaf
@@ -33,61 +33,61 @@ def held_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 def found_on(
     unit: nn.Module, mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str], owned: Collection[str]
 ) -> list[tuple[Place, Tensor]]:
-    """The values that a unit finds on its own modules, and what it was given in the place of its parameters.
+    """The values on the modules of a unit, and the tensors substituted for its parameters, with their paths.
 
     Args:
-        unit: About to run.
-        mark_of: The index of a value; None for other tensors.
+        unit: The unit that is about to run.
+        mark_of: Gives the index of a value; None for other tensors.
         parameters: FQN by id.
-        owned: FQNs of the unit's own.
+        owned: FQNs of the unit's parameters.
     """
     slots = (
         (Place(name, member, ()), tensor)
         for name, module in unit.named_modules()
         for member, tensor in module._parameters.items()
     )
-    given = [
+    substituted = [
         (place, tensor) for place, tensor in slots if tensor is not None and parameters.get(id(tensor)) not in owned
     ]
-    return [(place, tensor) for place, tensor in held_tensors(unit) if mark_of(tensor) is not None] + given
+    return [(place, tensor) for place, tensor in attribute_tensors(unit) if mark_of(tensor) is not None] + substituted
 
 
-def is_given_parameters(unit: nn.Module, places: Sequence[Place]) -> bool:
-    """Whether one of these places is that of a parameter."""
+def replaces_parameters(unit: nn.Module, places: Sequence[Place]) -> bool:
+    """Whether one of these paths is that of a parameter."""
     return any(place.attribute in unit.get_submodule(place.module)._parameters for place in places)
 
 
 def look_up(unit: nn.Module, places: Sequence[Place]) -> list[Any]:
-    """What is at these places now; None where nothing is."""
+    """The current values at these paths; None where there is none."""
     found: list[Any] = []
     for place in places:
-        holder, key = _holder(unit, place)
+        container, key = _container_and_key(unit, place)
         try:
-            found.append(None if holder is None else holder[key])
+            found.append(None if container is None else container[key])
         except (KeyError, IndexError):
             found.append(None)
     return found
 
 
 def put(unit: nn.Module, places: Sequence[Place], tensors: Sequence[Any]) -> None:
-    """Put tensors at places where others were found."""
+    """Store tensors at existing paths."""
     for place, tensor in zip(places, tensors, strict=True):
-        holder, key = _holder(unit, place)
-        holder[key] = tensor
+        container, key = _container_and_key(unit, place)
+        container[key] = tensor
 
 
-def _holder(unit: nn.Module, place: Place) -> tuple[Any, Any]:
-    """The container that a place is an entry of, and the entry's key."""
+def _container_and_key(unit: nn.Module, place: Place) -> tuple[Any, Any]:
+    """The container that a path leads into, and the key of the entry."""
     module = unit.get_submodule(place.module)
-    holder: Any = next((m for m in (module._buffers, module._parameters) if place.attribute in m), module.__dict__)
+    container: Any = next((m for m in (module._buffers, module._parameters) if place.attribute in m), module.__dict__)
     keys = (place.attribute, *place.path)
     for key in keys[:-1]:
         try:
-            value = holder[key]
+            value = container[key]
         except (KeyError, IndexError, TypeError):
             return None, None
-        holder = value if isinstance(value, list | dict) else getattr(value, "__dict__", None)
-    return holder, keys[-1]
+        container = value if isinstance(value, list | dict) else getattr(value, "__dict__", None)
+    return container, keys[-1]
 
 
 def _computed_weights(root: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -98,12 +98,12 @@ def _computed_weights(root: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 
 def computed_weights(root: nn.Module) -> set[Place]:
-    """Where weights are that a hook of torch's computes before each forward: nobody waits for them after a step."""
+    """Paths of weights that a torch hook computes before each forward: no rank needs them after a step."""
     return {Place(name, hook.name, ()) for name, _, hook in _computed_weights(root)}
 
 
 def compute_weights(root: nn.Module) -> None:
-    """Compute such weights where they are absent though what they come from is here."""
+    """Compute such weights where they are absent but the parameters they are computed from are present."""
     for _, module, hook in _computed_weights(root):
         if is_absent(module.__dict__.get(hook.name)):
             with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Pickles and copies of parameters that this rank does not hold in full.
+"""Pickles and copies of parameters of which this rank has a shard or nothing.
 
 In hooks of the user the modes that gather on read (`parts.reads`, `pipeline.global_reads`) show full contents to
-`copy` and `pickle` too. Where none of them is active, a shard or a tensor without content would pass for the parameter.
+`copy` and `pickle` too. Where none of them is active, a shard or an absent tensor would be copied as the parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, WHOLE_SHAPE, is_absent, user_attributes
 
-_COPY = "__deepcopy__"
+_DEEPCOPY = "__deepcopy__"
 _ADVICE = (
     "do it on all ranks in a hook of the module or of a callback, such as on_train_batch_end, or after fit, when the"
     " module is full on every rank; trainer.save_checkpoint(...) writes a checkpoint"
@@ -26,28 +26,28 @@ _ADVICE = (
 
 
 class NotHere(pickle.PicklingError):
-    """A copy or pickle is made of a parameter whose content is on other ranks."""
+    """A copy or pickle is requested of a parameter whose content is on other ranks."""
 
 
 def copy_in_full(parameter: Tensor, shape: torch.Size) -> None:
-    """From now on this rank holds a shard of a parameter, and copies and pickles are of the full one.
+    """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full one.
 
     Args:
-        parameter: Its ``data`` is the shard, but where a mode shows the full one.
-        shape: Of the full one.
+        parameter: Its ``data`` is the shard, except where a mode shows the full one.
+        shape: The full shape.
     """
     parameter.__dict__[WHOLE_SHAPE] = shape
-    parameter.__dict__[_COPY] = _CopyInFull(parameter)
-    copyreg.dispatch_table.setdefault(type(parameter), _reduced_parameter)
+    parameter.__dict__[_DEEPCOPY] = _CopyInFull(parameter)
+    copyreg.dispatch_table.setdefault(type(parameter), _pickle_parameter)
 
 
 def copy_as_it_is(parameter: Tensor) -> None:
-    """This rank holds all of the parameter again."""
-    del parameter.__dict__[WHOLE_SHAPE], parameter.__dict__[_COPY]
+    """Undo ``copy_in_full``: this rank has the full parameter again."""
+    del parameter.__dict__[WHOLE_SHAPE], parameter.__dict__[_DEEPCOPY]
 
 
 class _CopyInFull:
-    """In the place of the parameter's own ``__deepcopy__``."""
+    """The ``__deepcopy__`` of a sharded parameter."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
@@ -70,21 +70,21 @@ def _check_full(parameter: Tensor, done: str) -> None:
         )
 
 
-def _reduced_parameter(parameter: nn.Parameter) -> Any:
-    """The full parameter with the attributes that the user gave it."""
+def _pickle_parameter(parameter: nn.Parameter) -> Any:
+    """Reduce a full parameter with the attributes that the user set."""
     _check_full(parameter, "pickled")
-    function, given = parameter.__reduce_ex__(2)
+    function, arguments = parameter.__reduce_ex__(2)
     if function is not _rebuild_parameter_with_state:
-        return function, given
+        return function, arguments
     attributes = user_attributes(parameter)
-    return (function, (*given[:3], attributes)) if attributes else (_rebuild_parameter, given[:3])
+    return (function, (*arguments[:3], attributes)) if attributes else (_rebuild_parameter, arguments[:3])
 
 
 def reduced(tensor: Tensor, content: Tensor) -> Any:
-    """What `pickle` is to write for a tensor of the user's, which may be an absent parameter.
+    """The reduced value that `pickle` writes for a tensor of the user, which may be an absent parameter.
 
     Args:
-        tensor: Whose attributes count.
+        tensor: The tensor whose attributes are written.
         content: Its full content.
     """
     with torch._C.DisableTorchFunction():
@@ -97,14 +97,14 @@ def reduced(tensor: Tensor, content: Tensor) -> Any:
         return full.__reduce_ex__(2)
 
 
-def _reduced_absent(tensor: FakeTensor) -> Any:
-    """What a mode gives for a tensor that is not here."""
+def _pickle_absent(tensor: FakeTensor) -> Any:
+    """Reduce an absent tensor where a mode supplies its content; refuse otherwise."""
     if tensor.fake_mode is not FAKE_MODE:
         return tensor.__reduce_ex__(2)
-    shown = torch._C._is_torch_function_mode_enabled() and any(
+    is_supplied = torch._C._is_torch_function_mode_enabled() and any(
         getattr(mode, "gives_contents", False) for mode in _get_current_function_mode_stack()
     )
-    if not shown:
+    if not is_supplied:
         raise NotHere(
             f"a tensor of shape {tuple(tensor.shape)} is pickled where it has no content: that is on other ranks, or"
             f" the step is being recorded; {_ADVICE}"
@@ -112,4 +112,4 @@ def _reduced_absent(tensor: FakeTensor) -> Any:
     return tensor.__reduce_ex__(2)
 
 
-copyreg.dispatch_table.setdefault(FakeTensor, _reduced_absent)
+copyreg.dispatch_table.setdefault(FakeTensor, _pickle_absent)

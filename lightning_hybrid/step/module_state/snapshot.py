@@ -1,8 +1,8 @@
 """Snapshots of module state: attributes, containers, buffers and hooks, put back in place.
 
-Attributes, the containers they hold, buffers and hooks are noted before and put back, in place, after. Generators are
-the business of ``randomness``. What the step would have left on the modules (a list of outputs, a lazily built mask) is
-read off in between.
+Attributes, containers in them, buffers and hooks are recorded before a step and restored, in place, after it. Torch's
+generators are handled by ``randomness``. In between, callers read what the step changed (a list of outputs, a
+lazily built mask).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from lightning_hybrid.step.objects.pytree import memory_of
 from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
-# What belongs to the machinery around a module and not to its own state.
+# Attributes that Lightning sets on a module and that are not part of its state.
 _NOT_STATE = frozenset(
     {"_trainer", "_fabric", "_device_mesh", "_log_hyperparams", "_hparams", "_current_fx_name", "forward", "log"}
 )
 _MEMBERS = frozenset({"_parameters", "_modules", "_buffers"})
 _CONTAINERS = (list, dict, set, collections.deque)
-_BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # whose length can be asked for
+_BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # types with a length
 PLAIN = frozenset({float, int, bool, str, type(None)})
-_FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
+_LIBRARY = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
-_DEEPEST = 4
+_MAX_DEPTH = 4
 
 
 class Place(NamedTuple):
-    """Where a value is reachable from: an attribute of a module, then a path through containers."""
+    """The path of a value: an attribute of a module, then keys through containers."""
 
     module: str
     attribute: str
@@ -49,22 +49,22 @@ class Place(NamedTuple):
 
 
 class ArgumentState:
-    """What the objects that a unit was given held before it ran, such as the keys and values in a cache."""
+    """A snapshot of a unit's argument objects before it runs, such as the keys and values in a cache."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
-        """Args: arguments: leaves; tensors and modules among them are passed over."""
+        """Args: arguments: leaves; tensors and modules among them are skipped."""
         self._contents: list[tuple[Any, Any]] = []
         self._of_modules: set[int] = set()
-        self._empty: list[Any] = []  # every module has a dozen of torch's, for hooks of each kind
+        self._empty: list[Any] = []  # every module has a dozen of torch's hook dicts
         self._generators: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         for argument in arguments:
             inner = inside(argument)
             if inner is not None:
-                self._note(inner, seen, 0)
+                self._record(inner, seen, 0)
 
-    def _note(self, container: Any, seen: set[int], depth: int, *, top: bool = False) -> None:
-        if id(container) in seen or depth > _DEEPEST:
+    def _record(self, container: Any, seen: set[int], depth: int, *, top: bool = False) -> None:
+        if id(container) in seen or depth > _MAX_DEPTH:
             return
         seen.add(id(container))
         self._contents.append((container, container.copy()))
@@ -78,30 +78,30 @@ class ArgumentState:
                 self._generators.append((item, generator_state(item)))
                 continue
             if type(item) in _BUILT_IN and not item:
-                if id(item) not in seen and depth < _DEEPEST:
+                if id(item) not in seen and depth < _MAX_DEPTH:
                     self._empty.append(item)
                 continue
             inner = inside(item)
             if inner is not None:
-                self._note(inner, seen, depth + 1)
+                self._record(inner, seen, depth + 1)
 
     def lengths(self) -> dict[int, int]:
-        """The length that each container had, by its id."""
+        """The recorded length of each container, by its id."""
         return {
             **{id(container): 0 for container in self._empty},
             **{id(container): len(content) for container, content in self._contents},
         }
 
     def restore(self) -> None:
-        """Put everything back as it was, keeping the identity of containers."""
+        """Restore all contents in place, keeping the identity of containers."""
         for container in self._empty:
             if container:
                 container.clear()
         for container, content in self._contents:
             if isinstance(container, dict):
-                if id(container) in self._of_modules:  # what is around a module may have come or gone since
-                    content = {name: held for name, held in content.items() if is_state(name)}
-                    content |= {name: held for name, held in container.items() if not is_state(name)}
+                if id(container) in self._of_modules:  # attributes of Lightning may have been added or removed since
+                    content = {name: value for name, value in content.items() if is_state(name)}
+                    content |= {name: value for name, value in container.items() if not is_state(name)}
                 if container.keys() == content.keys() and all(container[key] is content[key] for key in content):
                     continue
                 container.clear()
@@ -117,12 +117,12 @@ class ArgumentState:
 
 
 def can_be_put_back(tensor: Tensor) -> bool:
-    """Whether a tensor has content that ``Content`` can hold."""
+    """Whether ``Content`` can record and restore a tensor."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
 
 
 class Content:
-    """What a tensor held at one moment, by content and memory: `tensor.data = other` moves no version."""
+    """A snapshot of a tensor, its content and memory: `tensor.data = other` does not change the version counter."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Args: tensor: a buffer."""
@@ -130,16 +130,16 @@ class Content:
         self._content = detached_copy(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is the content of a tensor."""
+        """Whether this is a snapshot of ``tensor``."""
         return self._tensor is tensor
 
     def is_here(self) -> bool:
-        """Whether nobody has written to the tensor since."""
+        """Whether the tensor has not been written since."""
         return self._tensor._version == self._version and memory_of(self._tensor) == memory_of(self._memory)
 
     def restore(self) -> None:
-        """Put it back, to its own place."""
-        # The kernel of batch norms writes their statistics and counts no version.
+        """Restore the content in the original memory."""
+        # The kernel of batch norms writes the statistics without a change of the version counter.
         if self.is_here() and (not self._content.is_floating_point() or torch.equal(self._tensor, self._content)):
             return
         if memory_of(self._tensor) != memory_of(self._memory):
@@ -159,13 +159,13 @@ class ModuleState(ArgumentState):
         without: Collection[nn.Module] = (),
         unhooked: Collection[nn.Module] = (),
     ) -> None:
-        """What modules hold now.
+        """Record the state.
 
         Args:
             root: The user's LightningModule.
-            buffers: Whether buffers belong to the state to put back.
-            without: Modules whose state does not.
-            unhooked: Those among them that lose again what hooks they get.
+            buffers: Whether buffers are part of the state to restore.
+            without: Modules whose state is excluded.
+            unhooked: Those among the excluded modules from which ``restore`` removes hooks registered since.
         """
         super().__init__(())
         self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
@@ -181,14 +181,14 @@ class ModuleState(ArgumentState):
                 if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
                     seen.add(id(buffer))
                     self._buffers.append(Content(buffer))
-            self._note(module.__dict__, seen, 0, top=True)
+            self._record(module.__dict__, seen, 0, top=True)
 
     def holds(self, buffer: Tensor) -> bool:
-        """Whether a buffer is one of these, and nobody has written to it since."""
+        """Whether a buffer is recorded and has not been written since."""
         return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
 
     def restore(self) -> None:
-        """Put everything back as it was, keeping the identity of containers and tensors."""
+        """Restore the state in place, keeping the identity of containers and tensors."""
         super().restore()
         for content in self._buffers:
             content.restore()
@@ -198,7 +198,7 @@ class ModuleState(ArgumentState):
 
 
 def _remove_hooks(module: nn.Module, first: int) -> None:
-    """Those that have this number or a later one; torch counts the hooks of all modules."""
+    """Remove the hooks with this or a later number; torch counts the hooks of all modules."""
     for name, hooks in module.__dict__.items():
         if hooks and "_hooks" in name and isinstance(hooks, dict):
             for number in [number for number in hooks if isinstance(number, int) and number >= first]:
@@ -208,12 +208,12 @@ def _remove_hooks(module: nn.Module, first: int) -> None:
 def reachable(
     root: nn.Module, without: Collection[nn.Module] = (), *, plain: bool = True
 ) -> Iterator[tuple[Place, Any]]:
-    """Every leaf (tensor, number, object) that modules hold in attributes and containers, and where.
+    """Iterates over every leaf (tensor, number, object) in attributes and containers of modules, with its path.
 
     Args:
         root: The user's module.
-        without: Modules to pass over.
-        plain: Whether numbers, strings and None are among the leaves that are asked for; most leaves are.
+        without: Modules to skip.
+        plain: Whether to include numbers, strings and None, which most leaves are.
     """
     seen: set[int] = set()
     passed = frozenset() if plain else PLAIN
@@ -221,7 +221,7 @@ def reachable(
 
     def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
         inner = value if isinstance(value, tuple) else inside(value)
-        if inner is None or depth > _DEEPEST:
+        if inner is None or depth > _MAX_DEPTH:
             yield place, value
             return
         if id(inner) in seen:
@@ -243,12 +243,12 @@ def reachable(
 
 
 def is_state(name: str) -> bool:
-    """Whether an attribute of this name is a module's own, and not of the machinery around it."""
+    """Whether an attribute of this name is part of a module's state, and not set by Lightning."""
     return name not in _NOT_STATE
 
 
 def is_generator(value: Any) -> bool:
-    """Whether ``value`` draws random numbers."""
+    """Whether ``value`` is a random number generator."""
     return isinstance(value, _GENERATORS)
 
 
@@ -286,12 +286,12 @@ def _set_generator(generator: Any, state: Any) -> None:
 
 
 def inside(value: Any) -> Any:
-    """The container of what ``value`` holds: itself, or the attributes of a plain user object; None for a leaf."""
+    """The container with the contents of ``value``: itself, or attributes of a plain user object; None for a leaf."""
     if isinstance(value, _CONTAINERS):
         return value
     if isinstance(value, Tensor | nn.Module | type | _FUNCTIONS):
         return None
     kind = type(value)
-    if kind.__module__.split(".")[0] in _FOREIGN or kind.__module__.startswith(_FOREIGN):
+    if kind.__module__.split(".")[0] in _LIBRARY or kind.__module__.startswith(_LIBRARY):
         return None
     return getattr(value, "__dict__", None)

@@ -1,1 +1,1 @@
-"""Containers, tensors and modules, without knowing what is absent."""
+"""Helpers for containers, tensors and modules that do not depend on absent tensors."""

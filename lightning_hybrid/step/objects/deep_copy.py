@@ -1,4 +1,4 @@
-"""Deep copies of arguments, so that caches in them are as they were for a second call."""
+"""Deep copies of arguments, so that a second call finds caches in them unchanged."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modules: bool = True) -> Any:
-    """A deep copy of anything, with new tensors for its tensors, results of others among them.
+    """A deep copy of any object, with new tensors for its tensors, non-leaf tensors included.
 
-    A cache that a unit fills must be copied before each call of it.
+    A cache that a unit fills must be copied before each call of the unit.
 
     Args:
         value: The object.
-        new: Makes the tensors in the copy.
-        modules: Whether modules in it are copied too; else both share them.
+        new: Creates the tensors of the copy.
+        modules: Whether modules in it are copied too; otherwise the copy shares them.
     """
     memo: dict[int, Any] = {}
-    for found in _parts_below(value, {}):
+    for found in _tensors_and_modules_in(value, {}):
         if isinstance(found, Tensor):
             memo[id(found)] = new(found)
         elif not modules:
@@ -33,17 +33,17 @@ def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modul
     try:
         return copy.deepcopy(value, memo)
     except Exception:
-        return value  # what cannot be copied is shared
+        return value  # an object that cannot be copied is shared
 
 
 def may_change(value: Any) -> bool:
-    """Whether a call could change this argument otherwise than by writing to a tensor."""
+    """Whether a call could change this argument other than by writing to a tensor."""
     if isinstance(value, tuple):
         return any(map(may_change, value))
     return not isinstance(value, (Tensor, nn.Module, *_PLAIN))
 
 
-def _parts_below(value: Any, seen: dict[int, Any]) -> Iterator[Tensor | nn.Module]:
+def _tensors_and_modules_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor | nn.Module]:
     if id(value) in seen or isinstance(value, (*_PLAIN, type)):
         return
     seen[id(value)] = value
@@ -51,10 +51,10 @@ def _parts_below(value: Any, seen: dict[int, Any]) -> Iterator[Tensor | nn.Modul
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _parts_below(item, seen)
+            yield from _tensors_and_modules_in(item, seen)
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from _parts_below(item, seen)
+            yield from _tensors_and_modules_in(item, seen)
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
-            yield from _parts_below(item, seen)
+            yield from _tensors_and_modules_in(item, seen)

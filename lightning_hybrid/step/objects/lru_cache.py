@@ -1,4 +1,4 @@
-"""A bounded cache that forgets what was used longest ago."""
+"""A bounded dict with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ V = TypeVar("V")
 
 
 class Recent(dict[K, V]):
-    """A dict that forgets what was read or written least lately, once it has more than ``most`` members."""
+    """A dict that evicts the least recently read or written entry when it exceeds ``most`` entries."""
 
     def __init__(self, most: int) -> None:
-        """Args: most: how many it keeps."""
+        """Args: most: the largest number of entries."""
         super().__init__()
-        self._most = most
+        self._capacity = most
 
     def __getitem__(self, key: K) -> V:
-        """The value, which is the latest now."""
+        """Return the value and mark it as most recently used."""
         value = self.pop(key)
         super().__setitem__(key, value)
         return value
 
     def __setitem__(self, key: K, value: V) -> None:
-        """Keep a value; the eldest goes."""
+        """Store a value; evict the least recently used one if there are too many."""
         self.pop(key, None)
         super().__setitem__(key, value)
-        if len(self) > self._most:
+        if len(self) > self._capacity:
             del self[next(iter(self))]

@@ -1,6 +1,6 @@
 """Fast walks over the modules and parameters of a module.
 
-Torch's own generators hand each item up through as many frames as it lies deep.
+Torch's recursive generators pass each item through one frame per level of nesting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def modules_in(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``root.named_modules()``."""
+    """The list of ``root.named_modules()``."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     waiting = [("", root)]
@@ -29,7 +29,7 @@ def modules_in(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """``root.named_parameters()``, of the modules in a root."""
+    """The list of ``root.named_parameters()``, from the named modules of the root."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for fqn, module in modules:
         if parameters := module._parameters:

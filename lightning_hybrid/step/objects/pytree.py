@@ -1,9 +1,9 @@
-"""Pytrees: take apart and rebuild the containers that user code passes around.
+"""Pytrees: flatten and rebuild the containers that user code passes around.
 
 Steps receive and return tensors inside tuples, named tuples, dicts, dataclasses, ``torch.distributions``, Hugging Face
 ``BatchEncoding`` and ``ModelOutput`` objects. ``flatten`` yields the leaves in a fixed order and a ``Spec`` from which
 the same container is rebuilt around other leaves. It is written for the hot path: a bare tensor or a flat tuple costs
-next to nothing, and a container type that is not known here is a leaf.
+next to nothing, and a container of an unknown type is a leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAF = None
 
 
 class Spec(NamedTuple):
-    """How one container is rebuilt: ``build(children)``, and the specs of its children (``None`` is a leaf)."""
+    """Rebuilds one container: ``build(children)``, and the specs of its children (``None`` is a leaf)."""
 
     build: Callable[[list[Any]], Any]
     children: tuple[Spec | None, ...]
@@ -38,11 +38,11 @@ def flatten(value: Any, leaves: list[Any] | None = None) -> tuple[list[Any], Spe
     """
     if leaves is None:
         leaves = []
-    parts = children_of(value)
-    if parts is None:
+    opened = children_of(value)
+    if opened is None:
         leaves.append(value)
         return leaves, LEAF
-    children, build = parts
+    children, build = opened
     return leaves, Spec(build, tuple([flatten(child, leaves)[1] for child in children]))
 
 
@@ -52,7 +52,7 @@ _LEAF_TYPES = frozenset(
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-    """The leaves of ``flatten((args, kwargs))``, and whether each argument is one leaf; quick where that is so."""
+    """The leaves of ``flatten((args, kwargs))``, and whether each argument is one leaf; fast in that case."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if type(leaf) not in _LEAF_TYPES:
@@ -63,7 +63,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 def rebuild_call(
     leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call around other leaves; ``plain`` is what ``flatten_call`` said."""
+    """The arguments of a call with other leaves; ``plain`` is the flag that ``flatten_call`` returned."""
     if plain:
         return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
     rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, flatten((args, kwargs))[1])
@@ -94,7 +94,7 @@ def _build(leaves: list[Any], start: int, spec: Spec | None) -> tuple[Any, int]:
 
 
 def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, and how it is rebuilt around other children; None for a leaf."""
+    """The children of a container, and a function that rebuilds it from other children; None for a leaf."""
     kind = type(value)
     if kind is tuple:
         return list(value), tuple
@@ -119,21 +119,21 @@ def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
     return None
 
 
-_OPENED: set[type] = set()  # classes of the user's that hand values on from layer to layer
+_OPENED: set[type] = set()  # user classes whose objects carry values from layer to layer
 
 
 class ClassOpened(BaseException):
-    """Objects of a further class are containers from now on; no exception that user code might catch."""
+    """Raised when objects of another class become containers; not an ``Exception``, which user code might catch."""
 
 
 def open_class(leaf: Any) -> None:
-    """See that values of the model do not hide in an object that a layer returns.
+    """Register the class of an object that a layer returns as a container if it has values of the model inside.
 
     Args:
-        leaf: The object. One with further objects inside, such as a cache that layers write into, is left alone.
+        leaf: The object. One with nested objects, such as a cache that layers write into, stays a leaf.
 
     Raises:
-        ClassOpened: They did.
+        ClassOpened: The class has been registered.
     """
     kind = type(leaf)
     if kind in _LEAF_TYPES or kind in _OPENED or isinstance(leaf, Tensor | nn.Module) or not hasattr(leaf, "__dict__"):
@@ -147,13 +147,13 @@ def open_class(leaf: Any) -> None:
 
 
 def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    keys = list(value.keys())  # what a TensorDict iterates over is its samples
+    keys = list(value.keys())  # iterating over a TensorDict gives its samples
 
     def build(children: list[Any]) -> Any:
-        if hasattr(value, "auto_batch_size_"):  # a TensorDict holds its members to one number of samples
+        if hasattr(value, "auto_batch_size_"):  # a TensorDict requires one number of samples of all members
             kind: Any = type(value)
             return kind(dict(zip(keys, children, strict=True)), batch_size=[]).auto_batch_size_(value.batch_dims)  # type: ignore[attr-defined]
-        # A shallow copy keeps what else the object carries (an encoding's tokenizer data, a ModelOutput's class).
+        # A shallow copy keeps other attributes (an encoding's tokenizer data) and the class (of a ModelOutput).
         result = copy.copy(value)
         if not isinstance(result, MutableMapping):
             return dict(zip(keys, children, strict=True))
@@ -180,7 +180,7 @@ _MOST_OBJECTS = 1000
 
 
 def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
-    """The tensors that an object of a class unknown here, such as a batch of graphs, holds in its attributes."""
+    """The tensors in the attributes of an object of an unknown class, such as a batch of graphs, or in containers."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         return [value]
@@ -189,11 +189,11 @@ def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
     if len(seen) == _MOST_OBJECTS:
         return []
     seen.add(id(value))
-    parts = children_of(value)
-    inner: list[Any] = parts[0] if parts is not None else list(getattr(value, "__dict__", {}).values())
-    return [tensor for part in inner for tensor in tensors_inside(part, seen)]
+    opened = children_of(value)
+    inner: list[Any] = opened[0] if opened is not None else list(getattr(value, "__dict__", {}).values())
+    return [tensor for item in inner for tensor in tensors_inside(item, seen)]
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The same for tensors that are views of one another, `.data` included."""
+    """An identifier of a tensor's storage, equal for views of one another, `.data` included."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

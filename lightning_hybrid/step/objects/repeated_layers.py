@@ -1,7 +1,7 @@
 """Repeated layers: the smallest modules that repeat, a transformer block or a residual block.
 
-The pipeline's units may be larger (with one stage, the whole network is one): there, what lies in their lists of layers
-is taken.
+The pipeline's units may be larger (with one stage, the full network is one): then the members of their lists of layers
+are the layers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_layers(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The layers in these units, by FQN in the root; a unit without any is one itself.
+    """The layers in these units, by FQN in the root; a unit without repeated layers is a layer itself.
 
     Args:
-        units: Of the pipeline, by FQN; what is found lies inside one of them each.
+        units: The units of the pipeline, by FQN.
     """
     found: dict[str, nn.Module] = {}
 
@@ -36,7 +36,7 @@ def find_layers(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Whether there is a list of layers inside: two of one class that hold more than one weight each."""
+    """Whether a list of layers is inside: two modules of one class with more than one weight each."""
     for inner in module.modules():
         if isinstance(inner, _LISTS):
             classes = [type(child) for child in inner.children() if _num_weights(child) > 1]

@@ -1,4 +1,4 @@
-"""Tensor subclasses of the user, such as torchvision's images: plain memory with more than its numbers."""
+"""Tensor subclasses of the user, such as torchvision's images: plain memory with further attributes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-def is_of_user_class(value: Any) -> bool:
-    """Whether ``value`` is a tensor with a class and attributes of its own, whose kernels are those of any tensor."""
+def is_user_subclass(value: Any) -> bool:
+    """Whether ``value`` is of a tensor subclass of the user that has no ``__torch_dispatch__`` of its own."""
     kind = type(value)
     return (
         isinstance(value, Tensor)
@@ -21,23 +21,23 @@ def is_of_user_class(value: Any) -> bool:
 
 
 def as_plain(value: Any) -> Any:
-    """The same memory without the class, for kernels that know plain tensors only; other values as they are."""
-    if not is_of_user_class(value):
+    """The same memory as a plain tensor, for kernels without support for the subclass; other values unchanged."""
+    if not is_user_subclass(value):
         return value
     with _disable_current_modes(), DisableTorchFunctionSubclass():
         return value.as_subclass(Tensor)
 
 
-def of_class(original: Tensor, part: Tensor) -> Tensor:
-    """``part``, cut out of ``original``, with the class and the attributes of that."""
-    if not is_of_user_class(original) or type(part) is type(original):
-        return part
+def of_class(original: Tensor, piece: Tensor) -> Tensor:
+    """``piece``, a slice or copy of ``original``, with the class and attributes of ``original``."""
+    if not is_user_subclass(original) or type(piece) is type(original):
+        return piece
     with DisableTorchFunctionSubclass():
-        part = part.as_subclass(type(original))
-    part.__dict__.update(original.__dict__)
-    return part
+        piece = piece.as_subclass(type(original))
+    piece.__dict__.update(original.__dict__)
+    return piece
 
 
 def detached_copy(tensor: Tensor) -> Tensor:
-    """A copy without the graph, of the same class and attributes; no method of the user's class is called."""
+    """A detached copy of the same class and attributes; no method of the user's class is called."""
     return of_class(tensor, as_plain(tensor).detach().clone())

@@ -1,1 +1,1 @@
-"""Tensors and numbers that are not on this rank, and what kernels make of them."""
+"""Stand-ins for tensors and numbers that are not on this rank, and how kernels run on them."""

@@ -1,6 +1,6 @@
-"""Absent arrays: stand-ins for what ``tolist()`` and ``numpy()`` read of an absent tensor.
+"""Absent arrays: stand-ins for the results of ``tolist()`` and ``numpy()`` on an absent tensor.
 
-What is kept is replaced after the step (``pipeline.side_effects``); anything computed from it would be made of nothing.
+Those kept on modules are replaced after the step (``pipeline.side_effects``); computing with them is refused.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import numpy
 from torch import Tensor
 
-from lightning_hybrid.step.standins.absent_tensors import ANSWERS, AbsentFloat, ControlFlowError, values_behind
+from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, AbsentFloat, ControlFlowError, values_behind
 
 
 def content_message(line: str, name: str) -> str:
-    """What to tell a user whose step computes with the content of an absent tensor."""
+    """The error message for a step that computes with the content of an absent tensor."""
     return (
         f"{line}: .{name}() reads values of the model that are not there while the step is recorded, nor later on every"
         " pipeline stage; compute with torch functions before you read (what is read may be kept on the module as it"
@@ -23,10 +23,10 @@ def content_message(line: str, name: str) -> str:
 
 
 class AbsentArray:
-    """Stands for a NumPy array whose content is on another rank; it knows its shape and refuses all else."""
+    """A stand-in for a NumPy array whose content is on another rank; it has a shape and refuses all else."""
 
     def __init__(self, line: str, like: Tensor, values: frozenset[int], asked: set[int] | None) -> None:
-        """Args: line: where it was read. like: the absent tensor. values, asked: as of an ``AbsentFloat``."""
+        """Args: line: the user's line that read it. like: the absent tensor. values, asked: see ``AbsentFloat``."""
         self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
         self.__dict__.update(values=values, asked=asked)
 
@@ -35,12 +35,12 @@ class AbsentArray:
         return int(self.__dict__["shape"][0])
 
     def __repr__(self) -> str:
-        """For messages and progress bars."""
+        """A text for messages and progress bars."""
         return f"absent{self.__dict__['shape']}"
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Everything but its sizes is content."""
-        if name.startswith("__"):  # Python and NumPy ask what an object can do
+        """Refuse, since everything but the sizes is content."""
+        if name.startswith("__"):  # Python and NumPy check which protocols an object supports
             raise AttributeError(name)
         self._refuse()
 
@@ -56,42 +56,42 @@ class AbsentArray:
     __array__ = __array_function__ = _refuse
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Elements are content, but whether they are finite has an answer."""
-        asked = self.__dict__["asked"]
-        if ufunc.__name__ not in ANSWERS or method != "__call__" or not self.__dict__["values"] or asked is None:
+        """Answer finiteness checks, refuse all other ufuncs."""
+        asked, values = self.__dict__["asked"], self.__dict__["values"]
+        if ufunc.__name__ not in IF_FINITE or method != "__call__" or not values or asked is None:
             self._refuse()
-        asked.update(self.__dict__["values"])
-        return numpy.full(self.__dict__["shape"], ANSWERS[ufunc.__name__])
+        asked.update(values)
+        return numpy.full(self.__dict__["shape"], IF_FINITE[ufunc.__name__])
 
     def __eq__(self, other: object) -> bool:
-        """Elements are content too."""
+        """Refuse, since elements are content."""
         self._refuse()
 
     __hash__ = object.__hash__
 
 
 def is_number_of_others(leaf: Any) -> bool:
-    """Whether a leaf is a number, or an array of numbers, whose content only other ranks have."""
+    """Whether a leaf is a number, or an array of numbers, whose content is on other ranks only."""
     return values_behind(leaf) is not None or isinstance(leaf, AbsentArray)
 
 
 def line_read_at(leaf: Any, otherwise: str) -> str:
-    """The line at which such a number was read; ``otherwise`` for one that was computed from it."""
+    """The line that read such a number; ``otherwise`` for a number computed from it."""
     return leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else otherwise
 
 
 def stand_in_for_content(
     name: str, line: str, tensor: Tensor, values: frozenset[int], asked: set[int] | None, reads_as: float | None
 ) -> Any:
-    """What ``tolist()`` or ``numpy()`` gives where the tensor is absent.
+    """The result of ``tolist()`` or ``numpy()`` on an absent tensor.
 
     Args:
-        name: Which of the two.
-        line: Where it is read.
+        name: "tolist" or "numpy".
+        line: The user's line that reads it.
         tensor: The absent tensor.
-        values: Of the step graph that it is.
-        asked: Where to note values by which the step decides as if all numbers were finite.
-        reads_as: What every element is instead, while branches are looked for.
+        values: Its value in the step graph.
+        asked: Set to which values are added that a branch assumes to be finite.
+        reads_as: The number for every element instead, during the search for branches.
     """
     shape = tuple(tensor.shape)
     if name == "numpy":

@@ -1,8 +1,8 @@
-"""Absent tensors and numbers: stand-ins without storage for what lives on another stage.
+"""Absent tensors and numbers: stand-ins without storage for values of another stage.
 
 An *absent* tensor is a ``FakeTensor``: it answers shape, dtype and the real device, has no storage, and mixes with real
-tensors. Absent parameters keep the identity of the user's ``Parameter`` objects, so optimizers that hold them stay
-right; an absent number is a NaN that refuses to be compared.
+tensors. Absent parameters keep the identity of the user's ``Parameter`` objects, so optimizers that refer to them stay
+valid; an absent number is a NaN that refuses to be compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Collection, Iterator
-from math import isnan  # the function itself: a step asks another
+from math import isnan  # the original function: it is patched during a step
 from typing import Any
 
 import torch
@@ -18,72 +18,72 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.patching import MARK as OF_PACKAGE
+from lightning_hybrid.patching import MARK as PACKAGE_MARK
 
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=True)
 _MOST_KERNELS = 1 << 14  # some 2 KB each
 
-_STOCK = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes that users did not give it
-WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank holds a part: the shape of the whole
-# What is asked of a tensor's shape, by properties and by methods.
+_BUILTIN = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes not set by the user
+WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank has a shard: the full shape
+# Properties and methods that read a tensor's shape.
 SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
 SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
 MARK = "_hybrid_value"  # attribute of a tensor: (token of the run, value index)
 
 
-# What questions whether values are finite are answered with where the values are not.
-ANSWERS = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
+# Answers to finiteness checks of absent values.
+IF_FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 
 
 class ControlFlowError(RuntimeError):
-    """User code branches on a value that is not there."""
+    """User code branches on an absent value."""
 
 
 def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torch.device | None = None) -> FakeTensor:
     """A stand-in with the shape, strides, dtype and (if not given) device of ``like`` and no storage.
 
-    It is built without dispatching an operation, so nothing holds a weak reference to it and its content can be
-    swapped for real data later (``torch.utils.swap_tensors``).
+    It is built without dispatching an operation, so there is no weak reference to it and its content can be swapped
+    for real data later (``torch.utils.swap_tensors``).
     """
     if device is None:
         device = like.fake_device if isinstance(like, FakeTensor) else like.device
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-    return _absent(meta, device, like.requires_grad if requires_grad is None else requires_grad)
+    return _fake_tensor(meta, device, like.requires_grad if requires_grad is None else requires_grad)
 
 
 def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
     """A stand-in for one value of a step graph.
 
     Args:
-        value: What is known of it.
-        device: Of this rank.
+        value: The metadata of the value.
+        device: The device of this rank.
     """
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
-    return _absent(meta, torch.device(value.device) if value.device else device, value.requires_grad)
+    return _fake_tensor(meta, torch.device(value.device) if value.device else device, value.requires_grad)
 
 
-def forget_kernels() -> None:
-    """Bound torch's own memory of its fake kernels, which grows with each new size of a batch."""
+def limit_kernel_cache() -> None:
+    """Limit torch's cache of fake kernel results, which grows with each new size of a batch."""
     if len(FakeTensorMode.cache) > _MOST_KERNELS:
         FakeTensorMode.cache_clear()
 
 
-def _absent(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:
+def _fake_tensor(meta: Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:
     absent = FakeTensor(FAKE_MODE, meta, device)
     absent.requires_grad_(requires_grad)
     return absent
 
 
 def make_absent_parameter(parameter: Tensor, device: torch.device | None = None) -> FakeTensor:
-    """A stand-in for a parameter or buffer; ``isinstance(x, nn.Parameter)`` holds where it held before."""
-    whole = parameter.__dict__.get(WHOLE_SHAPE)
+    """A stand-in for a parameter or buffer, of the full shape; ``isinstance(x, nn.Parameter)`` is as before."""
+    shape = parameter.__dict__.get(WHOLE_SHAPE)
     like = parameter
-    if whole is not None:
+    if shape is not None:
         device = parameter.device if device is None else device
         with torch._C._DisableTorchDispatch():
-            like = torch.empty(whole, dtype=parameter.dtype, device="meta")
+            like = torch.empty(shape, dtype=parameter.dtype, device="meta")
     absent = make_absent(like, requires_grad=parameter.requires_grad, device=device)
     if isinstance(parameter, nn.Parameter):
         absent._is_param = True
@@ -91,21 +91,21 @@ def make_absent_parameter(parameter: Tensor, device: torch.device | None = None)
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape that a parameter has in one process: it may be absent, or a part."""
+    """The full shape of a parameter, which may be absent or a local shard."""
     return tuple(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape))
 
 
 def as_whole(parameter: Tensor) -> Tensor:
-    """The whole of a parameter without content: to ask it for its shape."""
+    """A meta tensor with the full shape of a parameter, for queries of its shape."""
     with torch._C.DisableTorchFunction():
         return torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users gave a tensor or parameter, absent or not."""
+    """The attributes that the user set on a tensor or parameter, absent or not."""
     attributes = tensor.__dict__
-    stock = attributes.get(_STOCK, () if not is_absent(tensor) else attributes)
-    return {n: v for n, v in attributes.items() if n not in stock and not n.startswith((OF_PACKAGE, "__"))}
+    stock = attributes.get(_BUILTIN, () if not is_absent(tensor) else attributes)
+    return {n: v for n, v in attributes.items() if n not in stock and not n.startswith((PACKAGE_MARK, "__"))}
 
 
 def is_absent(value: Any) -> bool:
@@ -114,16 +114,16 @@ def is_absent(value: Any) -> bool:
 
 
 def drop(parameter: Tensor, device: torch.device | None = None) -> None:
-    """Free the storage of ``parameter`` in place: the same object becomes absent, with the attributes users gave it.
+    """Free the storage of ``parameter`` in place: the same object becomes absent and keeps the user's attributes.
 
     Args:
         parameter: With content, or on the meta device.
-        device: What it answers from now on; its own device if None.
+        device: The device that it reports from now on; its present device if None.
     """
     absent = make_absent_parameter(parameter, device)
     parameter.grad = None
     attributes = parameter.__dict__
-    absent.__dict__[_STOCK] = {*absent.__dict__, _STOCK}
+    absent.__dict__[_BUILTIN] = {*absent.__dict__, _BUILTIN}
     exchange(parameter, absent)
     parameter.__dict__.update(attributes)
 
@@ -132,14 +132,14 @@ def fill(absent: Tensor, content: Tensor) -> None:
     """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
     before = absent.__dict__
     exchange(absent, content)
-    if _STOCK in before:
-        absent.__dict__.update((name, value) for name, value in before.items() if name not in before[_STOCK])
+    if _BUILTIN in before:
+        absent.__dict__.update((name, value) for name, value in before.items() if name not in before[_BUILTIN])
 
 
 def exchange(first: Tensor, second: Tensor) -> None:
-    """``torch.utils.swap_tensors`` also where weak references exist (``nn.LSTM`` holds some to its parameters).
+    """Swap two tensors as ``torch.utils.swap_tensors``, also if weak references exist (as ``nn.LSTM`` has).
 
-    They mean the user's object, which stays the same.
+    These refer to the user's object, whose identity does not change.
     """
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
@@ -147,10 +147,10 @@ def exchange(first: Tensor, second: Tensor) -> None:
 
 
 class AbsentFloat(float):
-    """A number read from an absent tensor: NaN, so what is computed from it is NaN too.
+    """A number read from an absent tensor: NaN, so results computed from it are NaN too.
 
-    Its comparison would decide a branch by a value that is not there, so it raises; unless it is known what the number
-    is if the model's are finite.
+    A comparison would decide a branch by an absent value, so it raises; unless the number's value is known under the
+    assumption that the model's values are finite.
     """
 
     line: str
@@ -168,18 +168,18 @@ class AbsentFloat(float):
         """An absent number.
 
         Args:
-            line: Where it was read, for messages.
-            values: Of the step graph that it was computed from.
-            asked: Where to note values by which the step decides as if all numbers were finite.
-            taken: What it is then.
+            line: The user's line that read it, for messages.
+            values: The values of the step graph that it was computed from.
+            asked: Set to which values are added that a branch assumes to be finite.
+            taken: Its value under that assumption; None if unknown.
         """
-        number = super().__new__(cls, _nan_of(values))
+        number = super().__new__(cls, _nan_with_payload(values))
         number.line, number.values, number.asked, number.taken = line, values, asked, taken
         return number
 
     def _arithmetic(self, *others: Any) -> Any:
         if not all(isinstance(other, int | float) for other in others):
-            return NotImplemented  # a tensor knows better
+            return NotImplemented  # the tensor's own method handles it
         values = self.values.union(*(getattr(other, "values", ()) for other in others))
         return AbsentFloat(self.line, values, self.asked)
 
@@ -188,65 +188,65 @@ class AbsentFloat(float):
     __pow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _arithmetic
     __round__ = _arithmetic
 
-    def _taken(self) -> bool | int | float:
+    def _value_or_raise(self) -> bool | int | float:
         if self.taken is None:
             raise ControlFlowError(branch_message(self.line))
-        return self.known_if_finite(self.taken)
+        return self.assume_finite(self.taken)
 
-    def known_if_finite(self, answer: Any) -> Any:
-        """An answer that other ranks are to check."""
+    def assume_finite(self, answer: Any) -> Any:
+        """Return an answer that holds for finite values, and record that other ranks are to check it."""
         if self.asked is None or not self.values:
             raise ControlFlowError(branch_message(self.line))
         self.asked.update(self.values)
         return answer
 
     def __eq__(self, other: object) -> bool:
-        """A number that is no NaN equals itself."""
-        return bool(self.known_if_finite(True) if other is self else self._taken() == other)
+        """Compare; a number that is not NaN equals itself."""
+        return bool(self.assume_finite(True) if other is self else self._value_or_raise() == other)
 
     def __ne__(self, other: object) -> bool:
-        """As above."""
+        """Negate ``==``."""
         return not self == other
 
     def __lt__(self, other: Any) -> bool:
-        """See the class, as for all that follow."""
-        return bool(self._taken() < other)
+        """Compare the value under the assumption of finiteness, or raise."""
+        return bool(self._value_or_raise() < other)
 
     def __le__(self, other: Any) -> bool:
-        """See above."""
-        return bool(self._taken() <= other)
+        """Compare as ``<`` does."""
+        return bool(self._value_or_raise() <= other)
 
     def __gt__(self, other: Any) -> bool:
-        """See above."""
-        return bool(self._taken() > other)
+        """Compare as ``<`` does."""
+        return bool(self._value_or_raise() > other)
 
     def __ge__(self, other: Any) -> bool:
-        """See above."""
-        return bool(self._taken() >= other)
+        """Compare as ``<`` does."""
+        return bool(self._value_or_raise() >= other)
 
     def __bool__(self) -> bool:
-        """See above."""
-        return bool(self._taken())
+        """Convert the value under the assumption of finiteness, or raise."""
+        return bool(self._value_or_raise())
 
     __hash__ = float.__hash__
 
     def __int__(self) -> int:
-        """See above."""
-        return int(self._taken())
+        """Convert as ``bool()`` does."""
+        return int(self._value_or_raise())
 
 
-# A NaN has room for a number, which float(x) and most arithmetic pass on. So what was computed from a number that is
-# not there is known also where Python has made a plain float of it.
+# A NaN has a payload, which float(x) and most arithmetic propagate. So numbers computed from an absent one are
+# recognized also after a conversion to a plain float.
 _NAN_BITS = 0x7FF85A7D
 
 
-def _nan_of(values: frozenset[int]) -> float:
+def _nan_with_payload(values: frozenset[int]) -> float:
     bits = _NAN_BITS << 32 | min(values, default=0xFFFFFFFF)
     return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
 
 
 def values_behind(number: Any) -> frozenset[int] | None:
-    """The values of the step graph that a number was computed from; None if it is no absent one."""
+    """The values of the step graph that an absent number was computed from; None for other numbers."""
     if isinstance(number, AbsentFloat):
         return number.values
     if not isinstance(number, float) or not isnan(number):
@@ -256,7 +256,7 @@ def values_behind(number: Any) -> frozenset[int] | None:
 
 
 def branch_message(line: str) -> str:
-    """What to tell a user whose step branches on an absent value."""
+    """The error message for a step that branches on an absent value."""
     return (
         f"{line}: the step branches on a value that is computed by the model, which is not there while the step is"
         " recorded, nor later on every pipeline stage. Make the decision from the batch alone, use torch.where,"
@@ -265,13 +265,13 @@ def branch_message(line: str) -> str:
 
 
 def owned_by(root: nn.Module, tracked: Collection[str]) -> list[tuple[nn.Module, str, str]]:
-    """What a recording replaces: parameters, and tracked buffers; their module, their name there and their FQN."""
+    """The parameters and tracked buffers that a recording replaces, as (module, name of the member, FQN)."""
     return [
         (module, member, f"{fqn}.{member}" if fqn else member)
         for fqn, module in root.named_modules()
-        for members, everything in ((module._parameters, True), (module._buffers, False))
+        for members, is_always in ((module._parameters, True), (module._buffers, False))
         for member, tensor in members.items()
-        if tensor is not None and (everything or (f"{fqn}.{member}" if fqn else member) in tracked)
+        if tensor is not None and (is_always or (f"{fqn}.{member}" if fqn else member) in tracked)
     ]
 
 
@@ -297,20 +297,20 @@ def absent_members(owners: list[tuple[nn.Module, str, str]]) -> Iterator[dict[in
             saved.append((members, name, original))
             members[name] = stand_ins[id(original)][0]
         for module in {id(module): module for module, _, _ in owners}.values():
-            # torch's recurrent layers, and users, hold parameters in plain lists and dicts too.
-            for held in module.__dict__.values():
-                if type(held) is list or (
-                    type(held) is dict and held is not module._parameters and held is not module._buffers
+            # torch's recurrent layers, and users, keep parameters in plain lists and dicts too.
+            for container in module.__dict__.values():
+                if type(container) is list or (
+                    type(container) is dict and container is not module._parameters and container is not module._buffers
                 ):
-                    _substitute(held, stand_ins, saved)
+                    _substitute(container, stand_ins, saved)
         yield {id(stand_in): fqn for stand_in, fqn in stand_ins.values()}
     finally:
         for members, name, original in saved:
             members[name] = original
 
 
-def _substitute(held: Any, stand_ins: dict[int, tuple[Tensor, str]], saved: list[tuple[Any, Any, Tensor]]) -> None:
-    for key, item in list(held.items() if isinstance(held, dict) else enumerate(held)):
+def _substitute(container: Any, stand_ins: dict[int, tuple[Tensor, str]], saved: list[tuple[Any, Any, Tensor]]) -> None:
+    for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
         if isinstance(item, Tensor) and id(item) in stand_ins:
-            saved.append((held, key, item))
-            held[key] = stand_ins[id(item)][0]
+            saved.append((container, key, item))
+            container[key] = stand_ins[id(item)][0]

@@ -1,8 +1,7 @@
-"""One order for the operands of a comparison, however Python came to them.
+"""A canonical operand order for comparisons, whichever reflected method Python called.
 
-Of ``a <= b`` Python asks ``b >= a`` first where the class of ``b`` is derived from that of ``a``; stand-ins are of a
-derived class. So what is ``le`` where both are there is ``ge`` where ``b`` is absent: in a recording, or on another
-stage.
+For ``a <= b`` Python calls ``b >= a`` first where the class of ``b`` is derived from that of ``a``; stand-ins are of a
+derived class. So ``le`` of two present tensors is ``ge`` where ``b`` is absent: in a recording, or on another stage.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By the name that a torch function mode sees: the same with its arguments exchanged.
-_EXCHANGED: dict[str, tuple[str, Callable[..., Any]]] = {
+# By the name that a torch function mode intercepts: the equivalent function for swapped arguments.
+_SWAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
     "lt": ("gt", torch.gt),
     "le": ("ge", torch.ge),
     "gt": ("lt", torch.lt),
@@ -25,20 +24,20 @@ _EXCHANGED: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def in_order(
+def in_canonical_order(
     name: str, func: Callable[..., Any], args: Any, mark_of: Callable[[Tensor], int | None], parameters: Container[int]
 ) -> tuple[str, Callable[..., Any], Any]:
-    """A comparison with values of the step first, by their number, then parameters, then what is of the batch.
+    """A comparison with its operands sorted: values of the step by index, then parameters, then batch tensors.
 
     Args:
-        name: Of an operation.
+        name: The operation's name.
         func: The operation.
         args: Its arguments.
-        mark_of: Which value of the step a tensor is.
-        parameters: Holds the ``id`` of parameters and tracked buffers.
+        mark_of: Gives the index of the value that a tensor is.
+        parameters: The ``id`` of each parameter and tracked buffer.
 
     Returns:
-        What to do instead: another name, function and order of arguments, or the same.
+        Name, function and arguments of the equivalent comparison.
     """
 
     def rank(tensor: Tensor) -> tuple[int, int]:
@@ -49,7 +48,7 @@ def in_order(
         return name, func, args
     if rank(args[0]) <= rank(args[1]):
         return name, func, args
-    return *_EXCHANGED[name], (args[1], args[0])
+    return *_SWAPPED[name], (args[1], args[0])
 
 
-COMPARISONS = frozenset(_EXCHANGED)
+COMPARISONS = frozenset(_SWAPPED)

@@ -15,26 +15,26 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_subclasses import as_plain
-from lightning_hybrid.step.standins.absent_tensors import forget_kernels
-from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, kernel_on_stand_ins
+from lightning_hybrid.step.standins.absent_tensors import limit_kernel_cache
+from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, run_kernel_on_stand_ins
 
 
 class CostWatch(TorchDispatchMode):
-    """Sees every kernel of a recording, inside units too.
+    """Counts the cost of every kernel of a recording, inside units too.
 
     Attributes:
         flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
         moved_bytes: Bytes written so far.
-        drawing: FQNs of the modules in whose own code a random kernel ran, in order.
+        drawing: FQNs of the modules whose own code ran a random kernel, in order.
         guessed: Whether a kernel ran whose result has a shape that depends on values.
-        given_to: Told of the arguments of each kernel, while a unit runs.
-        read_aside: How many of them had reached their unit on a side way.
+        given_to: Called with the arguments of each kernel of a unit, returns how many are captured inputs.
+        read_aside: The number of captured inputs that kernels have read.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        """Args: root: the module whose FQNs are meant."""
+        """Args: root: the module that FQNs refer to."""
         super().__init__()
-        forget_kernels()
+        limit_kernel_cache()
         self.flops = 0.0
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
@@ -43,27 +43,27 @@ class CostWatch(TorchDispatchMode):
         self.read_aside = 0
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
-        self._kinds: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
+        self._kernel_traits: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count one kernel."""
         if func is _DEVICE and len(args) == 1 and type(args[0]) is FakeTensor and not _is_in_kernel(args[0]):
-            return args[0].fake_device  # two thirds of what comes here; a stand-in would say the same after a detour
+            return args[0].fake_device  # two thirds of all calls; a stand-in would return the same more slowly
         kwargs = kwargs or {}
         if self.given_to is not None:
             self.read_aside += self.given_to(args)
         try:
             out = func(*args, **kwargs)
-        except TypeError:  # fake kernels pass over tensors of a class of the user's
+        except TypeError:  # fake kernels do not support the user's tensor subclasses
             plain_args, plain_kwargs = map_leaves(as_plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
         except NO_FAKE_KERNEL as error:
-            out = kernel_on_stand_ins(func, args, kwargs, error)
+            out = run_kernel_on_stand_ins(func, args, kwargs, error)
             self.guessed |= isinstance(error, DynamicOutputShapeException)
-        kind = self._kinds.get(func)
+        kind = self._kernel_traits.get(func)
         if kind is None:
             may_draw = torch.Tag.nondeterministic_seeded in func.tags
-            kind = self._kinds[func] = may_draw, flop_registry.get(func._overloadpacket), func.is_view
+            kind = self._kernel_traits[func] = may_draw, flop_registry.get(func._overloadpacket), func.is_view
         may_draw, count, is_view = kind
         if may_draw and _draws(func, args, kwargs):
             self.drawing[self._stack[-1]] = None
@@ -77,7 +77,7 @@ class CostWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def module_stack(self) -> Iterator[None]:
-        """Know in which module a kernel runs."""
+        """Track the module in which a kernel runs."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self._stack.append(self._names.get(id(module), self._stack[-1]))
@@ -97,14 +97,14 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _is_in_kernel(tensor: FakeTensor) -> bool:
-    """Whether a fake kernel runs, which takes its arguments for tensors on the meta device."""
+    """Whether a fake kernel runs, for which its arguments are tensors on the meta device."""
     return bool(tensor.fake_mode.in_kernel_invocation)
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether this call of a random kernel draws: attention without dropout, or dropout in eval mode, does not."""
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
         if argument.name in ("dropout_p", "dropout", "p") and value == 0:
             return False
         if argument.name in ("train", "training") and value is False:

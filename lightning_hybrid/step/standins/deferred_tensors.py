@@ -1,7 +1,7 @@
-"""Deferred tensors: content joined from several ranks only when it is asked for.
+"""Deferred tensors: sharded content that is gathered from several ranks only when it is read.
 
-Such a tensor is handed to the user's code; what leaves the run of a step (sent to another stage, returned, kept on the
-module, given to a metric) is the whole.
+The user's code receives such a tensor; the full tensor is used where it leaves the run of a step (sent to another
+stage, returned, kept on the module, passed to a metric).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 
 
 class Deferred(Tensor):
-    """A tensor that is whole to all who ask it, and of which this rank holds a part."""
+    """A tensor that behaves as the full one and of which this rank has a local shard."""
 
     @abstractmethod
     def whole(self) -> Tensor:
-        """The plain whole tensor, differentiable; collective over the ranks that hold its parts."""
+        """Gather the full plain tensor, differentiable; collective over the ranks that hold its shards."""
 
 
 def whole_of(value: Any) -> Any:
-    """The whole of a deferred tensor; anything else is handed back."""
+    """The full tensor of a deferred tensor; other values unchanged."""
     return value.whole() if isinstance(value, Deferred) else value
 
 
 def with_wholes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the wholes of deferred tensors."""
+    """The arguments of a call with full tensors in place of deferred ones."""
     leaves, plain = flatten_call(args, kwargs)
     if not any(isinstance(leaf, Deferred) for leaf in leaves):
         return args, kwargs

@@ -1,7 +1,7 @@
 """A fallback for operations without a fake kernel: one run on small real values.
 
-A single kernel that refuses stand-ins without storage, or cannot know the shape of its result, is run on zeros or ones.
-Where Python asks for a number inside a unit, such as how many tokens an expert got, the whole unit is run on small
+A single kernel that refuses stand-ins without storage, or cannot infer the shape of its result, is run on zeros or
+ones. Where Python reads a number inside a unit, such as how many tokens an expert got, the full unit is run on small
 random values instead, so that its numbers agree with each other.
 """
 
@@ -35,7 +35,7 @@ NO_FAKE_KERNEL = (
     NotImplementedError,
     RuntimeError,
 )
-# Operations whose result has a shape that depends on contents.
+# Operations whose result has a shape that depends on content.
 SIZED_BY_DATA = frozenset(
     {
         "nonzero",
@@ -49,21 +49,21 @@ SIZED_BY_DATA = frozenset(
 )
 
 
-def kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-    """The result of one kernel on real zeros, or ones where its shape is the count of what is not zero.
+def run_kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    """The absent result of one kernel on real zeros, or on ones if the result's shape is a count of nonzeros.
 
     Args:
         func: The kernel.
-        args: Its arguments; absent ones are replaced.
-        kwargs: Likewise.
-        error: Why the fake kernel did not do; raised again if the real one fails too, or writes its arguments.
+        args: Its positional arguments; absent ones are replaced.
+        kwargs: Its keyword arguments, likewise.
+        error: The fake kernel's error; raised again if the real kernel fails too, or writes its arguments.
     """
     leaves, spec = flatten((args, kwargs))
     absent = {id(leaf): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}
     if isinstance(error, DataDependentOutputException) or func._schema.is_mutable or not absent:
         raise error
     value = 1 if isinstance(error, DynamicOutputShapeException) else 0
-    real = {key: _filled(leaf, value) for key, leaf in absent.items()}
+    real = {key: _constant_tensor(leaf, value) for key, leaf in absent.items()}
     try:
         real_args, real_kwargs = unflatten([real.get(id(leaf), leaf) for leaf in leaves], spec)
         out = func(*real_args, **real_kwargs)
@@ -72,8 +72,8 @@ def kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception) -> 
     return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
 
 
-def _filled(tensor: FakeTensor, value: int) -> Tensor:
-    """A tensor of this shape and these strides; zeros take no memory until they are written."""
+def _constant_tensor(tensor: FakeTensor, value: int) -> Tensor:
+    """A real tensor of this shape and strides; zeros take no memory until they are written."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = torch.zeros(max(size, 1), dtype=tensor.dtype, device=tensor.fake_device)
     return (flat.fill_(value) if value else flat).as_strided(tensor.shape, tensor.stride())
@@ -81,7 +81,7 @@ def _filled(tensor: FakeTensor, value: int) -> Tensor:
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Torch logs the stack of a fake kernel that fails, which is no failure here."""
+    """Silence torch's log of failed fake kernels, which are expected here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -93,14 +93,14 @@ def quiet_fakes() -> Iterator[None]:
 def run_on_stand_ins(
     run: Callable[..., Any], args: Any, kwargs: Any, error: Exception, unit: nn.Module | None = None
 ) -> Any:
-    """The result of ``run`` on real values of the right shapes, made absent again.
+    """The result of ``run`` on real values of the same shapes, made absent again.
 
     Args:
         run: The operation, or the forward of a unit.
-        args: Its arguments; absent ones are replaced by small random values (integers by zeros).
-        kwargs: Likewise.
-        error: Why the fake kernels did not do; raised again if the real ones fail too.
-        unit: Whose forward it is; if None, the object that ``run`` is a method of.
+        args: Its positional arguments; absent ones are replaced by small random values (integers by zeros).
+        kwargs: Its keyword arguments, likewise.
+        error: The error of the fake kernels; raised again if the real ones fail too.
+        unit: The unit whose forward it is; if None, the object that ``run`` is a method of.
     """
     owner = getattr(run, "__self__", None) if unit is None else unit
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
@@ -128,20 +128,20 @@ def _run_on_stand_ins(
                     saved.append((members, member, tensor))
                     members[member] = _stand_in(tensor, memo, positive=positive)
     leaves, spec = flatten((args, kwargs))
-    given = [_stand_in(leaf, memo, positive=positive) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
-    versions = [(real, real._version, leaf) for real, leaf in zip(given, leaves, strict=True) if real is not leaf]
+    inputs = [_stand_in(leaf, memo, positive=positive) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+    versions = [(real, real._version, leaf) for real, leaf in zip(inputs, leaves, strict=True) if real is not leaf]
     checks = Distribution._validate_args
-    Distribution.set_default_validate_args(False)  # small random values are no probabilities
+    Distribution.set_default_validate_args(False)  # small random values are not valid probabilities
     try:
-        real_args, real_kwargs = unflatten(given, spec)
+        real_args, real_kwargs = unflatten(inputs, spec)
         out = run(*real_args, **real_kwargs)
     finally:
         Distribution.set_default_validate_args(checks)
         for members, member, tensor in saved:
             members[member] = tensor
     for leaf in {id(leaf): leaf for real, version, leaf in versions if real._version != version}.values():
-        increment_version(leaf)  # it is what was written in place
-    originals = {id(real): leaf for real, leaf in zip(given, leaves, strict=True)}
+        increment_version(leaf)  # the stand-in of a tensor that was written in place
+    originals = {id(real): leaf for real, leaf in zip(inputs, leaves, strict=True)}
 
     def made_absent(leaf: Any) -> Any:
         if id(leaf) in originals:
@@ -151,8 +151,8 @@ def _run_on_stand_ins(
             if not absent.requires_grad:
                 return absent
             with torch._C.DisableTorchFunction(), torch.enable_grad(), FAKE_MODE:
-                return absent.clone()  # no leaf, so that the step may write into it
-        # An object of another class, such as a distribution, holds values of the step as well.
+                return absent.clone()  # not a leaf, so that the step may write into it
+        # An object of another class, such as a distribution, may contain values of the step as well.
         return copied(leaf, made_absent, modules=False) if tensors_inside(leaf) else leaf
 
     return map_leaves(made_absent, out)
@@ -173,18 +173,18 @@ def _stand_in(tensor: Tensor, memo: dict[int, Tensor], *, positive: bool) -> Ten
 
 
 def index_by_numbers(name: str, args: Any) -> tuple[Any, SizedBy]:
-    """Arguments with real boolean masks that index turned into indices, and what the size of the result depends on."""
+    """Converts real boolean masks in an indexing call to indices; also returns what the result's size depends on."""
     sized_by: SizedBy = "values of the model" if name in SIZED_BY_DATA else ""
     if name not in ("__getitem__", "masked_select", "__setitem__") or len(args) < 2:
         return args, sized_by
-    wanted = args[1] if isinstance(args[1], tuple) else (args[1],)
-    parts: list[Any] = []
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    indices: list[Any] = []
     found = False
-    for part in wanted:
-        is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
-        if is_mask and not isinstance(part, FakeTensor) and getattr(part, MARK, None) is None:
-            parts.extend(part.nonzero(as_tuple=True))
+    for entry in index:
+        is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) and entry.dim() > 0
+        if is_mask and not isinstance(entry, FakeTensor) and getattr(entry, MARK, None) is None:
+            indices.extend(entry.nonzero(as_tuple=True))
             found = True
         else:
-            parts.append(part)
-    return ((args[0], tuple(parts), *args[2:]), "the content of the batch") if found else (args, sized_by)
+            indices.append(entry)
+    return ((args[0], tuple(indices), *args[2:]), "the content of the batch") if found else (args, sized_by)

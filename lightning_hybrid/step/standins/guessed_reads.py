@@ -1,6 +1,6 @@
-"""Guessed reads: what code gets where it reads a value of the model in a run that is not replayed.
+"""Guessed reads: answers for code that reads a value of the model in a recording that is not replayed.
 
-A step that decides by such values is looked at several times, with other answers, so that its branches are seen.
+A step that branches on such values is recorded several times with different answers, so that its branches are visited.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The answers that each look gives in turn.
+# The answers that each recording gives, in turn.
 GUESSES = ((True,), (False,), (True, False), (False, True))
 # Floats read from the model: one small and one large, so that a comparison with a threshold goes either way.
 _FLOATS = {True: 0.5, False: 1e4}
 
 
-def guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
-    """What a read of an absent tensor gives.
+def answer_guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
+    """The result of a read of an absent tensor.
 
     Args:
-        name: Of the method, such as "item" or "__bool__".
+        name: Name of the method, such as "item" or "__bool__".
         absent: The tensor, of any shape.
-        guess: Which of two answers to give.
+        guess: Selects one of two answers.
     """
-    number = _number(absent.dtype, guess)
+    number = _guessed_number(absent.dtype, guess)
     if name in ("item", "__complex__"):
         return number
     if name == "__float__":
@@ -37,23 +37,23 @@ def guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
         return (
             content.tolist()
             if name == "tolist"
-            else getattr(content.float() if _wide(content) else content, _to(name))()
+            else getattr(content.float() if _has_no_numpy_dtype(content) else content, _conversion(name))()
         )
     if name in ("__repr__", "__str__", "__format__"):
         return str(number)
     return guess
 
 
-def _to(name: str) -> str:
+def _conversion(name: str) -> str:
     return "__dlpack__" if name == "__dlpack__" else "numpy"
 
 
-def _wide(content: Tensor) -> bool:
-    """Whether NumPy has no such dtype."""
+def _has_no_numpy_dtype(content: Tensor) -> bool:
+    """Whether NumPy has no equivalent dtype."""
     return content.dtype is torch.bfloat16
 
 
-def _number(dtype: torch.dtype, guess: bool) -> Any:
+def _guessed_number(dtype: torch.dtype, guess: bool) -> Any:
     if dtype is torch.bool:
         return guess
     if dtype.is_complex:

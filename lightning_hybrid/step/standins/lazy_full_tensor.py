@@ -1,8 +1,8 @@
-"""A lazy full tensor: a rank holds a shard of it, and the full one is made when it is read.
+"""A lazy full tensor: a rank holds a shard of it, and the full tensor is gathered when it is read.
 
-To code that asks for its shape, dtype or device it is the whole tensor. Whatever else is done to it is done to the
-whole, which is made then, by an exchange between the ranks that hold the parts, and kept. Code that knows what it is
-takes the part instead, so that between two who know nothing is exchanged at all.
+Its shape, dtype and device are those of the full tensor. Any other operation runs on the full tensor, which is gathered
+from the ranks that hold the shards, and cached. Code that supports the class uses the shard instead, so that nothing is
+communicated between two such layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.standins.deferred_tensors import Deferred
 
-# What is known of the whole without its content. Everything else asks for the whole.
+# Metadata that does not need the content. Everything else gathers the full tensor.
 _METADATA = frozenset(
     {
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "itemsize", "names", "_version",
@@ -27,23 +27,23 @@ _METADATA = frozenset(
 
 
 class Later(Deferred):
-    """A tensor whose whole is made when it is looked at."""
+    """A tensor of the full shape that is gathered when its content is read."""
 
     _made: Tensor | None
 
     @staticmethod
-    def __new__(cls, part: Tensor, shape: tuple[int, ...]) -> Later:
-        """One without a graph, for the forward of an autograd function; its backward gets the whole's gradient."""
-        later = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
-        later._made = None
-        return later
+    def __new__(cls, shard: Tensor, shape: tuple[int, ...]) -> Later:
+        """Create it without a graph, in the forward of an autograd function; the backward gets the full gradient."""
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
+        lazy._made = None
+        return lazy
 
     @abstractmethod
     def make(self) -> Tensor:
-        """The whole, differentiable; collective over the ranks that hold parts."""
+        """Gather the full tensor, differentiable; collective over the ranks that hold shards."""
 
     def whole(self) -> Tensor:
-        """The whole, made once."""
+        """The full tensor, gathered once and cached."""
         if self._made is None:
             with torch._C.DisableTorchFunction():
                 self._made = self.make()
@@ -51,7 +51,7 @@ class Later(Deferred):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from the metadata, or work on the whole."""
+        """Answer from the metadata, or run on the full tensor."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -59,17 +59,17 @@ class Later(Deferred):
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return func(*_with_wholes(args), **{key: _with_wholes(value) for key, value in kwargs.items()})
+        return func(*_materialized(args), **{key: _materialized(value) for key, value in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Nothing comes here with the part alone."""
-        return func(*_with_wholes(args), **{key: _with_wholes(value) for key, value in (kwargs or {}).items()})
+        """Run on the full tensor."""
+        return func(*_materialized(args), **{key: _materialized(value) for key, value in (kwargs or {}).items()})
 
 
-def _with_wholes(value: Any) -> Any:
+def _materialized(value: Any) -> Any:
     if isinstance(value, Later):
         return value.whole()
     if type(value) in (tuple, list):
-        return type(value)(_with_wholes(item) for item in value)
+        return type(value)(_materialized(item) for item in value)
     return value

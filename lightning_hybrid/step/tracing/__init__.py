@@ -1,1 +1,1 @@
-"""The mode that sees each operation of a step: what recording and replay share."""
+"""The function mode that intercepts each operation of a step, shared by recording and replay."""

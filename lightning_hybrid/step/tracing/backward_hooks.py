@@ -1,7 +1,7 @@
-"""Full backward hooks of units: they are set up where the unit runs, and nowhere else.
+"""Full backward hooks of units, set up only on the rank that runs the unit.
 
 Torch sets them up in a module's ``__call__``, around its forward, by an autograd function on its arguments and another
-on its results. On a rank that skips the unit there is nothing to hang them on; so they move into the forward.
+on its results. On a rank that skips the unit there is no call to attach them to; so they move into the forward.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
-SET_UP = "apply:BackwardHookFunction"  # name of the event where torch sets up hooks of a module that is no unit
+SET_UP = "apply:BackwardHookFunction"  # event in which torch sets up hooks of a module that is not a unit
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether calls of this very module have full backward hooks, or hooks before its backward."""
+    """Whether the module itself has full backward hooks or backward pre-hooks."""
     return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
 
 
 @contextlib.contextmanager
 def backward_hooks_inside(units: Mapping[str, nn.Module]) -> Iterator[Mapping[str, Callable[..., Any]]]:
-    """Take the hooks off these modules.
+    """Remove the hooks from these modules while the context is active.
 
     Yields:
-        By FQN, forwards with the hooks set up, of the modules that have some.
+        For modules that have hooks, by FQN: a forward that sets the hooks up itself.
     """
-    taken: list[tuple[nn.Module, dict[str, Any]]] = []
+    removed: list[tuple[nn.Module, dict[str, Any]]] = []
     forwards: dict[str, Callable[..., Any]] = {}
     try:
         for fqn, module in units.items():
             if has_backward_hooks(module):
                 members = module.__dict__
-                own = {name: members[name] for name in ("_backward_hooks", "_backward_pre_hooks")}
-                forwards[fqn] = _hooked(module, own["_backward_hooks"], own["_backward_pre_hooks"])
-                taken.append((module, own))
-                members.update({name: OrderedDict() for name in own})
+                saved = {name: members[name] for name in ("_backward_hooks", "_backward_pre_hooks")}
+                forwards[fqn] = _forward_with_hooks(module, saved["_backward_hooks"], saved["_backward_pre_hooks"])
+                removed.append((module, saved))
+                members.update({name: OrderedDict() for name in saved})
         yield forwards
     finally:
-        for module, own in taken:
-            for name, hooks in own.items():
-                hooks.update(module.__dict__[name])  # what was registered meanwhile
-            module.__dict__.update(own)
+        for module, saved in removed:
+            for name, hooks in saved.items():
+                hooks.update(module.__dict__[name])  # hooks registered in the meantime
+            module.__dict__.update(saved)
 
 
-def _hooked(module: nn.Module, hooks: Mapping[int, Any], before: Mapping[int, Any]) -> Callable[..., Any]:
-    """The forward of a module as torch calls it between full backward hooks."""
+def _forward_with_hooks(module: nn.Module, hooks: Mapping[int, Any], before: Mapping[int, Any]) -> Callable[..., Any]:
+    """Wraps the forward of a module as torch does for full backward hooks."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A trace of which lines of code call which functions of torch while a unit runs."""
+"""A trace of the torch functions that a unit calls, with the source lines that call them."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ Step = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
 
 class CodePath(TorchFunctionMode):
-    """Notes each function of torch that is called, and the lines that lead to it, from where the mode was entered.
+    """Records each call of a torch function, with the stack of lines down to where the mode was entered.
 
     Attributes:
-        steps: In the order of the calls.
+        steps: The calls in order: function, and its frames from the innermost outwards.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self._bottom: Any = None
+        self._entry_frame: Any = None
 
     def __enter__(self) -> CodePath:
         super().__enter__()
-        self._bottom = sys._getframe(1)
+        self._entry_frame = sys._getframe(1)
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lines = []
         frame: Any = sys._getframe(1)
-        while frame is not None and frame is not self._bottom:
+        while frame is not None and frame is not self._entry_frame:
             lines.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
         self.steps.append((func, tuple(lines)))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        self._bottom = None
+        self._entry_frame = None
         super().__exit__(*error)
 
 
 def is_of_user(frame: tuple[CodeType, int]) -> bool:
-    """Whether code is neither torch's nor this package's."""
+    """Whether a frame belongs neither to torch nor to this package."""
     return not frame[0].co_filename.startswith((TORCH, PACKAGE))
 
 
 def calls_of(steps: Iterable[Step]) -> dict[int, str]:
-    """The lines of user code from which torch is called, each as one number that is the same on every rank.
+    """Maps a hash of each stack of user lines that calls torch, equal on every rank, to its ``file:line``.
 
     Args:
-        steps: What a ``CodePath`` has noted.
+        steps: The calls that a ``CodePath`` recorded.
     """
     found = {}
     for function, frames in steps:

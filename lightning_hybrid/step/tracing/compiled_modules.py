@@ -1,7 +1,7 @@
-"""Modules that users compile themselves: layers run compiled, code around units as it is written.
+"""Modules that users compile themselves: layers run compiled, code around units runs eagerly.
 
-A compiler follows Python into all that is called, so around units it would make functions of what watches the step, and
-each microbatch would be a new one to it. What is called inside of a unit is seen by nobody else.
+The compiler traces into everything that is called, so around units it would trace the function mode of the step, and
+compile again for each microbatch. Code inside a unit is not intercepted, so it may be compiled.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 
 
 class Uncompiled:
-    """While it is on, ``torch.compile`` compiles nothing and compiled functions run as they are written."""
+    """A switch: while it is on, ``torch.compile`` compiles nothing and compiled functions run eagerly."""
 
     def __init__(self) -> None:
-        """Begin switched off."""
+        """Create it switched off."""
         self._stance: Any = None
         self._is_on = False
 
     def on(self) -> None:
-        """Begin; each time in the stance that there was the first time."""
+        """Switch on; the stance before the first call is the one restored by ``off``."""
         if self._stance is None:
             self._stance = torch.compiler.set_stance("force_eager")
         else:
@@ -32,26 +32,26 @@ class Uncompiled:
         self._is_on = True
 
     def off(self) -> None:
-        """End it, with what was before."""
+        """Switch off and restore the previous stance."""
         self._stance.__exit__(None, None, None)
         self._is_on = False
 
     def pause(self) -> None:
-        """What is called from now on may be compiled, if it is on."""
+        """Allow compiled code until ``resume``, if it is on."""
         if self._is_on:
             self._stance.__exit__(None, None, None)
 
-    def go_on(self) -> None:
-        """End of a pause."""
+    def resume(self) -> None:
+        """End a pause."""
         if self._is_on:
             self._stance.__enter__()
 
 
-def compiled_inside(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_forward(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a unit, compiled if the unit was compiled in place (``layer.compile()``).
 
-    Such a module is compiled around its forward, where the unit is not entered yet; so it is called once more from
-    there, compiled. Modules with hooks run as they are written: their hooks are called outside.
+    Such a module is compiled around its forward, where the unit has not been entered yet; so the compiled call is made
+    from inside its forward. Modules with hooks run eagerly, since their hooks are called outside.
 
     Args:
         module: The unit.
@@ -70,21 +70,21 @@ def compiled_inside(module: nn.Module, original: Callable[..., Any]) -> Callable
 
 
 def compiled_around(root: nn.Module, units: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that the user compiled and that hold several units or a part of one, by FQN."""
-    whole = {id(unit) for unit in units}
+    """The modules, by FQN, that the user compiled and that contain a unit."""
+    unit_ids = {id(unit) for unit in units}
     return {
         fqn: module
         for fqn, module in root.named_modules()
-        if _is_compiled(module) and any(id(inner) in whole for inner in module.modules() if inner is not module)
+        if _is_compiled(module) and any(id(inner) in unit_ids for inner in module.modules() if inner is not module)
     }
 
 
 def compiled_modules(root: nn.Module, units: Iterable[nn.Module] = ()) -> set[int]:
-    """Ids of modules that run as part of one that the user compiled.
+    """The ids of modules that run inside a module that the user compiled.
 
     Args:
-        root: Where to look.
-        units: If steps are watched, the units: what is compiled around them does not run compiled.
+        root: The root of the search.
+        units: The units, if steps are recorded: modules compiled around them do not run compiled.
     """
     around = {id(module) for module in compiled_around(root, units).values()}
     tops = [module for module in root.modules() if _is_compiled(module) and id(module) not in around]

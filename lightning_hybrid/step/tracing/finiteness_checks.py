@@ -1,7 +1,7 @@
 """Finiteness checks in a step: ``if torch.isnan(loss): raise ...``.
 
-Ranks that do not have a value take the answer of finite numbers. So does a recording; those that have it compare, in
-each batch. ``Value.taken`` is the answer, and what logic and counting make of such answers.
+Ranks that do not have a value assume that it is finite, and so does a recording; ranks that have it compare in each
+batch. ``Value.taken`` is the answer for finite values, carried through logic and counting operations.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import ANSWERS, ControlFlowError, branch_message, values_behind
+from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, ControlFlowError, branch_message, values_behind
 
 if TYPE_CHECKING:
     from lightning_hybrid.step.tracing.step_mode import Current, StepWatch
 
 Answer: TypeAlias = bool | int | float
 
-# Of a value and itself.
-_COMPARED = {"eq": True, "__eq__": True, "ne": False, "__ne__": False}
-_HANDED_ON = frozenset(
+# Results of comparing a value with itself.
+_SELF_COMPARISONS = {"eq": True, "__eq__": True, "ne": False, "__ne__": False}
+_PASS_THROUGH_OPS = frozenset(
     {
         "detach", "clone", "contiguous", "cpu", "cuda", "to", "type", "bool", "int", "long", "float", "double",
         "view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze", "expand", "__getitem__",
     }
 )  # fmt: skip
-_MADE_OF_ANSWERS = frozenset(
+_LOGIC_OPS = frozenset(
     {
         "any", "all", "sum", "mean", "max", "min", "amax", "amin", "count_nonzero", "stack", "cat",
         "logical_not", "logical_or", "logical_and", "logical_xor", "bitwise_not", "bitwise_or", "bitwise_and",
@@ -46,28 +46,28 @@ _COUNTS = frozenset({"sum", "count_nonzero"})
 
 
 def taken_for(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch: StepWatch) -> Answer | None:
-    """What every element is that an operation makes of finite values of the model; None if that is not known.
+    """The value of every element of an operation's result if the model's values are finite; None if unknown.
 
     Args:
-        name: Of the operation.
+        name: The operation's name.
         run: The operation.
-        args: Its arguments.
-        kwargs: Likewise.
-        watch: Of the run; it knows what the arguments are taken for.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        watch: The function mode of the run, which has the answers for the arguments.
     """
-    if name in ANSWERS:
-        return ANSWERS[name]
-    if name not in _COMPARED and name not in _MADE_OF_ANSWERS and name not in _HANDED_ON:
+    if name in IF_FINITE:
+        return IF_FINITE[name]
+    if name not in _SELF_COMPARISONS and name not in _LOGIC_OPS and name not in _PASS_THROUGH_OPS:
         return None
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     marks = [watch.mark_of(tensor) for tensor in tensors]
     answers = [None if mark is None else watch.taken_for(mark) for mark in marks]
-    if name in _COMPARED and len(tensors) == 2 and tensors[0] is tensors[1]:
-        return _COMPARED[name]
+    if name in _SELF_COMPARISONS and len(tensors) == 2 and tensors[0] is tensors[1]:
+        return _SELF_COMPARISONS[name]
     if any(answer is None for answer in answers):
         return None
-    if name in _HANDED_ON:
+    if name in _PASS_THROUGH_OPS:
         return answers[0]
     content = iter(answers)
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -78,28 +78,28 @@ def taken_for(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch:
             return None
         first = made.flatten()[0]
         answer: Answer = first.item()
-        is_count = name in _COUNTS and answer  # of elements, which may be another number in the next batch
+        is_count = name in _COUNTS and answer  # of elements, whose number may differ in the next batch
         return answer if bool((made == first).all()) and not is_count else None
 
 
 def _full(tensor: Tensor, answer: Any) -> Tensor:
-    # All elements are alike, so one along each dim is enough.
+    # All elements are equal, so one along each dim is enough.
     return torch.full([min(size, 1) for size in tensor.shape], answer, dtype=tensor.dtype)
 
 
-def tests_of_numbers(current: Current) -> Sequence[tuple[Any, str, Any]]:
-    """What takes the place of Python's and NumPy's tests of numbers, so that they know absent ones.
+def number_check_patches(current: Current) -> Sequence[tuple[Any, str, Any]]:
+    """Replacements, as (owner, name, function), of ``isnan`` etc. in ``math`` and NumPy that handle absent numbers.
 
     Args:
-        current: The run of a step that is under way.
+        current: The current run of a step.
     """
-    return [(module, name, _test(current, module, name)) for module in (math, numpy) for name in _TESTED]
+    return [(module, name, _patched_check(current, module, name)) for module in (math, numpy) for name in _CHECKS]
 
 
-_TESTED = ("isnan", "isinf", "isfinite")
+_CHECKS = ("isnan", "isinf", "isfinite")
 
 
-def _test(current: Current, module: Any, name: str) -> Callable[..., Any]:
+def _patched_check(current: Current, module: Any, name: str) -> Callable[..., Any]:
     original = getattr(module, name)
 
     def test(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,25 +114,25 @@ def _test(current: Current, module: Any, name: str) -> Callable[..., Any]:
         values = values_behind(value)
         if values is None:
             return original(value, *args, **kwargs)
-        if not values or asked is None:  # it cannot be known who has them
+        if not values or asked is None:  # the ranks that have the values are unknown
             raise ControlFlowError(branch_message(watch.numbers_read))
         asked.update(values)
-        return ANSWERS[name]
+        return IF_FINITE[name]
 
     return test
 
 
 def check_answer(name: str, result: Any, taken: Answer | None, line: str) -> None:
-    """Compare what is read of a value, by which the step decides, with what other ranks take it for.
+    """Compares a read by which the step decides with the answer that other ranks assume.
 
     Args:
-        name: Of the read.
-        result: What is read.
-        taken: What it is taken for; a finite number, whichever, if None.
-        line: Where it is read.
+        name: Name of the reading method.
+        result: The content read.
+        taken: The assumed answer; None means any finite number.
+        line: The user's line, as ``file:line``.
 
     Raises:
-        ControlFlowError: It is something else.
+        ControlFlowError: They differ.
     """
     if taken is not None and name in ("__bool__", "is_nonzero"):
         taken = bool(taken)
@@ -142,7 +142,7 @@ def check_answer(name: str, result: Any, taken: Answer | None, line: str) -> Non
     code = linecache.getline(path, int(number)).strip() if number.isdecimal() else ""
     raise ControlFlowError(
         f"{line}: the step asks whether values of the model are finite{code and f' ({code})'}, and in this batch some"
-        " are not. It is recorded as it goes on with finite values, and ranks that do not have the values go on so; the"
-        " batch ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one"
+        " are not. The recording, and ranks that do not have the values, assume that they are finite; the batch"
+        " ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one"
         " process; to have your code decide instead, set pipeline_parallel_size=1"
     )

@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func`` (vmap, grad, jvp) around operations of a step: an error that names them."""
+"""Refusal of ``torch.func`` transforms (vmap, grad, jvp) around operations of a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning_hybrid.step.tracing.step_mode import user_line
 
 
 def refuse_transforms(name: str) -> None:
-    """See that an operation on values of the model is not transformed.
+    """Checks that no transform is active around an operation on values of the model.
 
     Args:
-        name: Of the operation.
+        name: The operation's name.
 
     Raises:
-        StepError: It is.
+        StepError: One is active.
     """
     if torch._C._are_functorch_transforms_active():
         raise StepError(

@@ -1,4 +1,4 @@
-"""torchmetrics objects as nodes of the step graph: fed where their inputs live, known everywhere in the end.
+"""torchmetrics objects as nodes (*sinks*) of the step graph: updated on the stage of their inputs, synced in the end.
 
 A call of ``forward``, ``update``, ``compute`` or ``reset`` on the outermost Metric or MetricCollection is one node. It
 reads and writes the pseudo-parameter ``metric:FQN``, so all of a metric's nodes lie on one stage.
@@ -36,8 +36,8 @@ def find_sinks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def intercepted(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Iterator[None]:
-    """Replace the methods of each sink, on the instance alone, by what ``intercept(fqn, method, original)`` gives."""
+def intercepted_methods(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Iterator[None]:
+    """Replace the methods of each metric instance by ``intercept(fqn, method, original)``."""
     with contextlib.ExitStack() as undo:
         for fqn, sink in sinks.items():
             for method in _METHODS:
@@ -46,53 +46,53 @@ def intercepted(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Itera
 
 
 def sink_name(fqn: str) -> str:
-    """The pseudo-parameter that stands for a metric's state."""
+    """The name of the pseudo-parameter that represents a metric's state."""
     return SINK + fqn
 
 
 class SinkRehearsal:
-    """While recording, metrics are called on copies with random stand-ins: nothing is written, shapes are learnt."""
+    """Calls copies of the metrics on random values during recording: shapes are learnt, no state is written."""
 
     def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
-        """Args: sinks: by FQN."""
+        """Args: sinks: the metrics, by FQN."""
         self._sinks = sinks
         self._copies: dict[str, nn.Module] = {}
 
     def run(self, fqn: str, method: str) -> Callable[..., Any]:
-        """What to run in place of the metric's method."""
+        """The function to run in place of the metric's method."""
 
-        def rehearse(*args: Any, **kwargs: Any) -> Any:
+        def dry_run(*args: Any, **kwargs: Any) -> Any:
             if fqn not in self._copies:
                 self._copies[fqn] = copy_alone(self._sinks[fqn])
             leaves, spec = flatten((args, kwargs))
-            given, given_kwargs = unflatten([_real(leaf) for leaf in leaves], spec)
+            real_args, real_kwargs = unflatten([_random_content(leaf) for leaf in leaves], spec)
             try:
-                out = getattr(self._copies[fqn], method)(*given, **given_kwargs)
-            except Exception:  # a metric may refuse random values; what it returns then is taken to be one number
+                out = getattr(self._copies[fqn], method)(*real_args, **real_kwargs)
+            except Exception:  # a metric may refuse random values; its result is then assumed to be one number
                 out = torch.zeros(()) if method in ("forward", "compute") else None
             return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
 
-        return rehearse
+        return dry_run
 
 
 def copy_alone(sink: nn.Module) -> nn.Module:
-    """A copy that shares nothing with the original, and asks no other process."""
-    # What it returned last may still lead back through the model, and such a tensor cannot be copied.
-    held = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]
-    copies = {id(leaf): leaf.detach().clone() for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf}
+    """A deep copy of a metric that does not synchronize with other processes."""
+    # The last result may still have a graph through the model, and such a tensor cannot be deep-copied.
+    leaves = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]
+    copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}
     copied = copy.deepcopy(sink, copies)
     for metric in copied.modules():
         if isinstance(metric, Metric):
-            metric.distributed_available_fn = _nowhere
+            metric.distributed_available_fn = _never
     return copied
 
 
-def _nowhere() -> bool:
+def _never() -> bool:
     return False
 
 
-def _real(leaf: Any) -> Any:
-    """Random contents for what is absent; a metric that is a loss passes a gradient on."""
+def _random_content(leaf: Any) -> Any:
+    """Random content for an absent tensor; it requires grad if the tensor does, for metrics that are losses."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_absent(leaf):

@@ -8,48 +8,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DESCRIBED = (bool, str, type(None), torch.dtype, torch.device)
+_COMPARED_BY_VALUE = (bool, str, type(None), torch.dtype, torch.device)
 
 
 def asked_of(
     name: str, leaves: Sequence[Any], mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str]
 ) -> tuple[Hashable, Hashable]:
-    """What an operation is asked to do, and the sizes that it is given: whole numbers, shapes of the batch's tensors.
+    """The signature of an operation (name and described arguments), and its sizes (integers, shapes of batch tensors).
 
     Args:
-        name: Of the operation.
-        leaves: Of its arguments.
-        mark_of: The value that a tensor is.
+        name: The operation's name.
+        leaves: The leaves of its arguments.
+        mark_of: Gives the index of the value that a tensor is.
         parameters: FQN by id.
     """
-    asked: list[Hashable] = [name]
+    signature: list[Hashable] = [name]
     sizes: list[Hashable] = []
     is_unit = name.startswith("@")
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             mark = mark_of(leaf)
             if mark is not None:
-                asked.append(mark)
+                signature.append(mark)
             elif id(leaf) in parameters:
-                asked.append(parameters[id(leaf)])
+                signature.append(parameters[id(leaf)])
             else:
-                asked.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
+                signature.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
                 sizes.append(tuple(leaf.shape))
-        elif isinstance(leaf, _DESCRIBED):
-            asked.append((type(leaf), leaf))
+        elif isinstance(leaf, _COMPARED_BY_VALUE):
+            signature.append((type(leaf), leaf))
         else:
-            asked.append("int" if isinstance(leaf, int) else type(leaf).__name__)
+            signature.append("int" if isinstance(leaf, int) else type(leaf).__name__)
             if isinstance(leaf, int) and not is_unit:
                 sizes.append(int.__index__(leaf))
-    return tuple(asked), tuple(sizes)
+    return tuple(signature), tuple(sizes)
 
 
 def picks_rows(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation picks rows of the first dimension by their numbers: one of them, or a slice.
+    """Whether an operation indexes the first dimension by an integer or a slice.
 
     Args:
-        name: Of the operation.
-        args: Its arguments.
+        name: The operation's name.
+        args: Its positional arguments.
     """
     if name != "__getitem__":
         return False

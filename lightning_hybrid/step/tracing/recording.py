@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.step.module_state.attribute_tensors import is_given_parameters
+from lightning_hybrid.step.module_state.attribute_tensors import replaces_parameters
 from lightning_hybrid.step.module_state.snapshot import Place
 from lightning_hybrid.step.objects.pytree import Spec, flatten
-from lightning_hybrid.step.tracing.bound_apply import BoundFunction
+from lightning_hybrid.step.tracing.bound_apply import BoundApply
 
 
 class StepError(ValueError):
@@ -21,7 +21,7 @@ class StepError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What one leaf of a node's result is: a value, an input handed through, or a plain object."""
+    """Describes one leaf of a node's result: index of a value, index of an input returned as is, or a constant."""
 
     value: int | None = None
     input: int | None = None
@@ -30,14 +30,14 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """How the result of a node that runs elsewhere is rebuilt.
+    """Describes the result of a node, so that ranks that do not run the node can rebuild it.
 
     Attributes:
-        leaves: What each leaf of its result is.
+        leaves: The leaves of the result.
         spec: The container around them.
-        written: Inputs written in place, as (place among the input leaves, the value they are afterwards).
-        held: Where a unit finds further inputs on its own modules; they follow the leaves of its arguments.
-        asked: What the node is asked to do, and with which sizes.
+        written: Inputs written in place, as (index among the input leaves, value afterwards).
+        held: Paths of the inputs that a unit reads from its own modules; they follow the leaves of its arguments.
+        asked: The op signature of the node, and its sizes.
     """
 
     leaves: tuple[Leaf, ...]
@@ -49,7 +49,7 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class ReturnedTensor:
-    """A tensor in what a step returned: its shape, and which value it is (None if it is made of the batch alone)."""
+    """A tensor that a step returned: its shape, and its value's index (None if computed from the batch alone)."""
 
     shape: tuple[int, ...]
     value: int | None
@@ -62,23 +62,23 @@ class Recording:
     Attributes:
         graph: The graph.
         templates: One per node.
-        units: The units that were one node each, by FQN.
-        owned: What each unit holds, by FQN.
-        kept: Where values of the step stay reachable from the modules.
-        unopened: Units whose parameters were read around their forward; they should be opened.
-        found_buffers: Buffers that turned out to have a home (the glue writes model values into them, or reads them
+        units: The units that are one node each, by FQN.
+        owned: FQNs of the parameters that each unit owns, by FQN of the unit.
+        kept: Values that stay reachable from the modules after the step, and their paths.
+        unopened: Units whose parameters are read outside of their forward; they should be opened.
+        found_buffers: Buffers found to need an owner stage (the glue writes model values into them, or reads them
             from inside a unit); the recording is to be repeated with them tracked.
-        numbers_read: Where a number was read from the model last; empty if none was.
-        numbers_kept: Where a number read from the model stays after the step, and the line; empty if none does.
+        numbers_read: The line of the last read of a number from the model; empty if there is none.
+        numbers_kept: Path and line of a number read from the model that stays after the step; empty if there is none.
         values_read: The values that numbers were read from.
-        looks_at: What the step looks at that may be another one in the next batch; empty if nothing is known.
-        returns: What the step returned, with a ``ReturnedTensor`` in place of each tensor.
+        looks_at: State read by the step that may differ in the next batch; empty if none is known.
+        returns: The step's result, with a ``ReturnedTensor`` in place of each tensor.
         appended: By list of its modules, the entries with values of the model that the step appends, likewise.
-        kept_otherwise: The first place where it keeps something of the model in another way; empty if there is none.
-        rows_kept: Where it keeps tensors made of the batch alone in another way, and their shapes.
-        bound: Where the user's code keeps the ``apply`` of autograd functions.
-        entered: Units that read values of the step that they were not given as tensors; they should be opened.
-        left: Units that read what an earlier call of them has left on them; likewise.
+        kept_otherwise: The first path that stores a value of the model other than by appending; empty if none does.
+        rows_kept: Paths that store tensors of the batch alone other than by appending, and their shapes.
+        bound: The ``apply`` methods of autograd functions that user code stores.
+        entered: Units with captured inputs: values of the step that are no tensor arguments; they should be opened.
+        left: Units that read values which an earlier call stored on them; they should be opened too.
     """
 
     graph: StepGraph
@@ -96,31 +96,31 @@ class Recording:
     appended: tuple[Any, ...] = ()
     kept_otherwise: str = ""
     rows_kept: tuple[tuple[Place, tuple[int, ...]], ...] = ()
-    bound: Sequence[BoundFunction] = ()
+    bound: Sequence[BoundApply] = ()
     entered: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
 
     def read_from_outside(self) -> dict[str, str]:
-        """Parameters that other code than the unit that has them reads, or takes the place of; the line of each."""
+        """The parameters that code outside of their unit reads or replaces, and the line of each."""
         found: dict[str, str] = {}
         for node, template in zip(self.graph.nodes, self.templates, strict=True):
-            own = self.owned[node.unit] if node.unit is not None else ()
-            is_given = node.unit is not None and is_given_parameters(self.units[node.unit], template.held)
-            found |= {name: node.line for name in node.parameters if is_given or name not in own}
+            owned = self.owned[node.unit] if node.unit is not None else ()
+            is_replaced = node.unit is not None and replaces_parameters(self.units[node.unit], template.held)
+            found |= {name: node.line for name in node.parameters if is_replaced or name not in owned}
         return found
 
 
 def find_loss(result: Any) -> Any:
-    """The loss in what a training step returned: itself, or its ``loss`` entry."""
+    """The loss in the result of a training step: the result itself, or its ``loss`` entry."""
     return result.get("loss") if isinstance(result, Mapping) else result
 
 
 def returned_by(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[tuple[int, ...], int | None]:
-    """The values among the tensors that a step returned, each once, and the one that is the loss.
+    """The indices of the values in a step's result, each once, and the index of the loss.
 
     Args:
-        result: What it returned.
-        mark_of: The value that a tensor is; None if it is made of the batch alone.
+        result: The step's result.
+        mark_of: Gives a tensor's value index; None if it is computed from the batch alone.
     """
     marks = [mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     loss = find_loss(result)
@@ -128,7 +128,7 @@ def returned_by(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[t
 
 
 def no_loss(name: str, result: Any) -> StepError:
-    """The error for a step that returned ``result`` where a loss was wanted."""
+    """The error for a step that returned ``result`` instead of a loss."""
     what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     if isinstance(result, Mapping):
         what += f" with keys {list(result)}"
@@ -139,14 +139,14 @@ def no_loss(name: str, result: Any) -> StepError:
 
 
 def pass_backward(line: str, *, is_replayed: bool) -> None:
-    """A step calls ``backward()`` itself, which a recording that is only looked at passes over.
+    """Refuses a step that calls ``backward()`` itself, unless the recording is for inspection only.
 
     Args:
-        line: Where.
+        line: The user's line, as ``file:line``.
         is_replayed: Whether the recording will be replayed.
 
     Raises:
-        StepError: It will.
+        StepError: The recording will be replayed.
     """
     if is_replayed:
         raise StepError(

@@ -1,6 +1,6 @@
-"""Operations whose result depends on shapes alone: they run for real on every rank.
+"""Operations whose result depends on shapes alone: they run on every rank with real memory.
 
-User code builds masks with them, keeps them, and does not build them again: they must not be nodes of the step graph.
+User code builds masks with them once and caches these: so they must not be nodes of the step graph.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ _FILLS = frozenset(
 )
 
 
-def fills(name: str) -> bool:
-    """Whether an operation makes a tensor out of the shape, dtype and device of its first argument."""
+def is_fill_op(name: str) -> bool:
+    """Whether an operation creates a tensor from the shape, dtype and device of its first argument."""
     return name in _FILLS
 
 
-def filled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of such an operation as a real tensor; None if it depends on contents all the same.
+def run_fill_op(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs such an operation with real memory; None if its result depends on contents after all.
 
     Args:
         func: The torch function.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
-    like, *rest = args if args else [kwargs.get("input")]
-    if not isinstance(like, Tensor) or like.layout is not torch.strided:
+    source, *rest = args if args else [kwargs.get("input")]
+    if not isinstance(source, Tensor) or source.layout is not torch.strided:
         return None
-    others = [leaf for leaf in flatten((rest, dict(kwargs)))[0] if leaf is not like]
-    if any(isinstance(leaf, Tensor) or is_absent(leaf) for leaf in others):
+    other_inputs = [leaf for leaf in flatten((rest, dict(kwargs)))[0] if leaf is not source]
+    if any(isinstance(leaf, Tensor) or is_absent(leaf) for leaf in other_inputs):
         return None
     with torch._C.DisableTorchFunction():
-        # On the meta device only the strides of `like` are taken; nothing is computed.
-        shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        where = {"device": like.device, **kwargs}
+        # A meta tensor with the strides of `source`; nothing is computed.
+        shape = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+        where = {"device": source.device, **kwargs}
         where.pop("input", None)
         return func(shape, *rest, **where)
 
 
 def packed_sizes(args: Sequence[Any]) -> Tensor:
-    """The batch sizes that packing padded sequences gives: they depend on the lengths alone.
+    """The batch sizes of packed sequences, which depend on the lengths alone: (longest sequence,).
 
     Args:
-        args: Of ``torch._pack_padded_sequence``: padded sequences, their real lengths, whether the batch comes first.
+        args: Of ``torch._pack_padded_sequence``: padded sequences, their lengths, ``batch_first``.
     """
     padded, lengths, batch_first = args
     batch, time = padded.shape[:2] if batch_first else padded.shape[1::-1]

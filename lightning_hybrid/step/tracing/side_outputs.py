@@ -1,11 +1,11 @@
-"""Side outputs of modules: a router's loss, say, which a step adds to its own.
+"""Side outputs of modules, such as a router's loss, which a step adds to its own loss.
 
-A module deep inside a model calls ``give_aside``, and whoever runs the step takes what was given with
-``taking_asides``; the modules in between know nothing of it. Where a module in between is one unit of the step, the
-watch of the step takes what was given inside it as further results of the unit and gives it on outside. So to the step
-graph such a value is like any other: known on the stage that makes it, sent to the one that adds it up.
+A module deep inside a model calls ``give_aside``, and the code that runs the step collects the values with
+``taking_asides``; the modules in between are not involved. If one of them is a unit of the step, the function mode of
+the step returns the side outputs from inside as further results of the unit and emits them again outside. So in the
+step graph they are values like any other: computed on one stage, sent to the stage that adds them up.
 
-A second run of a forward, which a backward makes to compute activations again, gives nothing.
+A second run of a forward, for recomputation in the backward, emits nothing.
 """
 
 from __future__ import annotations
@@ -17,71 +17,71 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of the innermost unit or step that is running.
-_taken: ContextVar[list[Any] | None] = ContextVar("taken", default=None)
+# The list of the innermost unit or step that is running.
+_collector: ContextVar[list[Any] | None] = ContextVar("collector", default=None)
 
 
-class ResultWithAsides(NamedTuple):
-    """What a unit returned, and what was given beside it."""
+class ResultWithSideOutputs(NamedTuple):
+    """The result of a unit and the side outputs emitted inside it."""
 
     result: Any
-    asides: tuple[Any, ...]
+    side_outputs: tuple[Any, ...]
 
 
 def give_aside(value: Any) -> None:
-    """Give a value to the step that is running; without effect where nobody takes it.
+    """Emit a side output to the running step; no effect where no ``taking_asides`` is active.
 
     Args:
         value: A tensor, or a tree of tensors and plain values.
     """
-    taken = _taken.get()
-    if taken is not None and torch._C._current_autograd_node() is None:
-        taken.append(value)
+    collected = _collector.get()
+    if collected is not None and torch._C._current_autograd_node() is None:
+        collected.append(value)
 
 
 @contextlib.contextmanager
 def taking_asides(kind: type = object) -> Iterator[list[Any]]:
-    """Take what is given inside; what is of another kind is given on, to who is around.
+    """Collect the side outputs emitted inside; those of other classes are emitted again in the outer context.
 
     Args:
-        kind: The class of the values to take.
+        kind: The class of the values to collect.
 
     Yields:
-        The values, in the order in which they were given; there afterwards.
+        The values, in the order of emission; the list is filled when the context ends.
     """
-    given: list[Any] = []
-    taken: list[Any] = []
-    token = _taken.set(given)
+    emitted: list[Any] = []
+    collected: list[Any] = []
+    token = _collector.set(emitted)
     try:
-        yield taken
+        yield collected
     finally:
-        _taken.reset(token)
-    for value in given:
+        _collector.reset(token)
+    for value in emitted:
         if isinstance(value, kind):
-            taken.append(value)
+            collected.append(value)
         else:
             give_aside(value)
 
 
-def returning_asides(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, with what is given inside as part of what it returns."""
+def with_side_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``forward`` so that it returns the side outputs emitted inside, too."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        taken: list[Any] = []
-        token = _taken.set(taken)
+        collected: list[Any] = []
+        token = _collector.set(collected)
         try:
             result = forward(*args, **kwargs)
         finally:
-            _taken.reset(token)
-        return ResultWithAsides(result, tuple(taken)) if taken else result
+            _collector.reset(token)
+        return ResultWithSideOutputs(result, tuple(collected)) if collected else result
 
     return run
 
 
-def given_on(result: Any) -> Any:
-    """What a forward returned; what was given beside it is given once more, to who is around."""
-    if not isinstance(result, ResultWithAsides):
+def emit_side_outputs(result: Any) -> Any:
+    """Emit the side outputs of a wrapped forward in the current context and return its plain result."""
+    if not isinstance(result, ResultWithSideOutputs):
         return result
-    for value in result.asides:
+    for value in result.side_outputs:
         give_aside(value)
     return result.result

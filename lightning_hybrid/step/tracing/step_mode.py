@@ -1,8 +1,8 @@
-"""The function mode that sees a step: every torch operation outside units, and every call of a unit.
+"""The function mode of a step: it intercepts every torch operation outside units, and every call of a unit.
 
-``StepWatch`` is what recording and replay share: it sorts what it sees into operations that are the same everywhere
-(they touch the batch alone), reads of a tensor's metadata or content, and *events*: operations that touch a parameter
-or something computed from one. A subclass says what an event does.
+``StepWatch`` is shared by recording and replay: it classifies each call as an operation that is the same on all ranks
+(on the batch alone), a read of a tensor's metadata or content, or an *event*: an operation on a parameter or on a
+value computed from one. A subclass defines what an event does.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lightning_hybrid.step.standins.absent_tensors import (
     as_whole,
     branch_message,
 )
-from lightning_hybrid.step.standins.comparison_order import COMPARISONS, in_order
-from lightning_hybrid.step.standins.guessed_reads import guessed_read
+from lightning_hybrid.step.standins.comparison_order import COMPARISONS, in_canonical_order
+from lightning_hybrid.step.standins.guessed_reads import answer_guessed_read
 from lightning_hybrid.step.tracing.backward_hooks import backward_hooks_inside
-from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_inside
+from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_forward
 from lightning_hybrid.step.tracing.finiteness_checks import Answer
-from lightning_hybrid.step.tracing.metric_nodes import intercepted, sink_name
-from lightning_hybrid.step.tracing.shape_only_ops import filled, fills, packed_sizes
-from lightning_hybrid.step.tracing.side_outputs import given_on, returning_asides
+from lightning_hybrid.step.tracing.metric_nodes import intercepted_methods, sink_name
+from lightning_hybrid.step.tracing.shape_only_ops import is_fill_op, packed_sizes, run_fill_op
+from lightning_hybrid.step.tracing.side_outputs import emit_side_outputs, with_side_outputs
 
-# Properties that make a new tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
+# Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 _METADATA = frozenset(
@@ -60,33 +60,33 @@ TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
 _BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
 _DECIDING = frozenset({"__bool__", "__int__", "__index__", "is_nonzero"})
 _CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-_CHECKING = "torch.distributions."  # its branches on tensors ask whether arguments are valid, and raise if not
+_ARGUMENT_CHECKS = "torch.distributions."  # its branches on tensors check whether arguments are valid, and raise if not
 _READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 
 
 class StepWatch(TorchFunctionMode, ABC):
-    """Sees the glue operations and unit calls of one run of a step.
+    """Intercepts the glue operations and unit calls of one run of a step.
 
     Attributes:
         parameters: FQN by ``id`` of every parameter and tracked buffer.
         is_recording: Whether nothing may be sent to other ranks.
         inside_unit: Whether a unit or metric runs, where nothing is intercepted.
-        recompute_depth: How many checkpointed functions of the user's glue are running.
-        numbers_read: Where a number was last read from a tensor that is absent.
+        recompute_depth: The number of checkpointed functions of the user's glue that are running.
+        numbers_read: The line that last read a number from an absent tensor.
         values_read: The values that numbers were read from.
-        asked: The values by which the step decides as if all numbers were finite; None if it does not.
-        reads_as: What absent numbers are, of all watches, while branches on them are looked for.
-        guesses: What reads of absent values give, one after the other; None where such a step is refused.
+        asked: The values that branches assumed to be finite; None if branches on them are refused.
+        reads_as: The number that reads of absent values return in all modes, in the search for branches on them.
+        guesses: The answers to reads of absent values, in order; None where such a step is refused.
         units: The modules whose calls are one event each, by FQN.
-        uncompiled: Keeps what lies around units from being compiled.
+        uncompiled: Prevents compilation of the code around units.
     """
 
     is_recording = False
 
     def __init__(self, parameters: Mapping[int, str], randomness: KeyedRandomness | None = None) -> None:
-        """Args: parameters: FQN by id. randomness: reseeded before glue operations that draw."""
+        """Args: parameters: FQN by id. randomness: reseeded before glue operations that draw random numbers."""
         super().__init__()
         self.parameters = parameters
         # Tensors name their run by this token: a reference to the watch, which holds tensors, would be a cycle that
@@ -108,14 +108,14 @@ class StepWatch(TorchFunctionMode, ABC):
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
-        """An operation or unit call; ``owned`` are the parameters that the unit holds."""
+        """Handle an operation or unit call; ``owned`` are the FQNs of the unit's parameters."""
 
     @abstractmethod
     def is_absent_here(self, tensor: Tensor) -> bool:
         """Whether the content of ``tensor`` is not on this rank."""
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether another stage makes this value."""
+        """Whether another stage computes this value."""
         return False
 
     @abstractmethod
@@ -124,74 +124,75 @@ class StepWatch(TorchFunctionMode, ABC):
 
     @abstractmethod
     def taken_for(self, value: int) -> Answer | None:
-        """``Value.taken`` of a value."""
+        """The answer ``Value.taken`` of a value."""
 
     def __enter__(self) -> Any:
-        """Watch from now on."""
+        """Enter the mode and switch compilation off."""
         self.uncompiled.on()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        """Watch no longer."""
+        """Leave the mode and restore compilation."""
         super().__exit__(*exception)
         self.uncompiled.off()
 
     def mark_of(self, tensor: Tensor) -> int | None:
-        """Index of the value that ``tensor`` is in this run; None if it is batch-only."""
+        """The value index of ``tensor`` in this run; None if it is computed from the batch alone."""
         mark = getattr(tensor, MARK, None)
         return mark[1] if mark is not None and mark[0] is self.run_token else None
 
     def mark(self, tensor: Tensor, value: int) -> None:
-        """Note that ``tensor`` now is this value."""
+        """Record that ``tensor`` is this value from now on."""
         setattr(tensor, MARK, (self.run_token, value))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Sort one torch function call of the glue."""
+        """Classify and handle one torch function call of the glue."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
             if name not in VIEW_PROPERTIES:
-                return self._shape(func, args, kwargs) if name in SHAPE_PROPERTIES else func(*args, **kwargs)
+                return self._shape_query(func, args, kwargs) if name in SHAPE_PROPERTIES else func(*args, **kwargs)
             name = "get_" + name
         elif name in _METADATA or (name == "__set__" and func.__self__.__name__ != "data"):
-            # The gradient goes through a value once, where it is made; what a later stage was sent is no other value.
+            # The gradient passes a value once, on the stage that computes it; a received copy is the same value.
             if name == "register_hook" and self.is_elsewhere(args[0]):
                 return RemovableHandle(OrderedDict())
-            return self._shape(func, args, kwargs) if name in SHAPE_METHODS else func(*args, **kwargs)
+            return self._shape_query(func, args, kwargs) if name in SHAPE_METHODS else func(*args, **kwargs)
         elif name in _READS:
             return self._read(name, func, args, kwargs)
         elif name.startswith("_foreach_"):
-            return self._each(name, func, args, kwargs)
+            return self._foreach(name, func, args, kwargs)
         elif self._randomness is not None and draws(name, args, kwargs):
             self._randomness.reseed()
-        elif fills(name) and self._has_known_shape(args) and (result := filled(func, args, kwargs)) is not None:
-            return result
+        elif is_fill_op(name) and self._has_static_shape(args):
+            if (result := run_fill_op(func, args, kwargs)) is not None:
+                return result
         elif name == "_pack_padded_sequence" and not self.is_of_the_model(args[1]):
             data, _ = self.event(name, func, args, kwargs, ())
             return data, packed_sizes(args)
         elif name in COMPARISONS:
-            name, func, args = in_order(name, func, args, self.mark_of, self.parameters)
+            name, func, args = in_canonical_order(name, func, args, self.mark_of, self.parameters)
         return self.event(name, func, args, kwargs, ())
 
-    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What is asked of a tensor's shape; a parameter has that of the whole."""
+    def _shape_query(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a query of a tensor's shape; for a parameter, of the full one."""
         if id(args[0]) in self.parameters:
             return func(as_whole(args[0]), *args[1:], **kwargs)
         self.size_read(args[0])
         return func(*args, **kwargs)
 
     def is_of_the_model(self, leaf: Any) -> bool:
-        """Whether something is a value of the model, here or not."""
+        """Whether ``leaf`` is a value of the model, present or absent."""
         return isinstance(leaf, Tensor) and (self.mark_of(leaf) is not None or self.is_absent_here(leaf))
 
-    def _has_known_shape(self, args: Any) -> bool:
-        """Whether the first of these is a value of the model whose shape is the same on every stage."""
+    def _has_static_shape(self, args: Any) -> bool:
+        """Whether the first argument is a value of the model whose shape is the same on every stage."""
         mark = self.mark_of(args[0]) if args and isinstance(args[0], Tensor) else None
         return mark is not None and not self.is_dynamic(mark)
 
-    def _each(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on lists, member by member: they may lie on different stages."""
+    def _foreach(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Split a ``_foreach_`` operation into one event per member, since members may be on different stages."""
         count = len(args[0])
 
         def member(value: Any, index: int) -> Any:
@@ -199,16 +200,18 @@ class StepWatch(TorchFunctionMode, ABC):
 
         results: list[Any] = []
         for index in range(count):
-            own = tuple(member(arg, index) for arg in args)
-            results.extend(self.event(name, func, own, {k: member(v, index) for k, v in kwargs.items()}, ()) or ())
+            member_args = tuple(member(arg, index) for arg in args)
+            results.extend(
+                self.event(name, func, member_args, {k: member(v, index) for k, v in kwargs.items()}, ()) or ()
+            )
         return results or None
 
     def _read(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         absent = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and self.is_absent_here(leaf)]
         if not absent:
             return self.read_here(name, func(*args, **kwargs), args)
-        if name == "__bool__" and _asking_module().startswith(_CHECKING):
-            return True  # an argument is checked, and is on the stage that has it
+        if name == "__bool__" and _calling_module().startswith(_ARGUMENT_CHECKS):
+            return True  # an argument check; the stage that has the content does it
         line = user_line()
         values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
         answer = self.taken_for(*values) if len(values) == len(absent) == 1 else None
@@ -217,14 +220,14 @@ class StepWatch(TorchFunctionMode, ABC):
             asked.update(values)
             return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
         if self.guesses is not None:
-            return guessed_read(name, absent[0], next(self.guesses))
+            return answer_guessed_read(name, absent[0], next(self.guesses))
         if name in _NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
             if self.reads_as is not None and (answer is None or name != "item"):
                 return self.reads_as
             number = AbsentFloat(line, values, self.asked, answer)
-            # Python asks for a plain float there, and would warn.
+            # Python requires a plain float there, and would warn.
             return float(number) if name == "__float__" else number
         if name == "__format__":
             return "nan"
@@ -239,20 +242,20 @@ class StepWatch(TorchFunctionMode, ABC):
         raise ControlFlowError(branch_message(line))
 
     def values_told(self) -> tuple[int, ...]:
-        """The values of which numbers were read that are not known already."""
+        """The values that numbers were read from whose answer for finite values is not used instead."""
         asked = self.asked or ()
         return tuple(value for value in self.values_read if value not in asked or self.taken_for(value) is None)
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
-        """A read of a tensor that has content; a recording notes it."""
+        """Called after a read of a tensor that has content; a recording records it."""
         return result
 
     def size_read(self, tensor: Tensor) -> None:
-        """The shape of a tensor is asked for."""
+        """Called when the shape of a tensor is read."""
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """The user's code asks for activation checkpointing of what runs inside."""
+        """Mark that the code inside runs under the user's activation checkpointing."""
         self.recompute_depth += 1
         try:
             yield
@@ -260,15 +263,15 @@ class StepWatch(TorchFunctionMode, ABC):
             self.recompute_depth -= 1
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs when a metric's method is executed; a recording only rehearses it."""
+        """The function that runs for a call of a metric's method; a recording replaces it by a dry run."""
         del fqn, method
         return original
 
     def call(
         self, name: str, owned: tuple[str, ...], original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """One call of a unit or metric as one event, without this mode inside; the hot path of every unit."""
-        above = self._step_aside()
+        """Run a call of a unit or metric as one event, without this mode inside; the hot path of every unit."""
+        modes_above = self._pop_self()
         self.inside_unit = True
         randomness = self._randomness
         watched = randomness is not None and randomness.watched
@@ -280,14 +283,14 @@ class StepWatch(TorchFunctionMode, ABC):
             return self.event(name, original, args, kwargs, owned)
         finally:
             if not self.is_recording:
-                self.uncompiled.go_on()
+                self.uncompiled.resume()
             self.inside_unit = False
             if randomness is not None:
                 randomness.watched = watched
-            self._step_back(above)
+            self._push_back(modes_above)
 
-    def _step_aside(self) -> list[Any] | None:
-        """Take this mode off the stack, by identity; returns the user's modes above it, None if it is not there."""
+    def _pop_self(self) -> list[Any] | None:
+        """Remove this mode from the stack; returns the user's modes above it, None if it is not on the stack."""
         top = _pop_mode() if _len_torch_function_stack() else None
         if top is self:
             return []
@@ -295,57 +298,57 @@ class StepWatch(TorchFunctionMode, ABC):
             _push_mode(top)
         if not any(mode is self for mode in _get_current_function_mode_stack()):
             return None
-        above: list[Any] = []
+        modes_above: list[Any] = []
         while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
+            modes_above.append(mode)
+        for mode in reversed(modes_above):
             _push_mode(mode)
-        return above
+        return modes_above
 
-    def _step_back(self, above: list[Any] | None) -> None:
-        """Undo ``_step_aside``."""
-        if above is None:
+    def _push_back(self, modes_above: list[Any] | None) -> None:
+        """Undo ``_pop_self``."""
+        if modes_above is None:
             return
-        for _ in above:
+        for _ in modes_above:
             _pop_mode()
         _push_mode(self)
-        for mode in reversed(above):
+        for mode in reversed(modes_above):
             _push_mode(mode)
 
 
 class Current:
-    """Which run of a step is under way; what is installed in the user's modules asks it.
+    """Holds the current run of a step, for the patched methods of the user's modules.
 
     Attributes:
-        watch: Of the run that is under way.
-        uncompiled: Of all runs.
+        watch: The function mode of the current run; None outside of runs.
+        uncompiled: The compilation switch shared by all runs.
     """
 
     __slots__ = ("uncompiled", "watch")
 
     def __init__(self) -> None:
-        """No run is."""
+        """Create it without a run."""
         self.watch: StepWatch | None = None
         self.uncompiled = Uncompiled()
 
 
 @contextlib.contextmanager
-def watched_units(
+def intercepted_units(
     current: Current, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
 ) -> Iterator[None]:
-    """Make each call of these units one event of the current run, seen above its forward and below its hooks."""
+    """Make each call of these units one event of the current run, outside its forward and inside its hooks."""
     with backward_hooks_inside(units) as hooked:
 
         def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
             name, members = "@" + fqn, owned[fqn]
-            whole = hooked.get(fqn, compiled_inside(units[fqn], original))
-            run = returning_asides(whole)
+            unit_forward = hooked.get(fqn, compiled_forward(units[fqn], original))
+            run = with_side_outputs(unit_forward)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 watch = current.watch
                 if watch is None or watch.inside_unit or fqn not in watch.units:
-                    return whole(*args, **kwargs)
-                return given_on(watch.call(name, members, run, args, kwargs))
+                    return unit_forward(*args, **kwargs)
+                return emit_side_outputs(watch.call(name, members, run, args, kwargs))
 
             return forward
 
@@ -353,7 +356,7 @@ def watched_units(
             yield
 
 
-def watched_sinks(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
+def intercepted_metrics(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
     """Make each call of these metrics one event of the current run."""
 
     def wrap(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,11 +370,11 @@ def watched_sinks(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractC
 
         return call
 
-    return intercepted(sinks, wrap)
+    return intercepted_methods(sinks, wrap)
 
 
-def _asking_module() -> str:
-    """Name of the Python module that has called a torch function, through any number of function modes."""
+def _calling_module() -> str:
+    """Name of the Python module that called the current torch function, below any function modes."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
