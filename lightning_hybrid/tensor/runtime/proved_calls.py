@@ -119,7 +119,7 @@ class ProvedCalls:
         """What a forward may decide by: plain arguments and attributes, shapes, modules, and what torch is set to."""
         named = list(self._unit.named_modules())
         modules = [module for _, module in named]
-        given = len(args), *kwargs, *[_described(leaf) for leaf in flatten_call(args, kwargs)[0]]
+        given = len(args), *kwargs, *[_signature_of(leaf) for leaf in flatten_call(args, kwargs)[0]]
         held = [
             _held(value)
             for module in modules
@@ -201,7 +201,7 @@ class ProvedCalls:
                 content.restore()
 
 
-def _described(leaf: Any) -> Any:
+def _signature_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if type(leaf) in PLAIN else type(leaf)

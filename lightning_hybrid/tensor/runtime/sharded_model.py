@@ -27,11 +27,11 @@ from lightning_hybrid.step.standins.deferred_tensors import with_wholes
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.compiled_linears import Entered, traced_forwards
+from lightning_hybrid.tensor.runtime.compiled_linears import Entered, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
-from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullReads
+from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
-from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideReads
+from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideVocabularyMode
 
 
 class ModelShards:
@@ -63,12 +63,12 @@ class ModelShards:
         self._root = root
         self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
-        self._reads: FullReads | None = None
-        self._tell: Callable[[str], None] = warnings.warn
-        self._told: set[str] = set()  # FQNs of units that have done what their plans were not proved for
+        self._reads: FullParameterReads | None = None
+        self._warn: Callable[[str], None] = warnings.warn
+        self._warned: set[str] = set()  # FQNs of units that have done what their plans were not proved for
         self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
-        self._of_experts: frozenset[str] = frozenset()  # that context ranks share
-        self._users_of_experts: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
+        self._expert_parameters: frozenset[str] = frozenset()  # that context ranks share
+        self._expert_users: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         names = parameters | {id(buffer): name for name, buffer in root.named_buffers()}
         placements: dict[str, Shard] = {}
@@ -96,14 +96,14 @@ class ModelShards:
             tell: Warns the user.
             apart: A context around forwards of which nothing counts, random draws neither; made by torch if None.
         """
-        self._tell = tell
+        self._warn = tell
         # One of each, so that units know that they are dealt to the same.
         ranks, context = GroupRanks(self._group), GroupRanks(self._context)
         both = paired(ranks, context)
         around_draw = around_own = around(both.rank)
         if both.size not in (ranks.size, context.size):
             around_own = around(both.size + context.rank)
-        hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
+        keeps_sharded = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
         for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
             plan = self._with_experts(fqn, unit, proved)
@@ -119,12 +119,12 @@ class ModelShards:
                     around_draw=around_draw,
                     around_own=around_own,
                 )
-                self._runners[fqn].hands_on = hands_on
+                self._runners[fqn].keeps_sharded = keeps_sharded
                 if apart is not None and (calls := self._runners[fqn].proved) is not None:
                     calls.apart = apart
                 if proved.positions is not None and plan.positions is not None:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
-                    self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
+                    self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
 
     def why_not_cut_elsewhere(self, name: str) -> str:
         """Why others cannot cut a parameter over tensor ranks; nothing if they can.
@@ -158,15 +158,15 @@ class ModelShards:
         Args:
             names: FQNs of their parameters in the root.
         """
-        self._of_experts = frozenset(names)
+        self._expert_parameters = frozenset(names)
 
     def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-        if plan.positions is None or plan.positions.by == "tensor" or not self._of_experts:
+        if plan.positions is None or plan.positions.by == "tensor" or not self._expert_parameters:
             return plan
-        if all(f"{fqn}.{name}" in self._of_experts for name, _ in unit.named_parameters()):
+        if all(f"{fqn}.{name}" in self._expert_parameters for name, _ in unit.named_parameters()):
             # A unit that is an expert: its rows are those of all context ranks, which it cannot ask.
             return plan.otherwise or replace(plan, positions=None)
-        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._of_experts)
+        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._expert_parameters)
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_own_positions(self, name: str) -> bool:
@@ -175,8 +175,8 @@ class ModelShards:
         Args:
             name: FQN in the root.
         """
-        runner = self._users_of_experts.get(name)
-        return runner is not None and runner.is_dealing
+        runner = self._expert_users.get(name)
+        return runner is not None and runner.has_local_positions
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
         """Let a unit that this rank holds run compiled, where `why_not_traced` finds no reason against it.
@@ -189,7 +189,7 @@ class ModelShards:
         if runner is None:
             return
         unit, entered = self._root.get_submodule(fqn), Entered()
-        forwards = traced_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
+        forwards = compiled_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
         self._compiled[runner] = lambda *args, **kwargs: run(unit, entered, args, kwargs), forwards
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ class ModelShards:
                 parameter = unit.get_parameter(inner)
                 if WHOLE_SHAPE in parameter.__dict__:
                     found[id(parameter)] = self.cuts[0].placements[names[id(parameter)]]
-        return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
+        return OutsideVocabularyMode(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def gather_on_read(self, guards: Guards) -> None:
         """Let code outside of units find full parameters, where no recording shows what it reads.
@@ -226,7 +226,7 @@ class ModelShards:
         """
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
         cut = next((axis for axis in self.cuts if axis.axis == "tp" and axis.placements), None)
-        self._reads = None if cut is None else FullReads(self._root, cut, used_outside, guards)
+        self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -251,9 +251,9 @@ class ModelShards:
         where = "" if proved is None else proved.otherwise_at(sharded, full, args, kwargs)
         if not where:
             return sharded(*args, **kwargs)
-        if fqn not in self._told:
-            self._told.add(fqn)
-            self._tell(
+        if fqn not in self._warned:
+            self._warned.add(fqn)
+            self._warn(
                 f"{fqn} does something that its tensor plan was not proved for ({where}); where it does, it runs full"
                 " on every tensor rank"
             )
@@ -262,7 +262,7 @@ class ModelShards:
 
     def forget(self) -> None:
         """The module is whole again."""
-        self._runners, self._compiled, self._users_of_experts = {}, {}, {}
+        self._runners, self._compiled, self._expert_users = {}, {}, {}
         self._reads = None
 
 

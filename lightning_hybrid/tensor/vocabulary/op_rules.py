@@ -42,14 +42,14 @@ def _reference(args: Any, kwargs: Any) -> Slice | None:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
     first = slices[0]
-    if any(not first.is_like(other) for other in slices):
+    if any(not first.has_same_rows(other) for other in slices):
         return None
-    if any(tensor.requires_grad and _is_whole_beside(tensor, first) for tensor in tensors):
+    if any(tensor.requires_grad and _is_full_operand(tensor, first) for tensor in tensors):
         return None  # its gradient would be a slice
     return first
 
 
-def _is_whole_beside(value: Any, reference: Slice) -> bool:
+def _is_full_operand(value: Any, reference: Slice) -> bool:
     """Whether a plain operand has all rows of a vocabulary."""
     if isinstance(value, Slice) or not isinstance(value, Tensor) or value.dim() < -reference.from_right:
         return False
@@ -59,7 +59,7 @@ def _is_whole_beside(value: Any, reference: Slice) -> bool:
 def _operand(value: Any, reference: Slice) -> Any:
     if isinstance(value, Slice):
         return value.local
-    if _is_whole_beside(value, reference):
+    if _is_full_operand(value, reference):
         return reference.vocabulary.own(value, reference.from_right % value.dim())
     return value
 
@@ -216,7 +216,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     first = tensors[0]
     if not isinstance(first, Slice) or dim % first.dim() == first.cut_dim:
         return NotImplemented
-    if any(not first.is_like(other) for other in tensors):
+    if any(not first.has_same_rows(other) for other in tensors):
         return NotImplemented
     return first.like(func([tensor.local for tensor in tensors], dim))
 

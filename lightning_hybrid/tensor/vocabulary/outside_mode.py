@@ -18,7 +18,7 @@ _OWN = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hook
 _IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "__set__", "__delete__"})
 
 
-class OutsideReads(TorchFunctionMode):
+class OutsideVocabularyMode(TorchFunctionMode):
     """Operations on such a weight see it as the whole while this is entered."""
 
     def __init__(self, placements: Mapping[int, Shard], ranks: Ranks) -> None:

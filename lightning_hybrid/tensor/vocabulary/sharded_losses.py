@@ -42,7 +42,7 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, out, dim, dtype = args
-    if not isinstance(out, Slice) or (isinstance(grad, Slice) and not out.is_like(grad)):
+    if not isinstance(out, Slice) or (isinstance(grad, Slice) and not out.has_same_rows(grad)):
         return NotImplemented
     own = grad.local if isinstance(grad, Slice) else out.vocabulary.own(grad, out.cut_dim)
     if dim % out.dim() != out.cut_dim:
@@ -69,13 +69,13 @@ def _logsumexp(func: Any, args: Any, kwargs: Any) -> Any:
 # --- the target's logit -----------------------------------------------------------------------------------------------
 
 
-def _picked(x: Slice, rows: Tensor) -> Tensor:
+def _logits_at(x: Slice, rows: Tensor) -> Tensor:
     """The numbers at these rows along the last dim, which is the cut one."""
     local, foreign = x.vocabulary.located(rows)
     return x.vocabulary.summed(x.local.gather(-1, local).masked_fill_(foreign, 0))
 
 
-def _last(x: Slice) -> tuple[Slice, int]:
+def _vocabulary_last(x: Slice) -> tuple[Slice, int]:
     """With the vocabulary along the last dim, and along which it was."""
     return x.view_of(x.local.movedim(x.cut_dim, -1), x.dim() - 1), x.cut_dim
 
@@ -90,9 +90,9 @@ def _nll(func: Any, args: Any, kwargs: Any) -> Any:
     x, target, weight, reduction, ignore = args
     if not isinstance(x, Slice) or isinstance(target, Slice) or isinstance(weight, Slice):
         return NotImplemented
-    x, _ = _last(x)
+    x, _ = _vocabulary_last(x)
     ignored = target == ignore
-    picked = _picked(x, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    picked = _logits_at(x, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     weights = _weights(target, weight, ignored, picked)
     losses = torch.where(ignored, torch.zeros_like(picked), -picked * weights)
     if reduction == 0:
@@ -105,7 +105,7 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, x, target, weight, reduction, ignore, total = args
     if not isinstance(x, Slice) or any(isinstance(other, Slice) for other in (grad, target, weight)):
         return NotImplemented
-    x, dim = _last(x)
+    x, dim = _vocabulary_last(x)
     ignored = target == ignore
     weights = _weights(target, weight, ignored, grad)
     each = torch.where(ignored, torch.zeros_like(weights), -weights * (grad / total if reduction == 1 else grad))
@@ -120,7 +120,7 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
 # --- the largest ------------------------------------------------------------------------------------------------------
 
 
-def _largest(func: Any, args: Any, kwargs: Any) -> Any:
+def _max(func: Any, args: Any, kwargs: Any) -> Any:
     """``max`` and ``argmax`` along the vocabulary: each rank tells its largest and where it is."""
     x, *rest = args
     dim = rest[0] if rest else kwargs.get("dim")
@@ -145,7 +145,7 @@ LOSS_RULES: dict[Any, Rule] = {
     aten.logsumexp: _logsumexp,
     **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), _nll),
     **dict.fromkeys((aten.nll_loss_backward, aten.nll_loss2d_backward), _nll_backward),
-    aten.argmax: _largest,
+    aten.argmax: _max,
 }
 
 
@@ -185,8 +185,8 @@ class _Gather(torch.autograd.Function, Unwatched):
     def forward(ctx: Any, x: Slice, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.like = x.vocabulary, type(x), x.local.shape, x.cut_dim
-        last, dim = _last(x)
-        return _picked(last, rows.movedim(dim, -1)).movedim(-1, dim)
+        last, dim = _vocabulary_last(x)
+        return _logits_at(last, rows.movedim(dim, -1)).movedim(-1, dim)
 
     @staticmethod
     @once_differentiable
@@ -198,7 +198,7 @@ class _Gather(torch.autograd.Function, Unwatched):
         return kind(out, dim, vocabulary), None
 
 
-def looked_up(
+def embedding_rows(
     rows: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -215,7 +215,7 @@ def looked_up(
     return _Lookup.apply(weight, rows, padding_idx)
 
 
-def gathered_at(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+def gather_rows(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     """``torch.gather`` on a slice; ``NotImplemented`` along another dim."""
     if not isinstance(x, Slice) or not isinstance(dim, int) or dim % x.dim() != x.cut_dim or sparse_grad:
         return NotImplemented

@@ -67,7 +67,7 @@ def whole_shape(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return (*local.shape[:dim], length, *local.shape[dim + 1 :])
 
 
-def _whole_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
+def _full_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
     """The strides of a whole whose part has these: what steps over the cut dim steps over more."""
     inner = local.stride(dim)
     block = inner * local.shape[dim]
@@ -119,7 +119,7 @@ class Slice(Deferred):
         made: Slice = torch.Tensor._make_wrapper_subclass(
             cls,
             whole_shape(local, dim, vocabulary.length),
-            strides=_whole_stride(local, dim, vocabulary.length),
+            strides=_full_stride(local, dim, vocabulary.length),
             dtype=local.dtype,
             device=local.device,
         )
@@ -185,7 +185,7 @@ class Slice(Deferred):
             self._gathered = None
         return whole
 
-    def handed_out(self) -> Tensor:
+    def take_full(self) -> Tensor:
         """A whole that belongs to who asked for it."""
         whole = self.gathered()
         if self._gathered is None:
@@ -200,7 +200,7 @@ class Slice(Deferred):
         for whole, part, dim in self._memory.exposed:
             whole.copy_(self._joined(part, dim))
 
-    def is_like(self, other: Any) -> bool:
+    def has_same_rows(self, other: Any) -> bool:
         """Whether the same rows are held along the same dim counted from the end."""
         return (
             isinstance(other, Slice)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 from lightning_hybrid.step.standins.deferred_tensors import whole_of
 from lightning_hybrid.tensor.vocabulary.op_rules import rule_of
-from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gathered_at, looked_up
+from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, embedding_rows, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice, Vocabulary
 
 # Asked of memory that a slice has not got.
@@ -49,12 +49,12 @@ _OF_CONTENT = frozenset(
 )
 
 
-class VocabularySlice(Slice):
+class VocabularyTensor(Slice):
     """See the module."""
 
     def whole(self) -> Tensor:
         """See `Deferred`."""
-        return _Whole.apply(self)
+        return _GatherFull.apply(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,9 +71,9 @@ class VocabularySlice(Slice):
         else:
             own: Callable[..., Any] | None = None
             if func is F.embedding:
-                own = looked_up
+                own = embedding_rows
             elif name == "gather" and isinstance(args[0] if args else None, cls):
-                own = gathered_at
+                own = gather_rows
             if own is not None and (out := own(*args, **kwargs)) is not NotImplemented:
                 return out
         with torch._C.DisableTorchFunctionSubclass():
@@ -92,17 +92,17 @@ class VocabularySlice(Slice):
             out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        return _on_wholes(func, args, kwargs)
+        return _run_on_full(func, args, kwargs)
 
 
-def _set_item(x: VocabularySlice, index: Any, value: Any) -> None:
+def _set_item(x: VocabularyTensor, index: Any, value: Any) -> None:
     """``x[index] = value``: written to the whole, of which each rank keeps its part."""
     whole = x.whole().clone()
     whole[whole_of(index)] = whole_of(value)
     x.copy_(whole)
 
 
-def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a kernel on wholes; what it writes to one is written to this rank's part."""
     schema = func._schema
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
@@ -136,12 +136,12 @@ def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(handed_back, out) if changed else out
 
 
-class _Whole(torch.autograd.Function, Unwatched):
+class _GatherFull(torch.autograd.Function, Unwatched):
     """The plain whole; each rank's part of its gradient goes back."""
 
     @staticmethod
     def forward(ctx: Any, x: Slice) -> Tensor:
-        return x.handed_out()
+        return x.take_full()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Represent(torch.autograd.Function, Unwatched):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, vocabulary: Vocabulary) -> Slice:
         ctx.dim, ctx.vocabulary = dim, vocabulary
-        return VocabularySlice(local.detach(), dim, vocabulary)
+        return VocabularyTensor(local.detach(), dim, vocabulary)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
