@@ -101,8 +101,7 @@ class RegionWatch(TorchFunctionMode):
             regions: Ranks that features are sharded over: the tensor ranks, and those times context ranks.
             batch: The first size of the unit's first input.
             around_draw: A context around each draw for a sharded value.
-            positions: The numbers of positions that values in regions may have, and the number that this rank has, where
-                the sequence is sharded.
+            positions: Of a sharded sequence: numbers of positions that values in regions may have, and the local one.
         """
         super().__init__()
         self._learning, self.rules = learning, rules
@@ -165,27 +164,24 @@ class RegionWatch(TorchFunctionMode):
     # --- replicated operands beside a sharded one ---------------------------------------------------------------------
 
     def _with_replicated_operands(
-        self, name: str, args: Args, kwargs: Kwargs, cut: list[Tensor], in_place: bool
+        self, name: str, args: Args, kwargs: Kwargs, sharded: list[Tensor], in_place: bool
     ) -> tuple[Args, Kwargs]:
         """Arguments of an operation in a region: the replicated ones enter, those with all features are sliced."""
-        reference = self._reference(name, args, cut)
+        reference = self._reference(name, args, sharded)
         written = args[0] if in_place and args and isinstance(args[0], Tensor) else None
 
-        def side(value: Any) -> Any:
+        def operand(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return (
-                    value
-                    if value is written or self._is_cut(value)
-                    else self._replicated_operand(name, value, reference)
-                )
+                is_local = value is written or self._is_sharded(value)
+                return value if is_local else self._replicated_operand(name, value, reference)
             if type(value) in (tuple, list):
-                return type(value)(side(item) for item in value)
+                return type(value)(operand(item) for item in value)
             return value
 
-        return tuple(side(value) for value in args), {key: side(value) for key, value in kwargs.items()}
+        return tuple(operand(value) for value in args), {key: operand(value) for key, value in kwargs.items()}
 
-    def _reference(self, name: str, args: tuple[Any, ...], cut: list[Tensor]) -> tuple[int, ...]:
-        """The shape that values beside a cut one are held against; empty where none is expected to match."""
+    def _reference(self, name: str, args: tuple[Any, ...], sharded: list[Tensor]) -> tuple[int, ...]:
+        """The shape that replicated operands are compared with; empty where none is expected to match."""
         if name == _ATTENTION:
             return (*args[0].shape[:-1], 0)
         if name in _CHANNELS or name in _CONVOLUTIONS:

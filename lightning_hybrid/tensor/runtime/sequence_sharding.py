@@ -75,7 +75,7 @@ class Dealing:
         *,
         learning: bool,
     ) -> Dealing | None:
-        """The sharded sequence of one call of the unit; None for another kind of call, or fewer positions than ranks."""
+        """The sharded sequence of a call of the unit; None for another kind of call, or fewer positions than ranks."""
         leaves, _ = flatten_call(args, kwargs)
         full = leaves[plan.place] if plan.place < len(leaves) else None
         if not isinstance(full, Tensor) or full.dim() != plan.num_dims:

@@ -11,7 +11,7 @@ from lightning_hybrid.parts.placement import Shard
 
 
 def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None) -> Tensor:
-    """Marks a value as sharded over ``size`` ranks; ``column``: placement and dim, if code slices it by full offsets."""
+    """Marks a value as sharded over ``size`` ranks; ``column``: placement and dim, if code uses full offsets."""
     tensor._sharded_over = size  # type: ignore[attr-defined]
     if column is not None:
         tensor._column = column  # type: ignore[attr-defined]
