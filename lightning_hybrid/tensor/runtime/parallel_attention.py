@@ -81,14 +81,7 @@ def sharded_attention(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     q, k, v = _local_heads(module, (query, key, value), num_heads)
     batch, _, length, features = q.shape
-
-    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    for mask in _masks(attn_mask, key_padding_mask, batch, num_heads, ranks, k.shape[2], scores):
-        scores = scores + mask
-    attention = torch.softmax(scores, -1)
-    if module.training and module.dropout > 0:
-        with around_draw():
-            attention = F.dropout(attention, module.dropout)
+    attention = _attention_weights(module, q, k, attn_mask, key_padding_mask, ranks, around_draw)
     mixed = (attention @ v).permute(2, 0, 1, 3).reshape(length, batch, num_heads * features)
     out = F.linear(mixed, module.out_proj.weight)
     if not is_batched:
@@ -124,6 +117,27 @@ def _local_heads(
         zeros = k.new_zeros(batch, num_heads, 1, k.shape[-1])
         k, v = torch.cat([k, zeros], 2), torch.cat([v, zeros], 2)
     return q, k, v
+
+
+def _attention_weights(
+    module: nn.MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    ranks: Ranks,
+    around_draw: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:
+    """Softmax of the masked scores, with dropout: ``(batch, heads, queries, keys)``."""
+    batch, num_heads = q.shape[:2]
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    for mask in _masks(attn_mask, key_padding_mask, batch, num_heads, ranks, k.shape[2], scores):
+        scores = scores + mask
+    attention = torch.softmax(scores, -1)
+    if module.training and module.dropout > 0:
+        with around_draw():
+            attention = F.dropout(attention, module.dropout)
+    return attention
 
 
 def _projections(module: nn.MultiheadAttention) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
