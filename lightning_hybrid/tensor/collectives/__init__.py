@@ -1,1 +1,1 @@
-"""What tensor ranks send each other inside of layers, with its gradients."""
+"""Collectives of tensor and context ranks inside of layers, with their gradients."""

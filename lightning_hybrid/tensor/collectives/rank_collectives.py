@@ -1,12 +1,12 @@
 """Collectives of tensor ranks with their gradients: all-reduce, all-gather, and the groups that share a layer.
 
-The two that make a region (the operations between a column-parallel linear and its row-parallel one, in which each rank
-holds other features):
+Two of them bound a region (the operations between a column-parallel linear and its row-parallel one, in which each rank
+holds other features); they are Megatron's f and g:
 
-    enter   forward: nothing             backward: sum over ranks (each rank has the gradient of its features alone)
-    leave   forward: sum over ranks      backward: nothing
+    enter   forward: identity       backward: all-reduce (each rank has the gradient of its features alone)
+    leave   forward: all-reduce     backward: identity
 
-They are each other's derivative, so that gradients can be differentiated once more.
+They are each other's derivative, so that gradients can be differentiated again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_hybrid.shared_memory.collectives import shared_memory
 
 
 class Ranks(Protocol):
-    """Ranks that share a layer, as one of them sees them.
+    """The ranks that a layer is sharded over, as seen by one of them.
 
     Attributes:
-        rank: This one.
-        size: How many there are.
+        rank: The number of this rank among them.
+        size: The number of ranks.
     """
 
     rank: int
@@ -38,117 +38,117 @@ class Ranks(Protocol):
         """Sum a contiguous tensor over the ranks, in place."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which have one shape."""
+        """The tensors of all ranks, in their order; all have one shape."""
 
 
 class ExchangingRanks(Ranks, Protocol):
-    """Ranks to which positions may be dealt."""
+    """Ranks that a sequence may be sharded over."""
 
-    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """Give each rank one of the parts; returns what each rank gave to this one, in these shapes."""
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size], /) -> list[Tensor]:
+        """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
 
 
 class GroupRanks:
-    """The ranks of a process group: through memory where they can share it, else by the group's own collectives."""
+    """The ranks of a process group: through shared memory where they are on one host, else by its collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Collective where it is the first of its group: args: group: the ranks."""
+        """Sets up shared memory, which is collective for the first object of a group."""
         self.group = group
         self._memory = shared_memory(group)
         self.rank = group.rank()
         self.size = group.size()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `Ranks`."""
+        """Sum a contiguous tensor over the ranks, in place."""
         if self._memory is not None:
-            self._memory.all_reduce(_real(tensor))
+            self._memory.all_reduce(_as_real(tensor))
         else:
-            dist.all_reduce(_real(tensor), group=self.group)
+            dist.all_reduce(_as_real(tensor), group=self.group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `Ranks`."""
+        """The tensors of all ranks, in their order; all have one shape."""
         if self._memory is not None:
             return self._memory.all_gather(tensor.contiguous())
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather([_real(part) for part in gathered], _real(tensor.contiguous()), group=self.group)
+        dist.all_gather([_as_real(block) for block in gathered], _as_real(tensor.contiguous()), group=self.group)
         return gathered
 
-    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """See `ExchangingRanks`."""
-        sent = [_real(part.contiguous()).reshape(-1) for part in parts]
-        real = [(*shape, 2) if parts[0].is_complex() else tuple(shape) for shape in shapes]
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """All-to-all: sends one block to each rank; returns the block from each rank, in these shapes."""
+        sent = [_as_real(block.contiguous()).reshape(-1) for block in blocks]
+        real = [(*shape, 2) if blocks[0].is_complex() else tuple(shape) for shape in shapes]
         counts = [prod(shape) for shape in real]
         if self._memory is not None:
             received = self._memory.exchange(sent, counts)
         else:
             flat = sent[0].new_empty(sum(counts))
-            dist.all_to_all_single(flat, torch.cat(sent), counts, [part.numel() for part in sent], group=self.group)
+            dist.all_to_all_single(flat, torch.cat(sent), counts, [block.numel() for block in sent], group=self.group)
             received = list(flat.split(counts))
-        found = [part.view(shape) for part, shape in zip(received, real, strict=True)]
-        return [torch.view_as_complex(part) for part in found] if parts[0].is_complex() else found
+        found = [block.view(shape) for block, shape in zip(received, real, strict=True)]
+        return [torch.view_as_complex(block) for block in found] if blocks[0].is_complex() else found
 
 
-def ranks_in(group: dist.ProcessGroup | ExchangingRanks | None) -> ExchangingRanks:
-    """The ranks of a group; None stands for a rank alone."""
+def as_ranks(group: dist.ProcessGroup | ExchangingRanks | None) -> ExchangingRanks:
+    """The ranks of a group; a single rank for None."""
     if group is None:
         return OneRank()
     return GroupRanks(group) if isinstance(group, dist.ProcessGroup) else group
 
 
 class OneRank:
-    """A rank that shares nothing."""
+    """A group of one rank: its collectives return their input."""
 
     rank, size = 0, 1
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `Ranks`."""
+        """Leaves the tensor as it is."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `Ranks`."""
+        """The tensor of this rank alone."""
         return [tensor]
 
-    def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """See `ExchangingRanks`."""
-        return parts
+    def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """The block of this rank alone."""
+        return blocks
 
 
 class PairedRanks:
     """The ranks of two axes together: `rank = outer rank * inner size + inner rank`."""
 
     def __init__(self, outer: Ranks, inner: Ranks) -> None:
-        """Args: outer, inner: the axes."""
+        """Combines the ranks of an outer and an inner axis."""
         self._outer, self._inner = outer, inner
         self.rank, self.size = outer.rank * inner.size + inner.rank, outer.size * inner.size
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `Ranks`."""
+        """Sum a contiguous tensor over the ranks of both axes, in place."""
         self._inner.all_reduce(tensor)
         self._outer.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `Ranks`."""
+        """The tensors of all ranks, in their order; all have one shape."""
         of_inner = torch.stack(self._inner.all_gather(tensor))
-        return [part for parts in self._outer.all_gather(of_inner) for part in parts.unbind()]
+        return [block for blocks in self._outer.all_gather(of_inner) for block in blocks.unbind()]
 
 
 def paired(outer: Ranks, inner: Ranks) -> Ranks:
-    """The ranks of two axes together; those of one of them where the other has a single rank."""
+    """The ranks of two axes together; the ranks of one axis where the other has a single rank."""
     if inner.size == 1:
         return outer
     return inner if outer.size == 1 else PairedRanks(outer, inner)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers: gloo knows no complex ones."""
+def _as_real(tensor: Tensor) -> Tensor:
+    """A view as real numbers: gloo supports no complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass
 class Readers:
-    """What reads a value that has entered a region.
+    """The readers of a value that has entered a region.
 
     Attributes:
-        fresh: Each makes a new tensor for its gradient, as products with weights do: it can be summed where it lies.
+        fresh: Each allocates a new tensor for its gradient, as products with weights do: it can be summed in place.
     """
 
     fresh: bool = False
@@ -163,7 +163,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.readers.fresh or torch.is_grad_enabled():
-            # The gradient that autograd hands over may be somebody else's too.
+            # The gradient that autograd passes in may be in use elsewhere too.
             grad = grad.clone(memory_format=torch.contiguous_format)
         return _Leave.apply(grad.contiguous(), ctx.ranks), None, None
 
@@ -189,10 +189,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Take.apply(grad, ctx.dim, ctx.ranks), None, None
+        return _LocalChunk.apply(grad, ctx.dim, ctx.ranks), None, None
 
 
-class _Take(torch.autograd.Function):
+class _LocalChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
         ctx.dim, ctx.ranks = dim, ranks
@@ -212,15 +212,13 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ranks = ctx.ranks
-        wholes = [
+        full = [
             grad if placement is None else spread(grad, placement, ranks.rank, ranks.size)
             for grad, placement in zip(grads, ctx.placements, strict=True)
         ]
         # One message for all of them: they are small.
-        flat = _Leave.apply(torch.cat([whole.reshape(-1) for whole in wholes]), ranks)
-        sums = [
-            part.view_as(whole) for part, whole in zip(flat.split([w.numel() for w in wholes]), wholes, strict=True)
-        ]
+        flat = _Leave.apply(torch.cat([grad.reshape(-1) for grad in full]), ranks)
+        sums = [total.view_as(grad) for total, grad in zip(flat.split([g.numel() for g in full]), full, strict=True)]
         return (
             None,
             None,
@@ -232,50 +230,50 @@ class _SumGradients(torch.autograd.Function):
 
 
 def enter(tensor: Tensor, ranks: Ranks, readers: Readers | None = None) -> Tensor:
-    """A replicated value on its way into a region.
+    """Lets a replicated value enter a region: its gradient is summed over the ranks.
 
     Args:
-        tensor: The value.
+        tensor: The value, equal on all ranks, of any shape.
         ranks: The tensor ranks.
-        readers: Of it inside, as they are known when the forward ends; any by default.
+        readers: The operations in the region that read it, complete when the forward ends; any by default.
     """
     return tensor if ranks.size == 1 else _Enter.apply(tensor, ranks, readers or Readers())
 
 
 def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of the ranks' addends, in place: a replicated value."""
+    """Sums the ranks' addends, in place: the result is a replicated value of their shape."""
     return tensor if ranks.size == 1 else _Leave.apply(tensor.contiguous(), ranks)
 
 
 def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """The ranks' features one after the other: a replicated value."""
+    """All-gathers the ranks' features along ``dim``, in the order of ranks: the result is a replicated value."""
     return tensor if ranks.size == 1 else _Gather.apply(tensor, dim, ranks)
 
 
 def sum_gradients(tensors: list[Tensor], placements: list[Shard | None], ranks: Ranks) -> list[Tensor]:
-    """Parameters that several ranks hold and use on different features; their gradients are summed, in one message.
+    """Sums the gradients of parameters that ranks hold in common and use on different features, in one message.
 
     Args:
-        tensors: What this rank holds.
-        placements: For each, how it is cut (parts that ranks share are summed), or None if all ranks hold it whole.
+        tensors: The parameters, or this rank's shards of them.
+        placements: For each, how it is sharded (shards that ranks repeat are summed), or None for a replicated one.
         ranks: The tensor ranks.
     """
     return list(_SumGradients.apply(ranks, tuple(placements), *tensors))
 
 
-def local_part(full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
+def local_shard(full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
     """This rank's shard of a full tensor that all ranks have; its gradient is the full one on each of them.
 
     Args:
         full: The same on every rank, of any shape that the placement cuts.
-        placement: Where the shards lie.
-        ranks: That hold them.
+        placement: How it is sharded.
+        ranks: The ranks that hold the shards.
     """
-    shard: Tensor = _LocalPart.apply(full, placement, ranks)
+    shard: Tensor = _LocalShard.apply(full, placement, ranks)
     return shard
 
 
-class _LocalPart(torch.autograd.Function):
+class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
         ctx.placement, ctx.ranks = placement, ranks

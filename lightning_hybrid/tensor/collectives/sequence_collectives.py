@@ -1,13 +1,13 @@
 """Collectives over shards of a sequence (sequence and context parallelism), with their gradients.
 
-    deal        forward: take one's own positions    backward: gather all positions
-    collect     forward: gather all positions        backward: take one's own (the gradient is equal on all ranks)
-    enter       forward: gather all positions        backward: sum over ranks, keep one's own positions
-    leave       forward: sum over ranks, keep one's own positions        backward: gather all positions
-    to heads    forward: all positions of one's own features       backward: to positions
-    to positions    forward: one's own positions, all features     backward: to heads
+    shard           forward: this rank's positions    backward: all-gather
+    gather          forward: all-gather               backward: this rank's positions (gradients are equal on all ranks)
+    enter           forward: all-gather               backward: reduce-scatter
+    leave           forward: reduce-scatter           backward: all-gather
+    to heads        forward: all-to-all, from all features of the local positions to all positions of the local features
+    to positions    forward: all-to-all, the other way round
 
-`deal` and `collect` are each other's derivative, and so are `enter` and `leave`, and the last two (DeepSpeed-Ulysses,
+`shard` and `gather` are each other's derivative, and so are `enter` and `leave`, and the last two (DeepSpeed-Ulysses,
 Jacobs et al. 2023, section 3.1). Sequences need not be a multiple of the ranks: the first ranks have one position more.
 """
 
@@ -31,12 +31,12 @@ from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
 
 @dataclass(frozen=True)
 class Dealt:
-    """How the positions of a sequence are dealt.
+    """The sharding of a sequence over ranks: one contiguous range of positions for each.
 
     Attributes:
         dim: The dim of values that holds the positions.
-        length: Number of positions.
-        ranks: Who shares them; no more than there are positions.
+        length: Number of positions of the full sequence.
+        ranks: The ranks that it is sharded over; no more than there are positions.
     """
 
     dim: int
@@ -45,237 +45,239 @@ class Dealt:
 
     @property
     def lengths(self) -> list[int]:
-        """How many positions each rank has."""
+        """Number of positions of each rank."""
         each, more = divmod(self.length, self.ranks.size)
         return [each + (rank < more) for rank in range(self.ranks.size)]
 
     @property
     def local_length(self) -> int:
-        """How many positions this rank has."""
+        """Number of positions of this rank."""
         return self.lengths[self.ranks.rank]
 
-    def is_alike(self, other: Dealt | DealtTwice) -> bool:
-        """Whether the same positions are this rank's."""
+    def is_same(self, other: Dealt | TwoLevelSharding) -> bool:
+        """Whether the other sharding gives this rank the same positions."""
         return (
             isinstance(other, Dealt)
             and (self.dim, self.length) == (other.dim, other.length)
             and self.ranks is other.ranks
         )
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's positions."""
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's positions of a tensor with ``length`` positions in ``dim``, as a contiguous tensor."""
         lengths = self.lengths
-        return whole.narrow(self.dim, sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank]).contiguous()
+        return full.narrow(self.dim, sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank]).contiguous()
 
     def gathered(self, local: Tensor) -> Tensor:
-        """All positions."""
+        """All-gathers the full sequence from each rank's ``local_length`` positions."""
         lengths = self.lengths
         short = max(lengths) - local.shape[self.dim]
         if short:  # gathered tensors have one shape
             shape = list(local.shape)
             shape[self.dim] = short
             local = torch.cat([local, local.new_zeros(shape)], self.dim)
-        parts = self.ranks.all_gather(local.contiguous())
-        return torch.cat([part.narrow(self.dim, 0, n) for part, n in zip(parts, lengths, strict=True)], self.dim)
+        shards = self.ranks.all_gather(local.contiguous())
+        return torch.cat([shard.narrow(self.dim, 0, n) for shard, n in zip(shards, lengths, strict=True)], self.dim)
+
+    def scatter(self, full: Tensor) -> list[Tensor]:
+        """Sends each rank its positions of this rank's value; returns this rank's positions of each rank's value."""
+        shards = [shard.contiguous() for shard in full.split(self.lengths, self.dim)]
+        return self.ranks.exchange(shards, [shards[self.ranks.rank].shape] * self.ranks.size)
 
     def summed(self, addend: Tensor) -> Tensor:
-        """This rank's positions of the sum of the ranks' addends."""
-        parts = [part.contiguous() for part in addend.split(self.lengths, self.dim)]
-        shape = parts[self.ranks.rank].shape
-        received = self.ranks.exchange(parts, [shape] * self.ranks.size)
-        total = received[0]
-        for part in received[1:]:
-            total = total + part
+        """Reduce-scatters: this rank's positions of the sum of the ranks' addends, which have all positions."""
+        total, *rest = self.scatter(addend)
+        for shard in rest:
+            total = total + shard
         return total
 
 
 @dataclass(frozen=True)
-class DealtTwice:
-    """How what context ranks have of a sequence is dealt once more, to the tensor ranks of each.
+class TwoLevelSharding:
+    """A sequence sharded over context ranks, and each shard sharded again over the tensor ranks of its context rank.
 
     Attributes:
-        outer: To context ranks.
-        inner: What this context rank has, to its tensor ranks.
+        outer: The full sequence over context ranks.
+        inner: The shard of this context rank over its tensor ranks.
     """
 
     outer: Dealt
     inner: Dealt
 
     @classmethod
-    def of(cls, dim: int, length: int, context: ExchangingRanks, ranks: ExchangingRanks) -> DealtTwice:
-        """Args: dim, length: of the whole sequence. context, ranks: context ranks and tensor ranks."""
+    def of(cls, dim: int, length: int, context: ExchangingRanks, ranks: ExchangingRanks) -> TwoLevelSharding:
+        """Shards ``length`` positions in ``dim`` over the context ranks, then over the tensor ranks."""
         outer = Dealt(dim, length, context)
         return cls(outer, Dealt(dim, outer.local_length, ranks))
 
     @property
     def dim(self) -> int:
-        """See `Dealt`."""
+        """The dim of values that holds the positions."""
         return self.outer.dim
 
     @property
     def length(self) -> int:
-        """See `Dealt`."""
+        """Number of positions of the full sequence."""
         return self.outer.length
 
     @property
     def local_length(self) -> int:
-        """See `Dealt`."""
+        """Number of positions of this rank."""
         return self.inner.local_length
 
-    def is_alike(self, other: Dealt | DealtTwice) -> bool:
-        """See `Dealt`."""
-        return isinstance(other, DealtTwice) and self.outer.is_alike(other.outer) and self.inner.is_alike(other.inner)
+    def is_same(self, other: Dealt | TwoLevelSharding) -> bool:
+        """Whether the other sharding gives this rank the same positions."""
+        if isinstance(other, Dealt):
+            return False
+        return self.outer.is_same(other.outer) and self.inner.is_same(other.inner)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """See `Dealt`."""
-        return self.inner.own(self.outer.own(whole))
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's positions of a tensor with ``length`` positions in ``dim``."""
+        return self.inner.own(self.outer.own(full))
 
     def gathered(self, local: Tensor) -> Tensor:
-        """See `Dealt`."""
+        """All-gathers the full sequence from each rank's ``local_length`` positions."""
         return self.outer.gathered(self.inner.gathered(local))
 
     def summed(self, addend: Tensor) -> Tensor:
-        """See `Dealt`."""
+        """Reduce-scatters over both axes."""
         return self.inner.summed(self.outer.summed(addend))
 
 
-AnyDealt = Dealt | DealtTwice
+AnySharding = Dealt | TwoLevelSharding
 
 
-class _Deal(torch.autograd.Function):
+class _ShardSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dealt: AnyDealt) -> Tensor:
-        ctx.dealt = dealt
-        return dealt.own(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Collect.apply(grad, ctx.dealt), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dealt: AnyDealt) -> Tensor:
-        ctx.dealt = dealt
-        return dealt.gathered(local)
+    def forward(ctx: Any, full: Tensor, sharding: AnySharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.own(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Deal.apply(grad, ctx.dealt), None
+        return _GatherSequence.apply(grad, ctx.sharding), None
 
 
-class _Enter(_Collect):
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, sharding: AnySharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.gathered(local)
+
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Leave.apply(grad, ctx.dealt), None
+        return _ShardSequence.apply(grad, ctx.sharding), None
+
+
+class _Enter(_GatherSequence):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Leave.apply(grad, ctx.sharding), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, addend: Tensor, dealt: AnyDealt) -> Tensor:
-        ctx.dealt = dealt
-        return dealt.summed(addend)
+    def forward(ctx: Any, addend: Tensor, sharding: AnySharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.summed(addend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(grad, ctx.dealt), None
+        return _Enter.apply(grad, ctx.sharding), None
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dealt: Dealt, features: Shard) -> Tensor:
-        ctx.dealt, ctx.features = dealt, features
-        ranks = dealt.ranks
-        parts = [cut(local, features, rank, ranks.size) for rank in range(ranks.size)]
+    def forward(ctx: Any, local: Tensor, sharding: Dealt, features: Shard) -> Tensor:
+        ctx.sharding, ctx.features = sharding, features
+        ranks = sharding.ranks
+        shards = [cut(local, features, rank, ranks.size) for rank in range(ranks.size)]
         shapes = []
-        for length in dealt.lengths:
-            shape = list(parts[ranks.rank].shape)
-            shape[dealt.dim] = length
+        for length in sharding.lengths:
+            shape = list(shards[ranks.rank].shape)
+            shape[sharding.dim] = length
             shapes.append(torch.Size(shape))
-        return torch.cat(ranks.exchange(parts, shapes), dealt.dim)
+        return torch.cat(ranks.exchange(shards, shapes), sharding.dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ToPositions.apply(grad, ctx.dealt, ctx.features), None, None
+        return _ToPositions.apply(grad, ctx.sharding, ctx.features), None, None
 
 
 class _ToPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inside: Tensor, dealt: Dealt, features: Shard) -> Tensor:
-        ctx.dealt, ctx.features = dealt, features
-        ranks = dealt.ranks
-        parts = [part.contiguous() for part in inside.split(dealt.lengths, dealt.dim)]
-        received = ranks.exchange(parts, [parts[ranks.rank].shape] * ranks.size)
-        shape = list(parts[ranks.rank].shape)
+    def forward(ctx: Any, inside: Tensor, sharding: Dealt, features: Shard) -> Tensor:
+        ctx.sharding, ctx.features = sharding, features
+        received = sharding.scatter(inside)
+        shape = list(received[0].shape)
         shape[-1] = features.length
-        whole = inside.new_zeros(shape)
-        for rank, part in enumerate(received):
+        local = inside.new_zeros(shape)
+        for rank, shard in enumerate(received):
             start = 0
-            for place, length in features.ranges(rank, ranks.size):
+            for offset, length in features.ranges(rank, len(received)):
                 # Where ranks hold the same heads, what they send is added up: these are gradients.
-                whole.narrow(-1, place, length).add_(part.narrow(-1, start, length))
+                local.narrow(-1, offset, length).add_(shard.narrow(-1, start, length))
                 start += length
-        return whole
+        return local
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ToHeads.apply(grad, ctx.dealt, ctx.features), None, None
+        return _ToHeads.apply(grad, ctx.sharding, ctx.features), None, None
 
 
-def leave(addend: Tensor, dealt: AnyDealt) -> Tensor:
-    """This rank's positions of the sum of the ranks' addends."""
-    return _Leave.apply(addend, dealt)
+def leave(addend: Tensor, sharding: AnySharding) -> Tensor:
+    """Reduce-scatters: this rank's positions of the sum of the ranks' addends, which have all positions."""
+    return _Leave.apply(addend, sharding)
 
 
-def to_heads(local: Tensor, dealt: Dealt, features: Shard) -> Tensor:
+def to_heads(local: Tensor, sharding: Dealt, features: Shard) -> Tensor:
     """All positions of this rank's features (the last dim), from this rank's positions of all features."""
-    return _ToHeads.apply(local, dealt, features)
+    return _ToHeads.apply(local, sharding, features)
 
 
-def to_positions(inside: Tensor, dealt: Dealt, features: Shard) -> Tensor:
+def to_positions(inside: Tensor, sharding: Dealt, features: Shard) -> Tensor:
     """This rank's positions of all features, from all positions of this rank's features, which no other rank has."""
-    return _ToPositions.apply(inside, dealt, features)
+    return _ToPositions.apply(inside, sharding, features)
 
 
-class OwnPositions(Later):
-    """A value of which this rank has its own positions.
+class SequenceShard(Later):
+    """A lazy tensor of the full sequence's shape that holds this rank's positions; all are gathered when read.
 
     Attributes:
-        local: They.
-        dealt: Which these are.
+        local: This rank's positions.
+        sharding: Which positions these are.
     """
 
     local: Tensor
-    dealt: AnyDealt
+    sharding: AnySharding
     _entered: Tensor | None
-    _again: Tensor | None
+    _regathered: Tensor | None
     _saved: int
 
     @classmethod
-    def of(cls, local: Tensor, dealt: AnyDealt) -> OwnPositions:
-        """A value made of the ranks' own positions."""
-        value: OwnPositions = _Stand.apply(local, dealt)
-        value.local, value.dealt = local, dealt
-        value._entered = value._made = value._again = None
+    def of(cls, local: Tensor, sharding: AnySharding) -> SequenceShard:
+        """The tensor of the full shape that stands for the ranks' local positions."""
+        value: SequenceShard = _RepresentSequence.apply(local, sharding)
+        value.local, value.sharding = local, sharding
+        value._entered = value._made = value._regathered = None
         value._saved = 0
         return value
 
     def make(self) -> Tensor:
         """All positions, for code that does the same with them on every rank."""
-        return collect(self.local, self.dealt)
+        return collect(self.local, self.sharding)
 
     def entered(self) -> Tensor:
-        """All positions, for code of which each rank does its part; gathered once."""
+        """All positions, for a region, of whose work each rank does a share; gathered once."""
         if self._entered is None:
-            self._entered = _Enter.apply(self.local, self.dealt)
+            self._entered = _Enter.apply(self.local, self.sharding)
         return self._entered
 
     def release(self) -> None:
-        """Forget all positions: the forward that needed them is over."""
+        """Frees the gathered positions: the forward that needed them is over."""
         self._entered = None
 
-    def regathered(self) -> saved_tensors_hooks:
-        """What is saved for the backward inside is this rank's positions alone; all are gathered again when needed."""
+    def regather_hooks(self) -> saved_tensors_hooks:
+        """Hooks that save the local positions alone for the backward, and gather all again when they are needed."""
         storage = self.entered().untyped_storage().data_ptr()
 
         def pack(tensor: Tensor) -> Any:
@@ -285,60 +287,60 @@ class OwnPositions(Later):
             return tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def unpack(saved: Any) -> Tensor:
-            return saved if isinstance(saved, Tensor) else self._gathered_again().as_strided(*saved)
+            return saved if isinstance(saved, Tensor) else self._regather().as_strided(*saved)
 
         return saved_tensors_hooks(pack, unpack)
 
-    def _gathered_again(self) -> Tensor:
+    def _regather(self) -> Tensor:
         # Queries, keys and values read the same: it is gathered once for all of them.
-        whole = self.dealt.gathered(self.local.detach()) if self._again is None else self._again
+        full = self.sharding.gathered(self.local.detach()) if self._regathered is None else self._regathered
         self._saved -= 1
-        self._again = whole if self._saved > 0 else None
-        return whole
+        self._regathered = full if self._saved > 0 else None
+        return full
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody has written to the whole."""
+        """Whether the gathered tensor has not been written in place."""
         return self._made is None or self._made._version == 0
 
 
-class _Stand(torch.autograd.Function):
-    """Makes what stands for the whole; code that torch does not show to it (an autograd function) gets gradients."""
+class _RepresentSequence(torch.autograd.Function):
+    """Makes a `SequenceShard`; code that torch does not show to it (an autograd function) gets gradients."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dealt: AnyDealt) -> OwnPositions:
-        ctx.dealt = dealt
+    def forward(ctx: Any, local: Tensor, sharding: AnySharding) -> SequenceShard:
+        ctx.sharding = sharding
         shape = list(local.shape)
-        shape[dealt.dim] = dealt.length
-        value = OwnPositions(local, tuple(shape))
-        assert isinstance(value, OwnPositions)
+        shape[sharding.dim] = sharding.length
+        value = SequenceShard(local, tuple(shape))
+        assert isinstance(value, SequenceShard)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Deal.apply(grad, ctx.dealt), None
+        return _ShardSequence.apply(grad, ctx.sharding), None
 
 
-def collect(local: Tensor, dealt: AnyDealt) -> Tensor:
-    """All positions, for code that does the same with them on every rank."""
-    return _Collect.apply(local, dealt)
+def collect(local: Tensor, sharding: AnySharding) -> Tensor:
+    """All-gathers the full sequence, for code that does the same with it on every rank."""
+    return _GatherSequence.apply(local, sharding)
 
 
-def dealt_of(value: Tensor, dealt: AnyDealt) -> Tensor:
-    """This rank's positions of a value that is whole on every rank; nothing is exchanged for one that was dealt so."""
-    if isinstance(value, OwnPositions) and value.dealt.is_alike(dealt) and value.is_current:
+def dealt_of(value: Tensor, sharding: AnySharding) -> Tensor:
+    """This rank's positions of a value that every rank has in full; a `SequenceShard` that matches needs no gather."""
+    if isinstance(value, SequenceShard) and value.sharding.is_same(sharding) and value.is_current:
         return value.local
-    return _Deal.apply(whole_of(value), dealt)
+    return _ShardSequence.apply(whole_of(value), sharding)
 
 
-def saved_in_parts(x: Tensor) -> AbstractContextManager[Any]:
-    """Of a value whose positions are dealt, each rank saves its own for the backward."""
-    if not isinstance(x, OwnPositions) or not torch.is_grad_enabled():
+def save_local_shard(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, each rank saves its local positions of ``x`` for the backward, if ``x`` is a `SequenceShard`."""
+    if not isinstance(x, SequenceShard) or not torch.is_grad_enabled():
         return contextlib.nullcontext()
     hooks = _TOP_HOOKS(True)
     if hooks is not None and not hasattr(hooks[0], SAVES_EACH):
-        return contextlib.nullcontext()  # others that decide what is saved (a layer that is recomputed) have the say
-    return x.regathered()
+        return contextlib.nullcontext()  # other hooks that decide what is saved (a layer that is recomputed) go first
+    return x.regather_hooks()
 
 
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)

@@ -1,1 +1,1 @@
-"""Run layers that are cut over tensor ranks."""
+"""Runs layers that are sharded over tensor ranks."""

@@ -1,7 +1,7 @@
-"""Forwards of sharded linears in a form that a compiler can follow: one graph for the whole unit.
+"""Forwards of sharded linears that `torch.compile` can trace: one graph for the full unit.
 
-They do what those of `apply` do where nothing is watched and no positions are dealt. Exchanges are torch's functional
-collectives, which are nodes of a graph like others.
+They compute the same as those of `parallel_linears` where no region mode is needed and the sequence is not sharded.
+Their collectives are torch's functional ones, which are nodes of a graph.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 
 
 def why_not_traced(unit: nn.Module, plan: UnitPlan) -> str:
-    """Why a sharded unit cannot be compiled; empty if it can.
+    """The reason why a sharded unit cannot be compiled; empty if it can.
 
     Args:
         unit: The user's module.
-        plan: How it is cut.
+        plan: How it is sharded.
     """
     if "forward" in unit.__dict__:
-        return "its forward is the instance's own"
+        return "its forward is an attribute of the instance"
     if plan.positions is not None:
-        return "its positions are dealt to ranks"
+        return "its sequence is sharded over ranks"
     if plan.watched:
-        return "its operations are watched in Python: it writes sizes of the whole, or draws in a region"
+        return "its operations are watched in Python: it writes full sizes, or draws random numbers in a region"
     if plan.vocabulary or "vocabulary" in plan.roles.values():
-        return "its weights are cut by their vocabulary"
+        return "its weights are sharded along their vocabulary"
     if plan.summed or plan.outputs or any(role == "attention" for role in plan.roles.values()):
-        return "its code is not cut at linears alone"
+        return "it is not sharded at linears alone"
     if "" in plan.roles or any(plan.linears[fqn].is_convolution for fqn in plan.roles):
         return "convolutions and single linears gain nothing"
     if any(tensor.is_complex() for tensor in (*unit.parameters(), *unit.buffers())):
@@ -43,17 +43,17 @@ def why_not_traced(unit: nn.Module, plan: UnitPlan) -> str:
 
 
 class Entered:
-    """The values that have entered a region in the call under way, each once, however many linears read it."""
+    """The values that have entered a region in the current call, each once, however many linears read it."""
 
     def __init__(self) -> None:
-        """None has."""
+        """Starts with no value."""
         self.known: list[tuple[Tensor, Tensor]] = []
 
     def enter(self, tensor: Tensor, group: str) -> Tensor:
-        """As `ranks.enter`."""
+        """Lets a replicated value enter the region of a group: its gradient is summed over the ranks."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
-        # One that was written in place between two linears is refused by autograd, which has saved it for the first.
+        # A value written in place between two linears is refused by autograd, which has saved it for the first.
         for outside, inside in self.known:
             if tensor is inside or tensor is outside:
                 return inside
@@ -62,13 +62,13 @@ class Entered:
         return inside
 
 
-class Traced:
-    """A linear that is cut: its forward takes the place of the module's own while a compiled unit runs."""
+class CompiledLinear:
+    """A sharded linear: its methods replace the module's forward while a compiled unit runs."""
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, fqn: str, group: dist.ProcessGroup, entered: Entered) -> None:
-        """Args: module: the linear. plan: of its unit. fqn: inside of it. group: the ranks. entered: of the unit."""
+    def __init__(self, module: nn.Module, plan: UnitPlan, fqn: str, group: dist.ProcessGroup, inputs: Entered) -> None:
+        """Reads the plan of the linear ``fqn`` of a unit; ``inputs`` are shared by the linears of the unit."""
         linear = plan.linears[fqn]
-        self.module, self.entered = module, entered
+        self.module, self.inputs = module, inputs
         self.group, self.rank, self.size = group.group_name, group.rank(), group.size()
         self.is_transposed, self.feature_dim = linear.out_dim != 0, linear.feature_dim
         self.has_bias = linear.has_bias
@@ -81,34 +81,34 @@ class Traced:
         return self.module.bias if self.has_bias else None  # type: ignore[return-value]
 
     def column(self, x: Tensor) -> Tensor:
-        """Cut by output features."""
-        return self._product(self.entered.enter(x, self.group), self._bias())
+        """Column-parallel: ``(..., in)`` to this rank's output features ``(..., out / ranks)``."""
+        return self._product(self.inputs.enter(x, self.group), self._bias())
 
     def row(self, x: Tensor) -> Tensor:
-        """Cut by input features, then summed; the bias is added once, to the sum."""
+        """Row-parallel: ``(..., in / ranks)`` to the sum ``(..., out)`` over ranks, to which the bias is added once."""
         out = _Leave.apply(self._product(x, None), self.group)
         bias = self._bias()
         return out if bias is None else out + bias.to(out.dtype)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Cut by output features, and gathered."""
-        out = self._product(self.entered.enter(x, self.group), self._bias())
+        """Column-parallel with gathered output: ``(..., in)`` to ``(..., out)``."""
+        out = self._product(self.inputs.enter(x, self.group), self._bias())
         return _Gather.apply(out, self.rank, self.size, self.group)
 
 
-def traced_forwards(
-    modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, entered: Entered
+def compiled_forwards(
+    modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, inputs: Entered
 ) -> dict[str, Callable[..., Tensor]]:
-    """The forwards to put in place, by FQN inside the unit.
+    """Makes the forwards that replace those of sharded linears, by FQN inside the unit.
 
     Args:
-        modules: Of the unit, by FQN.
-        plan: One for which `why_not_traced` finds no reason.
+        modules: All modules of the unit, by FQN.
+        plan: A plan that `why_not_traced` allows.
         group: The tensor ranks.
-        entered: Cleared at the end of each call.
+        inputs: The values that have entered the region; cleared at the end of each call.
     """
-    made = {fqn: Traced(modules[fqn], plan, fqn, group, entered) for fqn in plan.roles}
-    return {fqn: getattr(made[fqn], role) for fqn, role in plan.roles.items()}
+    linears = {fqn: CompiledLinear(modules[fqn], plan, fqn, group, inputs) for fqn in plan.roles}
+    return {fqn: getattr(linears[fqn], role) for fqn, role in plan.roles.items()}
 
 
 def _sum(tensor: Tensor, group: Any) -> Tensor:
@@ -140,8 +140,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int, size: int, group: Any) -> Tensor:
         ctx.rank, ctx.size = rank, size
-        whole = collectives.wait_tensor(collectives.all_gather_tensor(tensor.contiguous(), 0, group))
-        return torch.cat(whole.chunk(size), -1)
+        full = collectives.wait_tensor(collectives.all_gather_tensor(tensor.contiguous(), 0, group))
+        return torch.cat(full.chunk(size), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

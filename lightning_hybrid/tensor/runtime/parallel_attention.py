@@ -1,6 +1,6 @@
 """Head-parallel `nn.MultiheadAttention`, whose forward is one functional call that checks its sizes.
 
-Each rank projects to its own heads, attends, and adds its share of the output; the arithmetic is that of
+Each rank projects to its local heads, attends, and adds its addend of the output; the arithmetic is that of
 `torch.nn.functional.multi_head_attention_forward` with `num_heads / size` heads.
 """
 
@@ -20,7 +20,7 @@ from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, 
 
 
 def attention_placements(fqn: str, module: nn.MultiheadAttention, size: int) -> dict[str, Placement]:
-    """How the parameters of an attention module are cut, by FQN inside the unit; the output's bias stays whole."""
+    """Placements of an attention module's parameters, by FQN inside the unit; the output's bias is replicated."""
     width = module.embed_dim
     three = tuple(Piece(width, size) for _ in range(3))
     pieces: dict[str, Placement] = {
@@ -33,8 +33,8 @@ def attention_placements(fqn: str, module: nn.MultiheadAttention, size: int) -> 
         "bias_v": Shard.evenly(2, width, size),
         "out_proj.weight": Shard.evenly(1, width, size),
     }
-    held = {name for name, _ in module.named_parameters()}
-    return {f"{fqn}.{name}" if fqn else name: placement for name, placement in pieces.items() if name in held}
+    names = {name for name, _ in module.named_parameters()}
+    return {f"{fqn}.{name}" if fqn else name: placement for name, placement in pieces.items() if name in names}
 
 
 def sharded_attention(
@@ -52,22 +52,22 @@ def sharded_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of ``module``, which holds the local parts of its parameters; see its own for the arguments.
+    """The forward of ``module``, which holds the local shards of its parameters; returns output and attention weights.
 
     Args:
         module: The attention.
         ranks: The tensor ranks.
-        enter: Lets a replicated value enter.
-        sum_over_ranks: Of addends of the output, in the layout of the inputs.
+        enter: Lets a replicated value enter the region.
+        sum_over_ranks: Sums addends of the output, in the layout of the inputs.
         around_draw: A context around dropout.
-        query: As `nn.MultiheadAttention` has it.
-        key: See there.
-        value: See there.
-        key_padding_mask: See there.
-        need_weights: See there.
-        attn_mask: See there.
-        average_attn_weights: See there.
-        is_causal: A hint beside ``attn_mask``, which says the same and is what is used.
+        query: Shapes and meaning of this and what follows are those of `nn.MultiheadAttention.forward`.
+        key: As there.
+        value: As there.
+        key_padding_mask: As there.
+        need_weights: As there.
+        attn_mask: As there.
+        average_attn_weights: As there.
+        is_causal: A hint beside ``attn_mask``, which means the same and is used.
     """
     assert attn_mask is not None or not is_causal, "is_causal is a hint and needs attn_mask"
     # Before anything else, so that one tensor passed three times enters once.
@@ -77,35 +77,12 @@ def sharded_attention(
     is_batched = query.dim() == 3
     batch_first = module.batch_first and is_batched
     num_heads = module.num_heads // ranks.size
-    weights, biases = _projections(module)
-    # Before any transposition, which would be copied and saved for each of them.
-    q, k, v = (
-        F.linear(tensor, weight, bias)
-        for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
-    )
     if not is_batched:
-        q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    elif batch_first:
-        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
-    length, batch, width = q.shape
-    if module.bias_k is not None and module.bias_v is not None:
-        k = torch.cat([k, module.bias_k.repeat(1, batch, 1)])
-        v = torch.cat([v, module.bias_v.repeat(1, batch, 1)])
-    # (batch, heads, positions, features of a head)
-    q, k, v = (t.reshape(t.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for t in (q, k, v))
-    if module.add_zero_attn:
-        zeros = k.new_zeros(batch, num_heads, 1, k.shape[-1])
-        k, v = torch.cat([k, zeros], 2), torch.cat([v, zeros], 2)
-
-    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    for mask in _masks(attn_mask, key_padding_mask, batch, num_heads, ranks, k.shape[2], scores):
-        scores = scores + mask
-    attention = torch.softmax(scores, -1)
-    if module.training and module.dropout > 0:
-        with around_draw():
-            attention = F.dropout(attention, module.dropout)
-    mixed = (attention @ v).permute(2, 0, 1, 3).reshape(length, batch, width)
+    q, k, v = _local_heads(module, (query, key, value), num_heads)
+    batch, _, length, features = q.shape
+    attention = _attention_weights(module, q, k, attn_mask, key_padding_mask, ranks, around_draw)
+    mixed = (attention @ v).permute(2, 0, 1, 3).reshape(length, batch, num_heads * features)
     out = F.linear(mixed, module.out_proj.weight)
     if not is_batched:
         out = out.squeeze(1)
@@ -115,8 +92,52 @@ def sharded_attention(
     if module.out_proj.bias is not None:
         out = out + module.out_proj.bias.to(out.dtype)
 
-    shown = _shown_weights(attention, ranks, average_attn_weights) if need_weights else None
+    shown = _returned_weights(attention, ranks, average_attn_weights) if need_weights else None
     return out, shown if shown is None or is_batched else shown.squeeze(0)
+
+
+def _local_heads(
+    module: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projects to this rank's queries, keys and values: ``(batch, heads, positions, features of a head)`` each."""
+    weights, biases = _projections(module)
+    # Before any transposition, which would be copied and saved for each of them.
+    q, k, v = (F.linear(tensor, weight, bias) for tensor, weight, bias in zip(inputs, weights, biases, strict=True))
+    if q.dim() == 2:  # no batch
+        q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
+    elif module.batch_first:
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+    batch = q.shape[1]
+    if module.bias_k is not None and module.bias_v is not None:
+        k = torch.cat([k, module.bias_k.repeat(1, batch, 1)])
+        v = torch.cat([v, module.bias_v.repeat(1, batch, 1)])
+    # (batch, heads, positions, features of a head)
+    q, k, v = (t.reshape(t.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for t in (q, k, v))
+    if module.add_zero_attn:
+        zeros = k.new_zeros(batch, num_heads, 1, k.shape[-1])
+        k, v = torch.cat([k, zeros], 2), torch.cat([v, zeros], 2)
+    return q, k, v
+
+
+def _attention_weights(
+    module: nn.MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    ranks: Ranks,
+    around_draw: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:
+    """Softmax of the masked scores, with dropout: ``(batch, heads, queries, keys)``."""
+    batch, num_heads = q.shape[:2]
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    for mask in _masks(attn_mask, key_padding_mask, batch, num_heads, ranks, k.shape[2], scores):
+        scores = scores + mask
+    attention = torch.softmax(scores, -1)
+    if module.training and module.dropout > 0:
+        with around_draw():
+            attention = F.dropout(attention, module.dropout)
+    return attention
 
 
 def _projections(module: nn.MultiheadAttention) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -139,7 +160,7 @@ def _masks(
     num_keys: int,
     scores: Tensor,
 ) -> list[Tensor]:
-    """Both masks as addends of the scores, with zeros for keys that were put on behind."""
+    """Both masks as addends of the scores, with zeros for keys that were appended."""
     masks = []
     if attn_mask is not None:
         mask = _addend(attn_mask, scores)
@@ -158,8 +179,8 @@ def _addend(mask: Tensor, scores: Tensor) -> Tensor:
     return mask.to(scores.dtype)
 
 
-def _shown_weights(attention: Tensor, ranks: Ranks, averaged: bool) -> Tensor:
-    """The attention weights that the user sees: of all heads, or their mean."""
+def _returned_weights(attention: Tensor, ranks: Ranks, averaged: bool) -> Tensor:
+    """The attention weights that are returned: of all heads, or their mean."""
     if averaged:
         return leave(attention.sum(1) / (attention.shape[1] * ranks.size), ranks)
     return gather(attention, 1, ranks)

@@ -1,12 +1,12 @@
 """Column- and row-parallel forwards of a unit's linears and attentions.
 
-    column      own output features: what it reads enters its region
-    row         own input features: what it gives is summed over ranks, and then its bias is added
-    gathered    own output features, which are gathered
-    attention   an `nn.MultiheadAttention`: both in one
+    column      local output features: its input enters the region
+    row         local input features: its output is summed over ranks, and then its bias is added
+    gathered    local output features, which are all-gathered
+    attention   an `nn.MultiheadAttention`: column and row in one
 
-Where positions are dealt, those that tensor ranks share are gathered on the way in, and of the sum a rank keeps its
-own; in a region that mixes positions, context ranks exchange them for features behind its columns and before its rows.
+Where the sequence is sharded over tensor ranks, inputs are all-gathered and outputs reduce-scattered; in a region that
+mixes positions, context ranks exchange positions for features (all-to-all) after its columns and before its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.placement import Shard, cut
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
-from lightning_hybrid.tensor.collectives.sequence_collectives import OwnPositions, dealt_of, saved_in_parts
+from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard, dealt_of, save_local_shard
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
 from lightning_hybrid.tensor.runtime.partial_products import convolution_of, product_of
@@ -31,16 +31,16 @@ from lightning_hybrid.tensor.runtime.sequence_sharding import Dealing
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 from lightning_hybrid.tensor.shard_state.shard_marks import mark, tensors_in
 
-Run = Callable[..., Tensor]  # the product of a linear with what a rank has of its weight, with or without the bias
+Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
 
 
 class Linears:
     """The linears of one unit on one rank.
 
     Attributes:
-        forwards: By FQN inside the unit.
-        watch: Of the forward under way, if there is one.
-        dealing: How positions are dealt in the forward under way, if they are.
+        forwards: The replacements of forwards, by FQN inside the unit.
+        region_mode: The function mode of the current forward, if there is one.
+        dealing: The sharded sequence of the current forward, if it is sharded.
     """
 
     def __init__(
@@ -52,89 +52,89 @@ class Linears:
         entrances: Entrances,
         around_draw: AroundDraw,
     ) -> None:
-        """Make the forwards.
+        """Makes the forwards.
 
         Args:
-            modules: Of the unit, by FQN.
-            plan: Its plan.
-            positions: As context ranks share what a tensor rank has.
-            ranks: The tensor ranks, the context ranks, and both together where these are dealt positions.
-            entrances: Of the unit.
+            modules: All modules of the unit, by FQN.
+            plan: The plan of the unit.
+            positions: The sequence sharding, with the features of a tensor rank as context ranks shard them.
+            ranks: The tensor ranks, the context ranks, and both together where the sequence is sharded over context.
+            entrances: The inputs of the unit's regions.
             around_draw: A context around each draw of random numbers inside of a region.
         """
         self._modules, self._plan, self._positions = modules, plan, positions
         self._ranks, self._context, self._all = ranks
         self._entrances, self._around_draw = entrances, around_draw
-        self.watch: RegionWatch | None = None
+        self.region_mode: RegionWatch | None = None
         self.dealing: Dealing | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
         if positions is not None:
             shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
-            self.forwards |= {fqn: partial(self._shown, fqn, modules[fqn].forward) for fqn in shown}
+            self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
         self.forwards = {
             fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward) for fqn, run in self.forwards.items()
         }
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
-        """As `Entrances.enter`."""
+        """Lets a replicated value enter a region of ``ranks``, for one more reader."""
         return self._entrances.enter(tensor, ranks, fresh=fresh)
 
     def _forward_of(self, fqn: str) -> Callable[..., Any]:
         module, role = self._modules[fqn], self._plan.roles[fqn]
         if role == "attention":
             assert isinstance(module, nn.MultiheadAttention)
-            return partial(self._unwatched, partial(self._attention, fqn, module))
+            return partial(self._bypass_mode, partial(self._attention, fqn, module))
         linear = self._plan.linears[fqn]
         run = convolution_of(module) if linear.is_convolution else partial(product_of, module, linear)
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
-        return partial(self._unwatched, partial(forward, linear, run))
+        return partial(self._bypass_mode, partial(forward, linear, run))
 
-    def _unwatched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What is done here is right as it is."""
-        watch = self.watch
-        if watch is None:
+    def _bypass_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Pauses the region mode: operations of sharded forwards need no rewriting."""
+        mode = self.region_mode
+        if mode is None:
             return forward(*args, **kwargs)
-        watch.paused = True
+        mode.paused = True
         try:
             return forward(*args, **kwargs)
         finally:
-            watch.paused = False
+            mode.paused = False
 
-    def _shown(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module whose code asks for the length of the sequence."""
+    def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a module whose code reads the length of the sequence."""
         if self.dealing is not None:
-            args, kwargs = self._unwatched(self.dealing.shown, fqn, args, kwargs)
-            self.dealing.is_own = False
+            args, kwargs = self._bypass_mode(self.dealing.module_inputs, fqn, args, kwargs)
+            self.dealing.is_local = False
         return forward(*args, **kwargs)
 
-    def _given(self, linear: LinearLike, x: Tensor) -> tuple[Tensor, bool]:
+    def _input(self, linear: LinearLike, x: Tensor) -> tuple[Tensor, bool]:
         """The input of a linear, and whether it is this rank's positions."""
-        return (x, False) if self.dealing is None else self.dealing.given(linear.fqn, x)
+        return (x, False) if self.dealing is None else self.dealing.linear_input(linear.fqn, x)
 
-    def _product(self, run: Run, x: Tensor, is_dealt: bool, *args: Any, **kwargs: Any) -> Tensor:
-        """The product with what enters, at the positions that tensor ranks have together."""
-        if is_dealt and self.dealing is not None and self.dealing.inner is not None:
+    def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
+        """The product with the input in the region, at the positions that tensor ranks have together."""
+        if is_sharded and self.dealing is not None and self.dealing.inner is not None:
             x = self.dealing.in_region(x)
-        with saved_in_parts(x):
+        with save_local_shard(x):
             return run(self.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dealing, over, placement = self.dealing, self._ranks, self._plan.placements[linear.parameter("weight")]
-        x, is_dealt = self._given(linear, x)
+        x, is_sharded = self._input(linear, x)
         if dealing is not None and dealing.exchanges(linear.fqn):
-            # Positions are exchanged for features behind the linear, which has those of the tensor rank.
+            # Positions are exchanged for features after the linear, which has those of the tensor rank.
             assert self._plan.positions is not None and self._positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
-            if is_dealt:
+            if is_sharded:
                 out = dealing.to_heads(self._product(run, x, True), linear.fqn)
-            else:  # another sequence, whole on every rank
+            else:  # another sequence, replicated on every rank
                 features = self._positions.features[linear.fqn]
                 out = cut(run(self.enter(x, over), True), features, self._context.rank, self._context.size)
-            dealing.is_own = False
+            dealing.is_local = False
         else:
-            out = self._product(run, x, is_dealt, *args, **kwargs)
+            out = self._product(run, x, is_sharded, *args, **kwargs)
             if dealing is not None and dealing.inner is not None:
-                dealing.is_own = False
+                dealing.is_local = False
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
         return mark(out, over.size, column)
@@ -151,32 +151,32 @@ class Linears:
         else:
             out = leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
-        # Added once, to the sum, where that lies.
+        # Added once, to the sum, in place.
         return out if bias is None else out.add_(bias.to(out.dtype).view(-1, *[1] * (-1 - linear.feature_dim)))
 
     def _gathered(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        stands_for_all = isinstance(x, OwnPositions)
-        x, is_dealt = self._given(linear, x)
-        out = self._product(run, x, is_dealt, *args, **kwargs)
+        has_full_shape = isinstance(x, SequenceShard)
+        x, is_sharded = self._input(linear, x)
+        out = self._product(run, x, is_sharded, *args, **kwargs)
         out = gather(out, out.dim() + linear.feature_dim, self._ranks)
         inner = None if self.dealing is None else self.dealing.inner
-        return dealt_of(out, inner) if inner is not None and is_dealt and not stands_for_all else out
+        return dealt_of(out, inner) if inner is not None and is_sharded and not has_full_shape else out
 
     def _attention(
         self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         if self.dealing is not None:
-            args, kwargs = self.dealing.shown(fqn, args, kwargs)
-            self.dealing.is_own = False
-        ranks = self._all  # those of one axis where no positions are dealt to the other
+            args, kwargs = self.dealing.module_inputs(fqn, args, kwargs)
+            self.dealing.is_local = False
+        ranks = self._all  # the ranks of one axis where the sequence is not sharded over the other
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):
-                saved.enter_context(saved_in_parts(tensor))
+                saved.enter_context(save_local_shard(tensor))
             enter = partial(self.enter, ranks=ranks)
             return sharded_attention(module, ranks, enter, self._leave, self._around_draw, *args, **kwargs)
 
     def _leave(self, addend: Tensor) -> Tensor:
-        """The sum over all ranks, of a rank's own positions where positions are dealt."""
+        """The sum over all ranks, at this rank's positions where the sequence is sharded."""
         if self.dealing is None:
             return leave(addend, self._ranks)
         addend = self.dealing.leave(addend)

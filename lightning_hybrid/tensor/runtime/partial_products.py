@@ -1,4 +1,4 @@
-"""Partial products of sharded linears and convolutions: this rank's weight, with or without the bias."""
+"""Partial products of sharded linears and convolutions: the local shard of the weight, with or without the bias."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.tensor.plan.unit_plan import LinearLike
 
 
 def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
-    """A matrix product with what the module holds of its weight."""
+    """Multiplies ``(..., in features)`` by the module's local shard of the weight."""
     weight = module._parameters["weight"]
     assert weight is not None
     bias = module._parameters.get("bias") if with_bias else None
@@ -20,7 +20,7 @@ def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool
 
 
 def convolution_of(module: nn.Module) -> Callable[..., Tensor]:
-    """Calls a convolution, without its bias if so told."""
+    """Makes a function that calls a convolution, with or without its bias."""
     forward = module.forward
 
     def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""A check that a unit does in a run what its plan was proved for.
+"""A check that the forwards of a sharded unit do in a run what its plan was proved for.
 
 A plan holds for the code that ran in trials. So before the first forward with other plain arguments, shapes, attributes
-or modules than before, the unit is tried, and nothing of that stays: the lines of code that call torch must be among
-those of the trials, and its results those of the full unit. Units that read values of tensors are not shared
-at all. What is decided by nothing of this, such as a global variable, is not seen.
+or modules than before, the unit is run on trial, without side effects: the lines of code that call torch must be among
+those of the trials, and its results those of the full unit. Units that read values of tensors are not sharded
+at all. A branch on anything else, such as a global variable, is not detected.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _VALUE_READS = frozenset(
 )
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _MOST_KEYS = 512
-_MOST_COMPARED = 64  # keys of one unit whose numbers are compared; an attribute may be another one in each batch
+_MOST_COMPARED = 64  # keys of one unit whose results are compared; an attribute may differ in each batch
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 Forward = Callable[..., Any]
 
 
 def value_read_in(steps: Iterable[Step]) -> str:
-    """The first line at which user code reads values of tensors, by which it may decide.
+    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
 
     Args:
-        steps: What a ``CodePath`` has noted.
+        steps: The steps that a ``CodePath`` has recorded.
     """
     for function, frames in steps:
         if frames and is_of_user(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
@@ -59,12 +59,12 @@ def value_read_in(steps: Iterable[Step]) -> str:
     return ""
 
 
-class _Tried(NamedTuple):
-    """What a forward gave.
+class _Trial(NamedTuple):
+    """The outcome of one forward on trial.
 
     Attributes:
-        results: The leaves of what it returned.
-        kept: The shapes of tensors that it left in attributes, by place.
+        results: The leaves of its result.
+        kept: The shapes of tensors that modules hold after it, by path.
         drew: Whether random numbers were drawn.
     """
 
@@ -74,10 +74,10 @@ class _Tried(NamedTuple):
 
 
 class ProvedCalls:
-    """What is known of the forwards of one unit.
+    """The checks of the forwards of one unit, one for each combination of arguments, attributes and modules.
 
     Attributes:
-        apart: Entered around trials, whose random draws count for nothing.
+        isolated: A context around trials that keeps their random draws from advancing the run's random state.
     """
 
     def __init__(
@@ -88,62 +88,62 @@ class ProvedCalls:
         note: Callable[[CodePath | None], None],
         agree: Callable[[bool], bool],
     ) -> None:
-        """Begin with nothing known.
+        """Begins without results.
 
         Args:
-            unit: The user's.
-            calls: Of trials; see ``calls_of``.
-            note: Has the sharded forwards that come note what they call.
-            agree: Whether any of the ranks that share the unit says so; collective over them.
+            unit: The user's module.
+            calls: The lines that called torch in trials, as from ``calls_of``.
+            note: Sets the path on which the next sharded forwards record their calls; None ends that.
+            agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
         """
-        self._unit, self._calls, self._note, self._agree = unit, calls, note, agree
-        self._seen: Recent[Hashable, str] = Recent(_MOST_KEYS)
+        self._unit, self._calls, self._set_path, self._agree = unit, calls, note, agree
+        self._checked: Recent[Hashable, str] = Recent(_MOST_KEYS)
         self._num_compared = 0
-        self.apart: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
+        self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
 
     def otherwise_at(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Where a forward does something that was not proved, in words; "" if it does not.
 
         Args:
-            sharded: The unit's forward as it is shared.
-            full: Its own.
-            args: Of the call.
-            kwargs: Likewise.
+            sharded: The unit's sharded forward.
+            full: Its forward on full parameters.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         key = self._key(args, kwargs)
-        if key not in self._seen:
-            self._seen[key] = self._look(sharded, full, args, kwargs)
-        return self._seen[key]
+        if key not in self._checked:
+            self._checked[key] = self._check(sharded, full, args, kwargs)
+        return self._checked[key]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """What a forward may decide by: plain arguments and attributes, shapes, modules, and what torch is set to."""
+        """The values that a forward may branch on: plain arguments and attributes, shapes, modules, torch's modes."""
         named = list(self._unit.named_modules())
         modules = [module for _, module in named]
-        given = len(args), *kwargs, *[_described(leaf) for leaf in flatten_call(args, kwargs)[0]]
-        held = [
-            _held(value)
+        inputs = len(args), *kwargs, *[_signature_of(leaf) for leaf in flatten_call(args, kwargs)[0]]
+        attributes = [
+            _attribute_key(value)
             for module in modules
             for name, value in module.__dict__.items()
             if type(value) not in PLAIN and is_state(name)
         ]
-        # Every rank must find the same keys new: nothing here is told apart by its address.
+        # Every rank must find the same keys new: nothing here is distinguished by its address.
         kinds = tuple([(fqn, type(module).__qualname__) for fqn, module in named])
         switches = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
-        return given, switches, kinds, tuple(filter(None, held)), tuple(plain_state(modules))
+        return inputs, switches, kinds, tuple(filter(None, attributes)), tuple(plain_state(modules))
 
-    def _look(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         path, failure, found = CodePath(), "", None
-        self._note(path)
+        self._set_path(path)
         try:
-            found = self._tried(sharded, args, kwargs)
-        except Exception as error:  # what it is shows when it runs full
+            found = self._trial(sharded, args, kwargs)
+        except Exception as error:  # an error of the user's code is raised again when it runs full
             failure = f"{type(error).__name__}: {error}"
         finally:
-            self._note(None)
+            self._set_path(None)
         new = (line for call, line in calls_of(path.steps).items() if call not in self._calls)
         where = next(new, "") or value_read_in(path.steps) or failure
         if self._agree(bool(where)):
-            return where or "a line that only another rank has come to"
+            return where or "a line that only another rank has reached"
         assert found is not None
         if self._num_compared >= _MOST_COMPARED:
             return ""
@@ -152,21 +152,21 @@ class ProvedCalls:
         return where or "its results" if self._agree(bool(where)) else ""
 
     def _difference(
-        self, found: _Tried, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, found: _Trial, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
         """How the results of the sharded unit differ from those of the full one."""
         modes = [(module, module.training) for module in self._unit.modules() if module.training and found.drew]
-        for module, _ in modes:  # ranks draw different numbers where they share
+        for module, _ in modes:  # ranks draw different numbers in sharded regions
             module.training = False
         try:
             if found.drew:
                 try:
-                    found = self._tried(sharded, args, kwargs)
+                    found = self._trial(sharded, args, kwargs)
                 except Exception as error:
                     return f"{type(error).__name__}: {error}"
             try:
-                wanted = self._tried(full, *with_wholes(args, kwargs))
-            except Exception:  # such as for a cache that holds what this rank shares
+                wanted = self._trial(full, *with_wholes(args, kwargs))
+            except Exception:  # such as for a cache that holds this rank's shards
                 return ""
         finally:
             for module, mode in modes:
@@ -174,40 +174,40 @@ class ProvedCalls:
         if len(found.results) != len(wanted.results):
             return f"{len(wanted.results)} results, not {len(found.results)}"
         if found.kept != wanted.kept:
-            return "what it keeps in attributes"
+            return "tensors in its attributes"
         pairs = zip(found.results, wanted.results, strict=True)
         return next((f"its results: {text}" for text in (_differ(*pair) for pair in pairs) if text), "")
 
-    def _tried(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Tried:
-        """Run a forward of which nothing stays."""
+    def _trial(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trial:
+        """Runs a forward, and restores the state of the unit."""
         state = ModuleState(self._unit)
         tensors = [leaf for _, leaf in reachable(self._unit, plain=False) if isinstance(leaf, Tensor)]
         contents = [Content(leaf) for leaf in tensors if can_be_put_back(leaf)]
-        on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not looked at
+        on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked
         try:
-            # Hooks of the user see nothing of a trial. Detached: a node that holds its own result is never freed.
-            with self.apart(), saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+            # The user's saved-tensor hooks do not run. Detached: a node that holds its own result is never freed.
+            with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, _identity):
                 drawn = torch.get_rng_state()
                 args, kwargs = copied((args, kwargs), _copy_of, modules=False)
                 leaves = [whole_of(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
                 leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                held = reachable(self._unit, plain=False)
-                kept = {place: tuple(whole_of(leaf).shape) for place, leaf in held if isinstance(leaf, Tensor)}
+                state_after = reachable(self._unit, plain=False)
+                kept = {path: tuple(whole_of(leaf).shape) for path, leaf in state_after if isinstance(leaf, Tensor)}
                 drew = not torch.equal(drawn, torch.get_rng_state()) or on_device
-            return _Tried(leaves, kept, drew)
+            return _Trial(leaves, kept, drew)
         finally:
             state.restore()
             for content in contents:
                 content.restore()
 
 
-def _described(leaf: Any) -> Any:
+def _signature_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if type(leaf) in PLAIN else type(leaf)
 
 
-def _held(value: Any) -> Any:
+def _attribute_key(value: Any) -> Any:
     if isinstance(value, numpy.ndarray):
         return zlib.crc32(numpy.ascontiguousarray(value).tobytes())
     return f"{value.__module__}.{value.__qualname__}" if isinstance(value, _FUNCTIONS) else None
@@ -219,7 +219,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _as_it_is(tensor: Any) -> Any:
+def _identity(tensor: Any) -> Any:
     return tensor
 
 

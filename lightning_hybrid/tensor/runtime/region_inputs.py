@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, Readers, enter
-from lightning_hybrid.tensor.collectives.sequence_collectives import OwnPositions
+from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard
 
 
 class Entrances:
-    """What has entered in the forward under way; one sum over ranks in the backward for each value."""
+    """The values that have entered in the current forward; the backward sums over ranks once for each."""
 
     def __init__(self, ranks: Ranks, every: Ranks, *, gathers: bool) -> None:
-        """Say who shares regions.
+        """Takes the ranks of regions.
 
         Args:
             ranks: The tensor ranks.
-            every: These, or tensor ranks times context ranks where these exchange positions.
-            gathers: Whether a value whose positions are gathered has entered over the tensor ranks by that.
+            every: The tensor ranks, or tensor ranks times context ranks where the latter exchange positions.
+            gathers: Whether gathering the positions of a value lets it enter over the tensor ranks.
         """
         self._ranks, self._every, self._gathers = ranks, every, gathers
         self._entered: dict[tuple[int, int], tuple[Tensor, int, Tensor, Readers]] = {}  # by id and number of ranks
 
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
-        """Inside is another forward, in which nothing has entered yet."""
+        """A context around one forward, in which no value has entered yet."""
         outer, self._entered = self._entered, {}
         try:
             yield
@@ -36,16 +36,16 @@ class Entrances:
             self._entered = outer
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
-        """The value inside of a region of some ranks, for one more reader; ``fresh`` as of `Readers`."""
-        if isinstance(tensor, OwnPositions):  # entered over the ranks that share positions
+        """The value in a region of ``ranks``, for one more reader, whose gradient is a new tensor if ``fresh``."""
+        if isinstance(tensor, SequenceShard):  # it enters over the ranks that the sequence is sharded over
             inside = tensor.entered()
             return inside if self._gathers else self.enter(inside, self._ranks)
         if not tensor.requires_grad or not torch.is_grad_enabled() or ranks.size == 1:
             return tensor
-        known = self._entered.get((id(tensor), ranks.size))
-        if known is not None and known[0] is tensor and known[1] == tensor._version:
-            known[3].fresh &= fresh
-            return known[2]
+        cached = self._entered.get((id(tensor), ranks.size))
+        if cached is not None and cached[0] is tensor and cached[1] == tensor._version:
+            cached[3].fresh &= fresh
+            return cached[2]
         readers = Readers(fresh)
         inside = enter(tensor, ranks, readers)
         self._entered[id(tensor), ranks.size] = (tensor, tensor._version, inside, readers)
@@ -53,6 +53,6 @@ class Entrances:
         return inside
 
     def remember(self, inside: Tensor) -> None:
-        """This value is inside already."""
+        """Registers a value that is in the region already."""
         for ranks in (self._ranks, self._every):
             self._entered[id(inside), ranks.size] = (inside, inside._version, inside, Readers())

@@ -1,15 +1,15 @@
 """The function mode of a tensor-parallel region, from a column-parallel linear to the row-parallel one.
 
-A value is *cut* if it comes from a cut one: each rank holds other features of it; over tensor ranks, or over tensor
-ranks times context ranks where these exchanged positions for features. The watch follows cut values through the user's
-code and does what the code could not know about:
+A value is *sharded* if an operand of its operation is: each rank holds other features of it; over tensor ranks, or over
+tensor ranks times context ranks where these exchanged positions for features. The mode follows sharded values through
+the user's code and rewrites operations whose code assumes full sizes:
 
-- a replicated value that meets a cut one enters the region, so that its gradient is summed over ranks;
-- one that has a dim of the whole's size (a position bias for each head, the weight of a norm over channels) is sliced;
-- sizes and offsets written in terms of the whole (`view(B, T, n_head, C // n_head)`) are divided.
+- a replicated operand beside a sharded one enters the region, so that its gradient is summed over ranks;
+- one with a dim of full size (a position bias for each head, the weight of a norm over channels) is sliced;
+- sizes and offsets computed from full sizes (`view(B, T, n_head, C // n_head)`) are divided.
 
-While learning it decides by the shapes, which are chosen so that only features can be divided, and notes what it did at
-which call of the user's code. Afterwards it does exactly that, whatever the shapes.
+While learning it decides by the shapes, which are chosen so that only features can be divided, and records a rule for
+each call of the user's code. Afterwards it follows the rules, whatever the shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.runtime.local_lengths import place_of_positions
 from lightning_hybrid.tensor.runtime.local_offsets import CannotShard, local_index, local_offset, local_sections
-from lightning_hybrid.tensor.shard_state.shard_marks import cut_over, mark, marked, tensors_in
+from lightning_hybrid.tensor.shard_state.shard_marks import mark, mark_all, sharded_over, tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -65,16 +65,16 @@ _BATCHED = "baddbmm"  # its addend has batch and heads in one dim
 
 
 class RegionWatch(TorchFunctionMode):
-    """Active while one rank runs a unit sharded.
+    """The function mode that is active while one rank runs a unit sharded.
 
     Attributes:
-        rules: What was done at each call; filled while learning.
-        inside: Names of replicated parameters that met a cut value.
+        rules: The rewriting at each call; filled while learning.
+        inside: Names of replicated parameters that were operands beside a sharded value.
         outside: Names of parameters that were used elsewhere.
         sliced: Parameters and buffers that were sliced along a dim: name -> dim.
-        entered: Whether a value that is no parameter entered on its way.
-        drew: Whether random numbers were drawn for a cut value.
-        paused: Whether operations pass unseen: those of our own linears.
+        entered: Whether a value that is no parameter entered the region at an operation.
+        drew: Whether random numbers were drawn for a sharded value.
+        paused: Whether operations are not rewritten: those of sharded linears.
     """
 
     def __init__(
@@ -90,24 +90,24 @@ class RegionWatch(TorchFunctionMode):
         around_draw: Callable[[], AbstractContextManager[Any]],
         positions: tuple[Collection[int], int] | None = None,
     ) -> None:
-        """Make a watch for one forward.
+        """Makes the mode of one forward.
 
         Args:
             learning: Whether rules are made or followed.
-            rules: By call.
-            enter: Lets a replicated value enter a region of some ranks; remembers what it did for which value.
+            rules: The rules by call.
+            enter: Lets a replicated value enter a region of some ranks, once for each value.
             names: id -> name of the unit's parameters and buffers in this forward.
-            cut_ids: Ids of those that are cut, each with the number of ranks.
-            regions: Ranks that share features: the tensor ranks, and those times context ranks.
+            cut_ids: id -> number of ranks of the sharded ones among them.
+            regions: Ranks that features are sharded over: the tensor ranks, and those times context ranks.
             batch: The first size of the unit's first input.
-            around_draw: A context around each draw for a cut value.
-            positions: How many values in regions may have, and how many this rank has, where positions are dealt.
+            around_draw: A context around each draw for a sharded value.
+            positions: Of a sharded sequence: numbers of positions that values in regions may have, and the local one.
         """
         super().__init__()
         self._learning, self.rules = learning, rules
         self._enter, self._names, self._cut_ids, self._around_draw = enter, names, cut_ids, around_draw
         self._regions = {ranks.size: ranks for ranks in regions}
-        self._over: Ranks = OneRank()  # over which values of the operation under way are cut
+        self._over: Ranks = OneRank()  # that the values of the current operation are sharded over
         self._batch, self._positions = batch, positions
         self.inside: set[str] = set()
         self.outside: set[str] = set()
@@ -123,72 +123,76 @@ class RegionWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__":
             value = func(*args, **kwargs)
-            return marked(value, self._size_of(args[0])) if self._is_cut(args[0]) else value
+            return mark_all(value, self._size_of(args[0])) if self._is_sharded(args[0]) else value
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
-        cut = [tensor for tensor in tensors if self._size_of(tensor)]
-        if not cut:
+        sharded = [tensor for tensor in tensors if self._size_of(tensor)]
+        if not sharded:
             self.outside.update(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names)
             return func(*args, **kwargs)
-        size = self._size_of(cut[0]) if len(cut) == 1 else self._common_size(cut)
+        size = self._size_of(sharded[0]) if len(sharded) == 1 else self._common_size(sharded)
         self._over = self._regions[size]
         if name in _REWRITTEN:
-            args, kwargs = self._rewritten(name, args, kwargs)
+            args, kwargs = self._with_local_sizes(name, args, kwargs)
         in_place = _is_in_place(name)
-        if len(cut) < len(tensors):
-            args, kwargs = self._with_sides(name, args, kwargs, cut, in_place=in_place)
+        if len(sharded) < len(tensors):
+            args, kwargs = self._with_replicated_operands(name, args, kwargs, sharded, in_place=in_place)
         if draws(name, args, kwargs):
             self.drew = True
             with self._around_draw():
-                return marked(func(*args, **kwargs), size)
-        out = marked(func(*args, **kwargs), size)
+                return mark_all(func(*args, **kwargs), size)
+        out = mark_all(func(*args, **kwargs), size)
         if in_place and isinstance(args[0], Tensor):
             mark(args[0], size)
         return out
 
     def _size_of(self, tensor: Tensor) -> int:
-        return self._cut_ids.get(id(tensor)) or cut_over(tensor)
+        return self._cut_ids.get(id(tensor)) or sharded_over(tensor)
 
-    def _is_cut(self, tensor: Tensor) -> bool:
+    def _is_sharded(self, tensor: Tensor) -> bool:
         return self._size_of(tensor) > 0
 
-    def _common_size(self, cut: list[Tensor]) -> int:
-        """Over how many ranks all of these values are cut."""
-        sizes = {self._size_of(tensor) for tensor in cut}
+    def _common_size(self, sharded: list[Tensor]) -> int:
+        """The number of ranks that all of these values are sharded over."""
+        sizes = {self._size_of(tensor) for tensor in sharded}
         if len(sizes) > 1:
-            raise CannotShard(f"features of {min(sizes)} ranks meet those of {max(sizes)}, context ranks among them")
+            raise CannotShard(
+                f"one operation has features sharded over {min(sizes)} and over {max(sizes)} ranks, context ranks"
+                " among them"
+            )
         return sizes.pop()
 
-    # --- replicated values that meet a cut one ------------------------------------------------------------------------
+    # --- replicated operands beside a sharded one ---------------------------------------------------------------------
 
-    def _with_sides(
-        self, name: str, args: Args, kwargs: Kwargs, cut: list[Tensor], in_place: bool
+    def _with_replicated_operands(
+        self, name: str, args: Args, kwargs: Kwargs, sharded: list[Tensor], in_place: bool
     ) -> tuple[Args, Kwargs]:
         """Arguments of an operation in a region: the replicated ones enter, those with all features are sliced."""
-        reference = self._reference(name, args, cut)
+        reference = self._reference(name, args, sharded)
         written = args[0] if in_place and args and isinstance(args[0], Tensor) else None
 
-        def side(value: Any) -> Any:
+        def operand(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value if value is written or self._is_cut(value) else self._side(name, value, reference)
+                is_local = value is written or self._is_sharded(value)
+                return value if is_local else self._replicated_operand(name, value, reference)
             if type(value) in (tuple, list):
-                return type(value)(side(item) for item in value)
+                return type(value)(operand(item) for item in value)
             return value
 
-        return tuple(side(value) for value in args), {key: side(value) for key, value in kwargs.items()}
+        return tuple(operand(value) for value in args), {key: operand(value) for key, value in kwargs.items()}
 
-    def _reference(self, name: str, args: tuple[Any, ...], cut: list[Tensor]) -> tuple[int, ...]:
-        """The shape that values beside a cut one are held against; empty where none is expected to match."""
+    def _reference(self, name: str, args: tuple[Any, ...], sharded: list[Tensor]) -> tuple[int, ...]:
+        """The shape that replicated operands are compared with; empty where none is expected to match."""
         if name == _ATTENTION:
             return (*args[0].shape[:-1], 0)
         if name in _CHANNELS or name in _CONVOLUTIONS:
             return tuple(args[0].shape)
         if name == _BATCHED:
-            return (len(cut[0]),)
+            return (len(sharded[0]),)
         if name in _BROADCAST:
-            return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in cut)))
+            return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in sharded)))
         return ()
 
-    def _side(self, name: str, value: Tensor, reference: tuple[int, ...]) -> Tensor:
+    def _replicated_operand(self, name: str, value: Tensor, reference: tuple[int, ...]) -> Tensor:
         parameter = self._names.get(id(value))
         dims = self._sliced_dims(name, value, reference, parameter or "")
         if value.requires_grad and torch.is_grad_enabled():
@@ -217,97 +221,98 @@ class RegionWatch(TorchFunctionMode):
         if name == _BATCHED and self._learning:
             merged = self._batch * self._over.size
             fits = len(value) == reference[0] * self._over.size and len(value) % merged == 0
-            self._note(key, (0,) if fits else None)
+            self._add_rule(key, (0,) if fits else None)
         if not self._learning or name == _BATCHED:
-            known = self.rules.get(key) or ()
-            return tuple(int(dim) for dim in known if isinstance(dim, int))
+            rule = self.rules.get(key) or ()
+            return tuple(int(dim) for dim in rule if isinstance(dim, int))
         dims = tuple(
             -k
             for k in range(1, min(value.dim(), len(reference)) + 1)
             if value.shape[-k] == reference[-k] * self._over.size and value.shape[-k] > 1
         )
-        self._note(key, dims or None)
+        self._add_rule(key, dims or None)
         return dims
 
-    # --- sizes and offsets in terms of the whole ----------------------------------------------------------------------
+    # --- sizes and offsets computed from full sizes -------------------------------------------------------------------
 
-    def _rewritten(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if not args or not isinstance(args[0], Tensor) or not self._is_cut(args[0]):
+    def _with_local_sizes(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if not args or not isinstance(args[0], Tensor) or not self._is_sharded(args[0]):
             return args, kwargs
         tensor = args[0]
         if name in _VIEWS and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
             if all(type(size) is int for size in sizes):
-                sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
+                sizes = self._with_all_positions(name, tuple(tensor.shape), tuple(sizes))
                 return (tensor, self._view(name, tuple(tensor.shape), sizes)), kwargs
         if name == "unflatten" and len(args) == 3 and all(type(size) is int for size in args[2]):
             return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
         if name == "expand" and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            sizes = self._all_positions(name, tuple(tensor.shape), tuple(sizes))
+            sizes = self._with_all_positions(name, tuple(tensor.shape), tuple(sizes))
             return (tensor, self._expand(tensor, list(sizes))), kwargs
         if name == "group_norm":
             self._must_divide(name, args[1])
             self.rules[self._site(name)] = ("groups",)
             return (tensor, args[1] // self._over.size, *args[2:]), kwargs
         if name in _CONVOLUTIONS:
-            return self._grouped(name, args, kwargs)
+            return self._with_local_groups(name, args, kwargs)
         return self._with_local_offsets(name, args, kwargs)
 
-    def _all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes with as many positions as the value has where the code asked a rank's own positions for theirs."""
+    def _with_all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Replaces a size that code computed from the local positions by the number of positions of the value."""
         if self._positions is None:
             return sizes
         lengths, local = self._positions
         key = self._site(name, "positions", str(len(sizes)))
         if self._learning:
             found = place_of_positions(old, sizes, lengths, local, same_dims=name == "expand")
-            self._note(key, None if found is None else ("positions", *found))
+            self._add_rule(key, None if found is None else ("positions", *found))
         rule = self.rules.get(key)
         if rule is None:
             return sizes
-        place, dim = int(str(rule[1])), int(str(rule[2]))
-        return (*sizes[:place], old[dim], *sizes[place + 1 :])
+        index, dim = int(str(rule[1])), int(str(rule[2]))
+        return (*sizes[:index], old[dim], *sizes[index + 1 :])
 
     def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         key = self._site(name, "view", str(len(sizes)))
-        given, wanted = prod(old), prod(size for size in sizes if size != -1)
-        fits = given % wanted == 0 if -1 in sizes else given == wanted
+        numel, wanted = prod(old), prod(size for size in sizes if size != -1)
+        fits = numel % wanted == 0 if -1 in sizes else numel == wanted
         if not self._learning:
             if key not in self.rules:
                 raise CannotShard(
                     f"{name}{sizes} of a value of local shape {old} at {_where(key)} did not run when the unit's plan "
-                    f"was proved, so what its sizes mean is not known; keep the unit whole if it branches on its inputs"
+                    f"was proved, so the meaning of its sizes is unknown; do not shard the unit if it branches on its"
+                    " inputs"
                 )
             rule = self.rules[key]
             if rule is None:
                 return sizes
-            place, ratio = int(str(rule[0])), int(str(rule[1]))
-            return (*sizes[:place], sizes[place] // ratio, *sizes[place + 1 :])
+            index, ratio = int(str(rule[0])), int(str(rule[1]))
+            return (*sizes[:index], sizes[index] // ratio, *sizes[index + 1 :])
         if fits:
-            self._note(key, None)
+            self._add_rule(key, None)
             return sizes
-        ratio = self._over.size if -1 in sizes else wanted // given
-        if -1 not in sizes and wanted != given * ratio:
-            return sizes  # torch says what is wrong with it
+        ratio = self._over.size if -1 in sizes else wanted // numel
+        if -1 not in sizes and wanted != numel * ratio:
+            return sizes  # torch raises an error that explains it
         first = 0
         while first < min(len(sizes), len(old) - 1) and sizes[first] == old[first]:
             first += 1
-        for place in range(first, len(sizes)):
-            if sizes[place] > 0 and sizes[place] % ratio == 0:
-                self._note(key, (place, ratio))
-                return (*sizes[:place], sizes[place] // ratio, *sizes[place + 1 :])
+        for index in range(first, len(sizes)):
+            if sizes[index] > 0 and sizes[index] % ratio == 0:
+                self._add_rule(key, (index, ratio))
+                return (*sizes[:index], sizes[index] // ratio, *sizes[index + 1 :])
         return sizes
 
     def _expand(self, tensor: Tensor, sizes: list[int]) -> list[int]:
-        """A dim that is no 1 must be asked for as it is; the whole's size can only mean the local one."""
+        """A dim that is not 1 must be requested as it is; the full size can only mean the local one."""
         for k in range(1, tensor.dim() + 1):
             if tensor.shape[-k] != 1 and sizes[-k] == tensor.shape[-k] * self._over.size:
                 self.rules[self._site("expand")] = ("expand",)
                 sizes[-k] = tensor.shape[-k]
         return sizes
 
-    def _grouped(
+    def _with_local_groups(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
@@ -321,7 +326,9 @@ class RegionWatch(TorchFunctionMode):
 
     def _must_divide(self, name: str, groups: int) -> None:
         if groups % self._over.size:
-            raise CannotShard(f"{name} has {groups} groups, which {self._over.size} ranks cannot share; keep it whole")
+            raise CannotShard(
+                f"{name} has {groups} groups, which {self._over.size} ranks cannot share; do not shard it"
+            )
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]
@@ -348,29 +355,29 @@ class RegionWatch(TorchFunctionMode):
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    def _note(self, key: Site, rule: Rule) -> None:
+    def _add_rule(self, key: Site, rule: Rule) -> None:
         if self.rules.setdefault(key, rule) != rule:
-            raise CannotShard(f"one call, {_where(key)}, would have to be rewritten in two ways")
+            raise CannotShard(f"one call, {_where(key)}, needs two different rewritings of its sizes")
 
-    def _site(self, *what: str) -> Site:
-        """Which call of the user's code this is."""
-        places: list[object] = [*what]
+    def _site(self, *operation: str) -> Site:
+        """The key of the current call of user code: operation, then file and line of the innermost frames."""
+        site: list[object] = [*operation]
         frame = sys._getframe(2)
-        while frame is not None and len(places) < len(what) + _SITE_DEPTH:
+        while frame is not None and len(site) < len(operation) + _SITE_DEPTH:
             path = frame.f_code.co_filename
             if path.startswith(TENSOR):
                 if frame.f_code.co_name == "run_sharded":
                     break
-            elif not path.startswith((TORCH, PACKAGE)):  # what this package puts between says nothing
-                places.append((path, frame.f_lineno))
+            elif not path.startswith((TORCH, PACKAGE)):  # frames of this package in between are skipped
+                site.append((path, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
-        return tuple(places)
+        return tuple(site)
 
 
 def _where(site: Site) -> str:
     """The innermost line of user code."""
-    place = next((item for item in site if isinstance(item, tuple)), ("?", 0))
-    return f"{place[0]}:{place[1]}"
+    file, line = next((item for item in site if isinstance(item, tuple)), ("?", 0))
+    return f"{file}:{line}"
 
 
 def _is_in_place(name: str) -> bool:

@@ -1,8 +1,7 @@
-"""A model whose units are sharded over tensor ranks: the shards that a rank holds, and how units run.
+"""A model whose units are sharded over tensor ranks: the shards that a rank holds, and the forwards of units.
 
-At rest a parameter that is cut holds this rank's part, in the user's own ``Parameter`` object: optimizers, the
-reduction over replicas and clipping see nothing else. Buffers stay whole, and a sharded unit works on a view of its
-part.
+A sharded parameter holds this rank's shard in the user's ``Parameter`` object: optimizers, the reduction over replicas
+and clipping get nothing else. Buffers stay full, and a sharded unit works on a view of its shard of them.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from lightning_hybrid.step.standins.deferred_tensors import with_wholes
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.compiled_linears import Entered, traced_forwards
+from lightning_hybrid.tensor.runtime.compiled_linears import Entered, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
-from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullReads
+from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
-from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideReads
+from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideVocabularyMode
 
 
 class ModelShards:
     """The sharded units of one model on one rank.
 
     Attributes:
-        plans: By FQN of the unit.
-        cuts: What they hold of each parameter: over tensor ranks a part of some, over context ranks all.
+        plans: The plans by FQN of the unit.
+        cuts: The sharding of parameters over each axis: of some over tensor ranks, of none over context ranks.
     """
 
     def __init__(
@@ -50,25 +49,25 @@ class ModelShards:
         context: dist.ProcessGroup,
         context_places: Mapping[str, int] | None = None,
     ) -> None:
-        """Before parameters are cut.
+        """Reads placements from the plans, before parameters are sharded.
 
         Args:
-            root: The user's module, whole.
-            plans: By FQN of the unit.
+            root: The user's module, with full parameters.
+            plans: The plans by FQN of the unit.
             group: The tensor ranks.
             context: The context ranks.
-            context_places: Where this rank is among them, by the axes that these consist of.
+            context_places: The coordinates of this rank among them, by the axes that they consist of.
         """
         self.plans = dict(plans)
         self._root = root
         self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
-        self._reads: FullReads | None = None
-        self._tell: Callable[[str], None] = warnings.warn
-        self._told: set[str] = set()  # FQNs of units that have done what their plans were not proved for
-        self._compiled: dict[ShardedUnit, Any] = {}  # what takes the place of a unit's own forward
-        self._of_experts: frozenset[str] = frozenset()  # that context ranks share
-        self._users_of_experts: dict[str, ShardedUnit] = {}  # that use them on positions of their own, if dealt
+        self._reads: FullParameterReads | None = None
+        self._warn: Callable[[str], None] = warnings.warn
+        self._warned: set[str] = set()  # FQNs of units that have done what their plans were not proved for
+        self._compiled: dict[ShardedUnit, Any] = {}  # the compiled forwards of units
+        self._expert_parameters: frozenset[str] = frozenset()  # that are sharded over context ranks
+        self._expert_users: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards if there are any
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         names = parameters | {id(buffer): name for name, buffer in root.named_buffers()}
         placements: dict[str, Shard] = {}
@@ -85,31 +84,31 @@ class ModelShards:
     def be_ready(
         self,
         around: Callable[[int], AroundDraw],
-        tell: Callable[[str], None] = warnings.warn,
-        apart: Callable[[], AbstractContextManager[Any]] | None = None,
+        warn: Callable[[str], None] = warnings.warn,
+        isolated: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """Be ready to run, now that each parameter holds this rank's part.
+        """Prepares the units to run, once each parameter holds this rank's shard.
 
         Args:
-            around: Makes a context around draws, other ones for each number: for regions the number of this rank
+            around: Makes a context around draws, which differ by its number: for regions the number of this rank
                 among tensor ranks times context ranks, for positions a number of the context rank alone.
-            tell: Warns the user.
-            apart: A context around forwards of which nothing counts, random draws neither; made by torch if None.
+            warn: Warns the user.
+            isolated: A context around trial forwards, which restores random states; made by torch if None.
         """
-        self._tell = tell
-        # One of each, so that units know that they are dealt to the same.
+        self._warn = warn
+        # One object of each, so that units recognise that sequences are sharded over the same ranks.
         ranks, context = GroupRanks(self._group), GroupRanks(self._context)
         both = paired(ranks, context)
-        around_draw = around_own = around(both.rank)
+        around_draw = around_local = around(both.rank)
         if both.size not in (ranks.size, context.size):
-            around_own = around(both.size + context.rank)
-        hands_on = not compiled_modules(self._root)  # a compiler does not know what stands for a whole
+            around_local = around(both.size + context.rank)
+        keeps_sharded = not compiled_modules(self._root)  # a compiler does not support the lazy full tensors
         for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
             plan = self._with_experts(fqn, unit, proved)
             is_sharded = plan.num_sharded or plan.positions is not None
             if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
-                buffers = _Buffers(unit, plan, self._group)
+                buffers = _LocalBuffers(unit, plan, self._group)
                 self._runners[fqn] = ShardedUnit(
                     unit,
                     plan,
@@ -117,17 +116,17 @@ class ModelShards:
                     context=context,
                     tensors=buffers,
                     around_draw=around_draw,
-                    around_own=around_own,
+                    around_own=around_local,
                 )
-                self._runners[fqn].hands_on = hands_on
-                if apart is not None and (calls := self._runners[fqn].proved) is not None:
-                    calls.apart = apart
+                self._runners[fqn].keeps_sharded = keeps_sharded
+                if isolated is not None and (calls := self._runners[fqn].proved) is not None:
+                    calls.isolated = isolated
                 if proved.positions is not None and plan.positions is not None:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
-                    self._users_of_experts.update(dict.fromkeys(summed & self._of_experts, self._runners[fqn]))
+                    self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
 
     def why_not_cut_elsewhere(self, name: str) -> str:
-        """Why others cannot cut a parameter over tensor ranks; nothing if they can.
+        """The reason why another technique cannot shard a parameter over tensor ranks; "" if it can.
 
         Args:
             name: FQN in the root.
@@ -137,13 +136,13 @@ class ModelShards:
             if inner == name or inner not in plan.placements:
                 continue
             if isinstance(plan.placements[inner], Shard) or inner in plan.summed:
-                return "they lie in what the layer's plan cuts"
+                return "the layer's plan shards them already"
             if plan.positions is not None and inner in plan.positions.summed_over_tensor:
-                return "tensor ranks have other positions there (sequence_parallel)"
+                return "tensor ranks have different positions there (sequence_parallel)"
         return ""
 
     def cut_elsewhere(self, names: Collection[str]) -> None:
-        """Others cut these parameters over tensor ranks: plans do not say that they are whole.
+        """Removes parameters that another technique shards over tensor ranks from the plans' replicated ones.
 
         Args:
             names: FQNs in the root.
@@ -153,48 +152,50 @@ class ModelShards:
             self.plans[fqn] = replace(plan, kept=kept)
 
     def share_experts(self, names: Collection[str]) -> None:
-        """Context ranks hold different experts, whose gradients others sum; before `be_ready`.
+        """Sets the experts that are sharded over context ranks, whose gradients are summed elsewhere.
+
+        It is called before `be_ready`.
 
         Args:
             names: FQNs of their parameters in the root.
         """
-        self._of_experts = frozenset(names)
+        self._expert_parameters = frozenset(names)
 
     def _with_experts(self, fqn: str, unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-        if plan.positions is None or plan.positions.by == "tensor" or not self._of_experts:
+        if plan.positions is None or plan.positions.by == "tensor" or not self._expert_parameters:
             return plan
-        if all(f"{fqn}.{name}" in self._of_experts for name, _ in unit.named_parameters()):
-            # A unit that is an expert: its rows are those of all context ranks, which it cannot ask.
+        if all(f"{fqn}.{name}" in self._expert_parameters for name, _ in unit.named_parameters()):
+            # A unit that is an expert: its rows come from all context ranks, so it cannot exchange with them.
             return plan.otherwise or replace(plan, positions=None)
-        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._of_experts)
+        summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._expert_parameters)
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_own_positions(self, name: str) -> bool:
-        """Whether what uses a parameter in the forward under way has the positions of this context rank alone.
+        """Whether the unit that uses a parameter in the current forward works on this context rank's positions alone.
 
         Args:
             name: FQN in the root.
         """
-        runner = self._users_of_experts.get(name)
-        return runner is not None and runner.is_dealing
+        runner = self._expert_users.get(name)
+        return runner is not None and runner.has_local_positions
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
-        """Let a unit that this rank holds run compiled, where `why_not_traced` finds no reason against it.
+        """Sets the compiled forward of a unit that this rank holds and that `why_not_traced` allows.
 
         Args:
-            fqn: Of the unit.
-            run: ``run(unit, entered, args, kwargs)``, compiled: the unit's own forward.
+            fqn: FQN of the unit.
+            run: ``run(unit, entered, args, kwargs)``: the user's forward, compiled.
         """
         runner = self._runners.get(fqn)
         if runner is None:
             return
         unit, entered = self._root.get_submodule(fqn), Entered()
-        forwards = traced_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
+        forwards = compiled_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
         self._compiled[runner] = lambda *args, **kwargs: run(unit, entered, args, kwargs), forwards
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Units of which `compile` was told run compiled inside."""
+        """A context in which units that `compile` was called for run compiled."""
         for runner, compiled in self._compiled.items():
             runner.compiled = compiled
         try:
@@ -204,7 +205,7 @@ class ModelShards:
                 runner.compiled = None
 
     def outside_reads(self) -> AbstractContextManager[Any]:
-        """Entered around the user's step, if code outside of units uses what is cut by its vocabulary."""
+        """A context around the user's step, in which code outside of units may use vocabulary-parallel weights."""
         if not any(plan.outside for plan in self.plans.values()):
             return contextlib.nullcontext()
         parameters = dict(self._root.named_parameters())
@@ -216,21 +217,21 @@ class ModelShards:
                 parameter = unit.get_parameter(inner)
                 if WHOLE_SHAPE in parameter.__dict__:
                     found[id(parameter)] = self.cuts[0].placements[names[id(parameter)]]
-        return OutsideReads(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
+        return OutsideVocabularyMode(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Let code outside of units find full parameters, where no recording shows what it reads.
+        """Gathers parameters when code outside of units reads them, where no recording shows what it reads.
 
         Args:
-            guards: Of the run.
+            guards: The guards of the run.
         """
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
         cut = next((axis for axis in self.cuts if axis.axis == "tp" and axis.placements), None)
-        self._reads = None if cut is None else FullReads(self._root, cut, used_outside, guards)
+        self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The units run sharded inside."""
+        """A context in which the units run sharded."""
         units = {fqn: self._root.get_submodule(fqn) for fqn in self._runners}
         reads = self._reads
 
@@ -246,14 +247,14 @@ class ModelShards:
     def _sharded_or_full(
         self, fqn: str, sharded: Callable[..., Any], full: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """A unit's forward; what its plan was not proved for runs full on each rank, as code outside of units does."""
+        """A unit's forward; calls that its plan was not proved for run full on each rank, as code outside of units."""
         proved = self._runners[fqn].proved
         where = "" if proved is None else proved.otherwise_at(sharded, full, args, kwargs)
         if not where:
             return sharded(*args, **kwargs)
-        if fqn not in self._told:
-            self._told.add(fqn)
-            self._tell(
+        if fqn not in self._warned:
+            self._warned.add(fqn)
+            self._warn(
                 f"{fqn} does something that its tensor plan was not proved for ({where}); where it does, it runs full"
                 " on every tensor rank"
             )
@@ -261,25 +262,27 @@ class ModelShards:
         return full(*args, **kwargs)
 
     def forget(self) -> None:
-        """The module is whole again."""
-        self._runners, self._compiled, self._users_of_experts = {}, {}, {}
+        """Drops the units: parameters are full again."""
+        self._runners, self._compiled, self._expert_users = {}, {}, {}
         self._reads = None
 
 
-class _Buffers:
-    """The local parts of a unit's buffers, as views of the whole ones."""
+class _LocalBuffers:
+    """The local shards of a unit's buffers, as views of the full ones."""
 
     def __init__(self, unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> None:
         self._unit = unit
-        self._cuts: list[tuple[str, int, int, int]] = []
+        self._slices: list[tuple[str, int, int, int]] = []
         for name, _ in unit.named_buffers():
             placement = plan.placements.get(name)
             if isinstance(placement, Shard):
                 ((start, length),) = placement.ranges(group.rank(), group.size())
-                self._cuts.append((name, placement.dim, start, length))
+                self._slices.append((name, placement.dim, start, length))
 
     def __call__(self) -> dict[str, Tensor]:
-        return {name: self._unit.get_buffer(name).narrow(dim, start, length) for name, dim, start, length in self._cuts}
+        return {
+            name: self._unit.get_buffer(name).narrow(dim, start, length) for name, dim, start, length in self._slices
+        }
 
 
 def _tensors_of(unit: nn.Module) -> dict[str, Any]:

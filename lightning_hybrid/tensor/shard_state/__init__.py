@@ -1,1 +1,1 @@
-"""Which parameters of a layer are cut, how its ranks draw, and full contents for code outside."""
+"""State of sharded layers: marks, local tensors, random numbers, and full parameters for code outside."""

@@ -1,7 +1,7 @@
 """Reads of full parameters by code outside of layers, where tensor ranks hold shards.
 
 All tensor ranks of a replica run the same code on the same values, so all of them read it. Each has the gradient of the
-full parameter, and keeps that of its own shard.
+full parameter, and keeps that of its shard.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
-class FullReads:
-    """Guards the parameters of one module that tensor ranks cut, while a step runs."""
+class FullParameterReads:
+    """Gathers on read the parameters of one module that are sharded over tensor ranks, while a step runs."""
 
     def __init__(self, root: nn.Module, cut: AxisCut, without: Collection[str], guards: Guards) -> None:
-        """Be ready.
+        """Selects the sharded parameters.
 
         Args:
             root: The user's module; each parameter holds this rank's shard.
-            cut: Over tensor ranks.
-            without: FQNs of parameters that others show to code outside of layers.
-            guards: Of the run.
+            cut: The sharding over tensor ranks.
+            without: FQNs of parameters that another mode represents in full to code outside of layers.
+            guards: The guards of the run.
         """
         self._cut = cut
         self._names = {
@@ -40,14 +40,14 @@ class FullReads:
             if name in cut.placements and name not in without and not is_absent(p)
         }
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
-        self._handed: list[_Handed] = []
-        gather = Gather(guards, self._full, self._note, self._gradient, self._set_gradient)
+        self._copies: list[_FullCopy] = []
+        gather = Gather(guards, self._full, self._record_copy, self._gradient, self._set_gradient)
         self._outside = OutsideLayers("tensor", gather)
         guards.before_shards.append(self._write_back)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """A step runs inside."""
+        """A context around one step."""
         try:
             with self._outside.on(self._parameters):
                 yield
@@ -55,14 +55,14 @@ class FullReads:
             self._write_back()
 
     def of_layer(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer, which itself works on shards."""
-        own = [parameter for parameter in layer.parameters() if id(parameter) in self._names]
-        if not own:
+        """Wraps the forward of a layer, in which parameters are shards."""
+        sharded = [parameter for parameter in layer.parameters() if id(parameter) in self._names]
+        if not sharded:
             return run
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._write_back()
-            with self._outside.inside(own):
+            with self._outside.inside(sharded):
                 return run(*args, **kwargs)
 
         return forward
@@ -76,11 +76,11 @@ class FullReads:
             full: Tensor = _Joined.apply(parameter, self._cut, self._placement(parameter))
         return full
 
-    def _note(self, parameter: nn.Parameter, full: Tensor, by_data: bool) -> None:
-        """User code holds a full tensor, or has written into it."""
+    def _record_copy(self, parameter: nn.Parameter, full: Tensor, by_data: bool) -> None:
+        """Records a full tensor that user code holds, or has written into."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             before = parameter.detach().clone() if by_data else None
-            self._handed.append(_Handed(parameter, parameter.detach(), full.detach(), -1, before))
+            self._copies.append(_FullCopy(parameter, parameter.detach(), full.detach(), -1, before))
         self._write_back()
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -90,50 +90,50 @@ class FullReads:
             local = parameter.grad
             if local is None:
                 return None
-            for handed in self._handed:
-                if handed.local is local and handed.local_version == local._version:
-                    return handed.full
+            for copy in self._copies:
+                if copy.local is local and copy.local_version == local._version:
+                    return copy.full
             full = self._cut.joined(local, self._placement(parameter))
-        self._handed.append(_Handed(parameter, local, full, full._version, None))
+        self._copies.append(_FullCopy(parameter, local, full, full._version, None))
         return full
 
     def _set_gradient(self, parameter: nn.Parameter, full: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if any(handed.full is full and handed.local is parameter.grad for handed in self._handed):
+            if any(copy.full is full and copy.local is parameter.grad for copy in self._copies):
                 return
             parameter.grad = self._cut.part(full.detach(), self._placement(parameter)).contiguous()
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """What code has written into full tensors becomes the content of shards."""
-        for handed in self._handed:
-            full = handed.full
-            if handed.before is None and full._version == handed.version:
+        """Copies what code has written into full tensors to the shards."""
+        for copy in self._copies:
+            full = copy.full
+            if copy.before is None and full._version == copy.version:
                 continue
-            handed.version = full._version
+            copy.version = full._version
             with torch._C.DisableTorchFunctionSubclass():
-                now = self._cut.part(full, self._placement(handed.parameter))
-                if handed.before is not None:
-                    if torch.equal(now, handed.before):
+                now = self._cut.part(full, self._placement(copy.parameter))
+                if copy.before is not None:
+                    if torch.equal(now, copy.before):
                         continue
-                    handed.before = now.clone()
-                handed.local.copy_(now)
-                handed.local_version = handed.local._version
+                    copy.before = now.clone()
+                copy.local.copy_(now)
+                copy.local_version = copy.local._version
         if not self._outside.is_on:
-            self._handed = []
+            self._copies = []
 
 
 @dataclass
-class _Handed:
+class _FullCopy:
     """A full tensor that user code holds.
 
     Attributes:
-        parameter: Of which this rank has a shard.
-        local: The shard, or its gradient.
-        full: The tensor.
+        parameter: The sharded parameter.
+        local: This rank's shard, or its gradient.
+        full: The full tensor.
         version: Its version when it was last written back.
-        before: The shard as it was then, where autograd does not count writes.
-        local_version: Of the shard's tensor then.
+        before: The content of the shard at that time, where autograd does not count writes.
+        local_version: The version of ``local`` at that time.
     """
 
     parameter: nn.Parameter

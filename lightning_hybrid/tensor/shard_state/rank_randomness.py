@@ -1,4 +1,4 @@
-"""Random numbers in tensor-parallel regions: each rank draws its own."""
+"""Random numbers in tensor-parallel regions: each rank draws different ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ AroundDraw = Callable[[], AbstractContextManager[Any]]
 
 
 class OwnDraws:
-    """Random numbers of a rank's own in sharded regions, so that dropout differs there; the others stay equal.
+    """Random numbers that differ by rank in sharded regions, for dropout; those outside stay equal.
 
-    The region's generator state is kept apart from the default one, which therefore advances alike on all ranks.
+    The region's generator state is separate from the default one, which therefore advances equally on all ranks.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Args: rank: the tensor rank. device: where regions draw."""
+        """Takes the number of this rank, and the device on which regions draw."""
         self._rank, self._device = rank, device
         self._state: Tensor | None = None
 

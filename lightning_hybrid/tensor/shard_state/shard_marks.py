@@ -1,4 +1,4 @@
-"""Shard marks on values: over how many ranks their features are cut."""
+"""Marks on values of the number of ranks that their features are sharded over."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from lightning_hybrid.parts.placement import Shard
 
 
 def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None) -> Tensor:
-    """Say over how many ranks a value is cut; and how along which dim, if offsets into it are in terms of the whole."""
-    tensor._cut_over = size  # type: ignore[attr-defined]
+    """Marks a value as sharded over ``size`` ranks; ``column``: placement and dim, if code uses full offsets."""
+    tensor._sharded_over = size  # type: ignore[attr-defined]
     if column is not None:
         tensor._column = column  # type: ignore[attr-defined]
     return tensor
 
 
-def cut_over(value: Any) -> int:
-    """Over how many ranks a value is cut; 0 if it is not."""
-    size: int = getattr(value, "_cut_over", 0)
+def sharded_over(value: Any) -> int:
+    """The number of ranks that a value is sharded over; 0 if it is not sharded."""
+    size: int = getattr(value, "_sharded_over", 0)
     return size
 
 
-def marked(value: Any, size: int) -> Any:
-    """A result with all its tensors marked."""
+def mark_all(value: Any, size: int) -> Any:
+    """Marks all tensors of a result as sharded over ``size`` ranks."""
     if isinstance(value, Tensor):
-        value._cut_over = size  # type: ignore[attr-defined]
+        value._sharded_over = size  # type: ignore[attr-defined]
     elif isinstance(value, (tuple, list)):
         for item in value:
-            marked(item, size)
+            mark_all(item, size)
     return value
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among values and inside tuples and lists."""
+    """Yields the tensors among values and inside tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

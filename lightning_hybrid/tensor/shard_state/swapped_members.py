@@ -1,4 +1,4 @@
-"""Members of modules swapped for one forward, and put back by a stack."""
+"""Swaps parameters, attributes and forwards of modules for one forward; an exit stack restores them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from torch import Tensor, nn
 from lightning_hybrid.patching import replace
 from lightning_hybrid.randomness.keyed_draws import AROUND
 
-Home = tuple[dict[str, Tensor | None], str]  # what holds a tensor, and its key there
+Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
 Modules = Mapping[str, nn.Module]
 
 
-def find_homes(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Home]]:
-    """Where each parameter and buffer is held: in one module, or in several that share it.
+def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
+    """Finds the slots of each parameter and buffer: one, or several where modules share it.
 
     Args:
-        modules: Of the unit, by FQN.
-        fqns: Of the parameters and buffers.
+        modules: All modules of the unit, by FQN.
+        fqns: The names of parameters and buffers.
     """
-    holders: dict[int, list[Home]] = {}
-    held: Any
+    by_tensor: dict[int, list[Slot]] = {}
+    members: Any
     for module in modules.values():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                holders.setdefault(id(tensor), []).append((held, name))
-    homes = {}
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                by_tensor.setdefault(id(tensor), []).append((members, name))
+    slots = {}
     for fqn in fqns:
         owner, _, name = fqn.rpartition(".")
         module = modules[owner]
-        held = module._parameters if name in module._parameters else module._buffers
-        homes[fqn] = [(held, name)] if held[name] is None else holders[id(held[name])]
-    return homes
+        members = module._parameters if name in module._parameters else module._buffers
+        slots[fqn] = [(members, name)] if members[name] is None else by_tensor[id(members[name])]
+    return slots
 
 
-def put_tensors(homes: Mapping[str, list[Home]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
-    """Args: homes: of all. tensors: to put there, by FQN. undo: puts the others back."""
+def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
+    """Puts tensors into their slots, by FQN; ``undo`` restores the previous ones."""
     for fqn, tensor in tensors.items():
-        for home, name in homes[fqn]:
-            if home[name] is not tensor:
-                undo.callback(home.__setitem__, name, home[name])
-                home[name] = tensor
+        for members, name in slots[fqn]:
+            if members[name] is not tensor:
+                undo.callback(members.__setitem__, name, members[name])
+                members[name] = tensor
 
 
 def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], undo: ExitStack) -> None:
-    """Args: modules: of the unit. values: by FQN and name. undo: puts the others back."""
+    """Sets attributes of modules, by FQN and name; ``undo`` restores the previous values."""
     for fqn, named in values.items():
         attributes = modules[fqn].__dict__
         for name, value in named.items():
@@ -56,11 +56,11 @@ def put_attributes(modules: Modules, values: Mapping[str, Mapping[str, int]], un
 
 
 def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], undo: ExitStack) -> None:
-    """Args: modules: of the unit. forwards: by FQN; that of the unit itself is left alone. undo: puts back."""
+    """Replaces forwards of modules, by FQN, except that of the unit itself; ``undo`` restores them."""
     for fqn, forward in forwards.items():
         if fqn:
             attributes = modules[fqn].__dict__
-            around = getattr(attributes.get("forward"), AROUND, None)  # keys what the module draws
+            around = getattr(attributes.get("forward"), AROUND, None)  # keys the random numbers of the module
             if around is not None:
                 undo.callback(replace(modules[fqn], "forward", around(forward)))
                 continue
@@ -70,7 +70,7 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
                 undo.callback(attributes.__delitem__, "forward")
             attributes["forward"] = forward  # the same object each time: compiled code is guarded by it
     for module in modules.values():
-        # Torch's encoder layer reads the weights past the attention's forward in eval mode, unless this is 0.
+        # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
         if isinstance(module, nn.TransformerEncoderLayer):
             undo.callback(module.__dict__.__setitem__, _FAST_PATH, module.__dict__[_FAST_PATH])
             module.__dict__[_FAST_PATH] = 0

@@ -1,1 +1,1 @@
-"""Vocabulary-parallel weights, and losses on logits that are cut by the vocabulary."""
+"""Vocabulary-parallel weights, and losses on logits that are sharded along the vocabulary."""

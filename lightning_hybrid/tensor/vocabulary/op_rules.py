@@ -1,10 +1,10 @@
-"""Sharding rules of operations on tensors that are cut along the vocabulary.
+"""Sharding rules of operations on tensors that are sharded along the vocabulary.
 
-A rule gets the arguments of one kernel and answers with its result, or with ``NotImplemented``: then it is run on the
-whole, which is always right. Autograd runs above these rules; gradients of slices are slices.
+A rule takes the arguments of one kernel and returns its result, or ``NotImplemented``: then the kernel runs on full
+tensors, which is always right. Autograd runs above these rules; gradients of shards are shards.
 
-Whatever is no slice is the same on every rank. So a plain tensor of the whole's size is narrowed to this rank's rows,
-unless it needs a gradient, which would then be a slice where a plain one is expected.
+Tensors that are no shards are equal on every rank. So a plain tensor of the full size is narrowed to this rank's rows,
+unless it needs a gradient, which would then be a shard where a plain tensor is expected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule of a kernel, or None if it is run on the whole."""
+    """The rule of a kernel, or None if it runs on full tensors."""
     packet = func.overloadpacket
     if packet in _RULES:
         return _RULES[packet]
@@ -38,18 +38,18 @@ _POINTWISE = {aten.copy_, aten.fill_, aten.zero_, aten.masked_fill_}
 
 
 def _reference(args: Any, kwargs: Any) -> Slice | None:
-    """The slice that all others are cut alike with, and that no operand is broadcast over along the cut dim."""
+    """The first shard, if all others have the same rows, and no operand would get a shard as its gradient."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
-    first = slices[0]
-    if any(not first.is_like(other) for other in slices):
+    shards = [tensor for tensor in tensors if isinstance(tensor, Slice)]
+    first = shards[0]
+    if any(not first.has_same_rows(other) for other in shards):
         return None
-    if any(tensor.requires_grad and _is_whole_beside(tensor, first) for tensor in tensors):
-        return None  # its gradient would be a slice
+    if any(tensor.requires_grad and _is_full_operand(tensor, first) for tensor in tensors):
+        return None  # its gradient would be a shard
     return first
 
 
-def _is_whole_beside(value: Any, reference: Slice) -> bool:
+def _is_full_operand(value: Any, reference: Slice) -> bool:
     """Whether a plain operand has all rows of a vocabulary."""
     if isinstance(value, Slice) or not isinstance(value, Tensor) or value.dim() < -reference.from_right:
         return False
@@ -59,8 +59,8 @@ def _is_whole_beside(value: Any, reference: Slice) -> bool:
 def _operand(value: Any, reference: Slice) -> Any:
     if isinstance(value, Slice):
         return value.local
-    if _is_whole_beside(value, reference):
-        return reference.vocabulary.own(value, reference.from_right % value.dim())
+    if _is_full_operand(value, reference):
+        return reference.vocabulary.local_rows(value, reference.from_right % value.dim())
     return value
 
 
@@ -78,7 +78,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if reference is None or not isinstance(args[0], Slice) or "out" in kwargs:
         return NotImplemented
     func(*[_operand(value, reference) for value in args], **{k: _operand(v, reference) for k, v in kwargs.items()})
-    args[0].written()
+    args[0].mark_written()
     return args[0]
 
 
@@ -94,13 +94,13 @@ def _filled_like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_filled(func: Any, args: Any, kwargs: Any) -> Any:
-    """New memory for something of the same vocabulary, such as a gradient."""
+    """New memory for a tensor of the same vocabulary, such as a gradient."""
     x, size, *rest = args
-    place = len(size) + x.from_right
-    if place < 0 or size[place] != x.vocabulary.length:
+    dim = len(size) + x.from_right
+    if dim < 0 or size[dim] != x.vocabulary.length:
         return NotImplemented
-    size = [*size[:place], x.vocabulary.local_length, *size[place + 1 :]]
-    return x.like(func(x.local, size, *rest, **kwargs), place)
+    size = [*size[:dim], x.vocabulary.local_length, *size[dim + 1 :]]
+    return x.like(func(x.local, size, *rest, **kwargs), dim)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """What autograd makes of a dense view that is written: the same elements in another shape."""
+    """The call by which autograd writes a dense view: the same elements in another shape."""
     x, sizes, strides, *rest = args
     if (rest and rest[0]) or not x.is_contiguous() or tuple(strides) != _dense_strides(sizes):
         return NotImplemented
@@ -171,11 +171,11 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
-    x, *given = args
-    dims = given[0] if given else range(x.dim())
+    x, *rest = args
+    dims = rest[0] if rest else range(x.dim())
     dims = [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)]
-    gone = [dim for dim in dims if x.shape[dim] == 1 and dim != x.cut_dim]
-    return x.view_of(x.local.squeeze(tuple(gone)), x.cut_dim - sum(dim < x.cut_dim for dim in gone))
+    removed = [dim for dim in dims if x.shape[dim] == 1 and dim != x.cut_dim]
+    return x.view_of(x.local.squeeze(tuple(removed)), x.cut_dim - sum(dim < x.cut_dim for dim in removed))
 
 
 def _sliced(func: Any, args: Any, kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     x, sizes, *rest = args
     if (rest[0] if rest else kwargs.get("dim", 0)) % x.dim() == x.cut_dim:
         return NotImplemented
-    return [x.view_of(part) for part in func(x.local, sizes, *rest, **kwargs)]
+    return [x.view_of(section) for section in func(x.local, sizes, *rest, **kwargs)]
 
 
 def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
     dim = (args[1] if len(args) > 1 else 0) % x.dim()
     if dim == x.cut_dim:
         return NotImplemented
-    return [x.view_of(part, x.cut_dim - (dim < x.cut_dim)) for part in func(x.local, dim)]
+    return [x.view_of(item, x.cut_dim - (dim < x.cut_dim)) for item in func(x.local, dim)]
 
 
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     first = tensors[0]
     if not isinstance(first, Slice) or dim % first.dim() == first.cut_dim:
         return NotImplemented
-    if any(not first.is_like(other) for other in tensors):
+    if any(not first.has_same_rows(other) for other in tensors):
         return NotImplemented
     return first.like(func([tensor.local for tensor in tensors], dim))
 
@@ -234,7 +234,7 @@ def _slice_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dims_indexed(indices: Any, x: Slice) -> int | None:
-    """How many first dims are indexed, if these are all before the cut one; None otherwise."""
+    """The number of first dims that are indexed, if all are before the sharded one; None otherwise."""
     while indices and indices[-1] is None:
         indices = indices[:-1]
     if not indices or any(not isinstance(i, Tensor) or isinstance(i, Slice) for i in indices):
@@ -260,7 +260,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(x.local, indices, _operand(values, x), *rest, **kwargs)
     if not func._schema.is_mutable:
         return x.like(out)
-    x.written()
+    x.mark_written()
     return x
 
 
@@ -276,8 +276,8 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    given = args[1] if len(args) > 1 else None
-    dims = [dim % x.dim() for dim in ([given] if isinstance(given, int) else given)] if given else [*range(x.dim())]
+    over = args[1] if len(args) > 1 else None
+    dims = [dim % x.dim() for dim in ([over] if isinstance(over, int) else over)] if over else [*range(x.dim())]
     keep = args[2] if len(args) > 2 else False
     is_mean = func.overloadpacket is aten.mean
     if x.cut_dim not in dims:
@@ -290,7 +290,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """``a @ b``: cut by what is cut outside, summed over ranks by what is cut inside."""
+    """``a @ b``: a shard if an outer dim is sharded, a sum over ranks if the contracted dim is."""
     a, b = args
     if isinstance(a, Slice) and a.cut_dim == 0 and not isinstance(b, Slice):
         return a.like(func(a.local, b))
@@ -304,11 +304,11 @@ def _mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _contracted(x: Tensor, dim: int, other: Tensor) -> Tensor | None:
-    """The part of a factor that this rank multiplies, if it is cut along ``dim`` or can be."""
+    """This rank's shard of a factor along the contracted ``dim``, if it is or can be sharded along it."""
     if isinstance(x, Slice):
         return x.local if x.cut_dim == dim else None
     assert isinstance(other, Slice)
-    return None if x.requires_grad else other.vocabulary.own(x, dim)
+    return None if x.requires_grad else other.vocabulary.local_rows(x, dim)
 
 
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A function mode for code outside of units that uses a vocabulary-parallel weight."""
+"""A function mode for code outside of units that uses vocabulary-parallel weights."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
-# What a parameter is asked that is the same of its part, or is its part's own.
-_OWN = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks", "device", "dtype", "layout"})
+# Attributes of a parameter that are equal for its shard, or belong to the shard.
+_OF_SHARD = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks", "device", "dtype", "layout"})
 _IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "__set__", "__delete__"})
 
 
-class OutsideReads(TorchFunctionMode):
-    """Operations on such a weight see it as the whole while this is entered."""
+class OutsideVocabularyMode(TorchFunctionMode):
+    """A mode in which operations on a vocabulary-parallel weight get it as a tensor of the full shape."""
 
     def __init__(self, placements: Mapping[int, Shard], ranks: Ranks) -> None:
-        """Args: placements: by id of the parameter, which holds this rank's part. ranks: that hold the others."""
+        """Takes the placements by id of the parameter, which holds this rank's shard, and the ranks of all shards."""
         super().__init__()
-        self._cut = {key: (placement.dim, Vocabulary(placement.length, ranks)) for key, placement in placements.items()}
+        self._sharded = {
+            key: (placement.dim, Vocabulary(placement.length, ranks)) for key, placement in placements.items()
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it on what says that it is the whole."""
+        """Replaces the weights among the arguments by their representations."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _IDENTITY or (name == "__get__" and func.__self__.__name__ in _OWN):
+        if name in _IDENTITY or (name == "__get__" and func.__self__.__name__ in _OF_SHARD):
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
-        if any(id(leaf) in self._cut for leaf in leaves):
-            leaves = [represent(leaf, *self._cut[id(leaf)]) if id(leaf) in self._cut else leaf for leaf in leaves]
+        if any(id(leaf) in self._sharded for leaf in leaves):
+            leaves = [represent(x, *self._sharded[id(x)]) if id(x) in self._sharded else x for x in leaves]
             args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         return func(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Vocabulary-parallel softmax and cross entropy, where each rank holds its rows of the vocabulary.
 
-The logarithm of the sum over all rows takes one number per position and rank, the target's logit one sum per position.
+The log of the sum over all rows exchanges one number per position and rank, the target's logit one sum per position.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 def _log_sum(x: Slice, local: Tensor) -> Tensor:
-    """The logarithm of the sum of exponentials over the whole vocabulary; the cut dim stays, with size 1."""
-    own = torch.logsumexp(local, x.cut_dim, keepdim=True)
-    return torch.logsumexp(torch.stack(x.vocabulary.ranks.all_gather(own.contiguous())), 0)
+    """The logarithm of the sum of exponentials over the full vocabulary; the sharded dim stays, with size 1."""
+    of_rank = torch.logsumexp(local, x.cut_dim, keepdim=True)
+    return torch.logsumexp(torch.stack(x.vocabulary.ranks.all_gather(of_rank.contiguous())), 0)
 
 
 def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
@@ -42,15 +42,15 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, out, dim, dtype = args
-    if not isinstance(out, Slice) or (isinstance(grad, Slice) and not out.is_like(grad)):
+    if not isinstance(out, Slice) or (isinstance(grad, Slice) and not out.has_same_rows(grad)):
         return NotImplemented
-    own = grad.local if isinstance(grad, Slice) else out.vocabulary.own(grad, out.cut_dim)
+    local_grad = grad.local if isinstance(grad, Slice) else out.vocabulary.local_rows(grad, out.cut_dim)
     if dim % out.dim() != out.cut_dim:
-        return out.like(func(own, out.local, dim, dtype))
-    wide = torch.promote_types(own.dtype, torch.float32)
-    own, local = own.to(wide), out.local.to(wide)
+        return out.like(func(local_grad, out.local, dim, dtype))
+    wide = torch.promote_types(local_grad.dtype, torch.float32)
+    local_grad, local = local_grad.to(wide), out.local.to(wide)
     is_log = func.overloadpacket is aten._log_softmax_backward_data
-    addend = own if is_log else own * local
+    addend = local_grad if is_log else local_grad * local
     total = grad.sums if is_log and isinstance(grad, Slice) else None
     if total is None:
         total = out.vocabulary.summed(addend.sum(out.cut_dim, keepdim=True))
@@ -69,14 +69,14 @@ def _logsumexp(func: Any, args: Any, kwargs: Any) -> Any:
 # --- the target's logit -----------------------------------------------------------------------------------------------
 
 
-def _picked(x: Slice, rows: Tensor) -> Tensor:
-    """The numbers at these rows along the last dim, which is the cut one."""
+def _logits_at(x: Slice, rows: Tensor) -> Tensor:
+    """The values at these rows along the last dim, which is the sharded one; the shape is that of ``rows``."""
     local, foreign = x.vocabulary.located(rows)
     return x.vocabulary.summed(x.local.gather(-1, local).masked_fill_(foreign, 0))
 
 
-def _last(x: Slice) -> tuple[Slice, int]:
-    """With the vocabulary along the last dim, and along which it was."""
+def _vocabulary_last(x: Slice) -> tuple[Slice, int]:
+    """Moves the vocabulary to the last dim; returns the dim that it was in, too."""
     return x.view_of(x.local.movedim(x.cut_dim, -1), x.dim() - 1), x.cut_dim
 
 
@@ -86,13 +86,13 @@ def _weights(target: Tensor, weight: Tensor | None, ignored: Tensor, like: Tenso
 
 
 def _nll(func: Any, args: Any, kwargs: Any) -> Any:
-    """Negative log likelihood: the same sums as torch's, of numbers that their owners tell."""
+    """Negative log likelihood: the same sums as torch's, of logits that their owner ranks send."""
     x, target, weight, reduction, ignore = args
     if not isinstance(x, Slice) or isinstance(target, Slice) or isinstance(weight, Slice):
         return NotImplemented
-    x, _ = _last(x)
+    x, _ = _vocabulary_last(x)
     ignored = target == ignore
-    picked = _picked(x, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    picked = _logits_at(x, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     weights = _weights(target, weight, ignored, picked)
     losses = torch.where(ignored, torch.zeros_like(picked), -picked * weights)
     if reduction == 0:
@@ -105,7 +105,7 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, x, target, weight, reduction, ignore, total = args
     if not isinstance(x, Slice) or any(isinstance(other, Slice) for other in (grad, target, weight)):
         return NotImplemented
-    x, dim = _last(x)
+    x, dim = _vocabulary_last(x)
     ignored = target == ignore
     weights = _weights(target, weight, ignored, grad)
     each = torch.where(ignored, torch.zeros_like(weights), -weights * (grad / total if reduction == 1 else grad))
@@ -117,11 +117,11 @@ def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-# --- the largest ------------------------------------------------------------------------------------------------------
+# --- maximum ----------------------------------------------------------------------------------------------------------
 
 
-def _largest(func: Any, args: Any, kwargs: Any) -> Any:
-    """``max`` and ``argmax`` along the vocabulary: each rank tells its largest and where it is."""
+def _max(func: Any, args: Any, kwargs: Any) -> Any:
+    """``max`` and ``argmax`` along the vocabulary: each rank sends its largest value and its row."""
     x, *rest = args
     dim = rest[0] if rest else kwargs.get("dim")
     if dim is None or dim % x.dim() != x.cut_dim:
@@ -131,8 +131,8 @@ def _largest(func: Any, args: Any, kwargs: Any) -> Any:
     vocabulary = x.vocabulary
     all_values = torch.stack(vocabulary.ranks.all_gather(values.contiguous()))
     all_rows = torch.stack(vocabulary.ranks.all_gather(rows + vocabulary.offset))
-    values, who = all_values.max(0, keepdim=True)
-    rows = all_rows.gather(0, who)[0]
+    values, owners = all_values.max(0, keepdim=True)
+    rows = all_rows.gather(0, owners)[0]
     values = values[0]
     if not keep:
         values, rows = values.squeeze(x.cut_dim), rows.squeeze(x.cut_dim)
@@ -145,15 +145,15 @@ LOSS_RULES: dict[Any, Rule] = {
     aten.logsumexp: _logsumexp,
     **dict.fromkeys((aten.nll_loss_forward, aten.nll_loss2d_forward), _nll),
     **dict.fromkeys((aten.nll_loss_backward, aten.nll_loss2d_backward), _nll_backward),
-    aten.argmax: _largest,
+    aten.argmax: _max,
 }
 
 
-# --- functions of their own: their backwards would make a whole -------------------------------------------------------
+# --- autograd functions for operations whose backward would gather the full tensor ------------------------------------
 
 
 class _Lookup(torch.autograd.Function, Unwatched):
-    """Rows of an embedding's weight: each rank those that it holds, summed over ranks."""
+    """Looks up rows of an embedding's weight: each rank those that it holds, summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, weight: Slice, rows: Tensor, padding: int | None) -> Tensor:
@@ -185,8 +185,8 @@ class _Gather(torch.autograd.Function, Unwatched):
     def forward(ctx: Any, x: Slice, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.like = x.vocabulary, type(x), x.local.shape, x.cut_dim
-        last, dim = _last(x)
-        return _picked(last, rows.movedim(dim, -1)).movedim(-1, dim)
+        last, dim = _vocabulary_last(x)
+        return _logits_at(last, rows.movedim(dim, -1)).movedim(-1, dim)
 
     @staticmethod
     @once_differentiable
@@ -198,7 +198,7 @@ class _Gather(torch.autograd.Function, Unwatched):
         return kind(out, dim, vocabulary), None
 
 
-def looked_up(
+def embedding_rows(
     rows: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -207,7 +207,7 @@ def looked_up(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """``F.embedding`` on a slice; ``NotImplemented`` where an option looks at whole rows of all ranks."""
+    """``F.embedding`` on a weight sharded by rows; ``NotImplemented`` where an option needs the rows of all ranks."""
     if not isinstance(weight, Slice) or weight.cut_dim != 0 or isinstance(rows, Slice):
         return NotImplemented
     if max_norm is not None or scale_grad_by_freq or sparse:
@@ -215,8 +215,8 @@ def looked_up(
     return _Lookup.apply(weight, rows, padding_idx)
 
 
-def gathered_at(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
-    """``torch.gather`` on a slice; ``NotImplemented`` along another dim."""
+def gather_rows(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+    """``torch.gather`` along the sharded dim; ``NotImplemented`` along another dim."""
     if not isinstance(x, Slice) or not isinstance(dim, int) or dim % x.dim() != x.cut_dim or sparse_grad:
         return NotImplemented
     same = all(index.shape[k] == x.shape[k] for k in range(x.dim()) if k != x.cut_dim)

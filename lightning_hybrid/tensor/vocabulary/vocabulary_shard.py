@@ -1,6 +1,6 @@
-"""The vocabulary shard of a rank, and the group of the others.
+"""The vocabulary shard of a rank: the range of its rows, its local tensor, and the gathered full tensor.
 
-The data alone: what operations do to it is said in ``op_rules`` and ``sharded_losses``.
+The results of operations on it are defined in ``op_rules`` and ``sharded_losses``.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
 
 
 class Vocabulary:
-    """The rows of a vocabulary that each rank holds.
+    """The ranges of rows into which a vocabulary is sharded over ranks.
 
     Attributes:
-        length: Of the whole.
+        length: The number of rows of the full vocabulary.
         offset: The first row of this rank.
-        local_length: Its number of rows.
-        ranks: Who holds the others.
-        num_gathers: How often a whole was asked for, on this rank.
+        local_length: The number of rows of this rank.
+        ranks: The ranks that hold the shards.
+        num_gathers: How often a full tensor was gathered on this rank.
     """
 
     def __init__(self, length: int, ranks: Ranks) -> None:
-        """Args: length: of the whole. ranks: that share it, the last one with fewer rows if need be."""
+        """Shards ``length`` rows over the ranks, the last one with fewer rows if need be."""
         self.length, self.ranks = length, ranks
         ((self.offset, self.local_length),) = self.shard(0).ranges(ranks.rank, ranks.size)
         self.num_gathers = 0
 
     def shard(self, dim: int) -> Shard:
-        """The placement of a tensor that is cut along ``dim``."""
+        """The placement of a tensor that is sharded along ``dim``."""
         return Shard.unevenly(dim, self.length, self.ranks.size)
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole, as a view."""
-        return whole.narrow(dim, self.offset, self.local_length)
+    def local_rows(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's rows of a full tensor, as a view."""
+        return full.narrow(dim, self.offset, self.local_length)
 
     def summed(self, addend: Tensor) -> Tensor:
         """The sum over the ranks, in the memory of the addend if that is dense."""
@@ -48,10 +48,10 @@ class Vocabulary:
         return addend
 
     def located(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Where rows of the whole lie here, and which of them do not; those are 0.
+        """Converts rows of the full vocabulary to local rows, and a mask of those of other ranks; these become 0.
 
-        What is no row of any rank stays out of range on the first or on the last one, so that whoever looks it up there
-        raises as it does for a whole.
+        An index outside the full vocabulary stays out of range on the first or on the last rank, so that a lookup there
+        raises as it does for a full tensor.
         """
         local = rows - self.offset
         foreign = torch.zeros_like(rows, dtype=torch.bool)
@@ -62,13 +62,12 @@ class Vocabulary:
         return local.masked_fill(foreign, 0), foreign
 
 
-def whole_shape(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
-    """The shape of the whole."""
+def _full_shape(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return (*local.shape[:dim], length, *local.shape[dim + 1 :])
 
 
-def _whole_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
-    """The strides of a whole whose part has these: what steps over the cut dim steps over more."""
+def _full_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
+    """The strides of the full tensor of which ``local`` is a shard: strides beyond the sharded dim grow with it."""
     inner = local.stride(dim)
     block = inner * local.shape[dim]
     return tuple(
@@ -79,12 +78,12 @@ def _whole_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
 
 @dataclass
 class _Memory:
-    """What slices know together that are views of one tensor.
+    """The state that all shards share that are views of one tensor.
 
     Attributes:
         writes: How often one of them was written.
-        exposed: Wholes that the user's code has views of, each with the part that it stands for and the dim of that.
-            What is written to a whole is written to the part before that is used, and the other way round.
+        exposed: Full tensors that user code has views of, each with its local shard and the sharded dim. Writes to the
+            full tensor are copied to the shard before that is used, and the other way round.
     """
 
     writes: int = 0
@@ -92,12 +91,12 @@ class _Memory:
 
 
 class Slice(Deferred):
-    """A rank's part along the vocabulary of a tensor that says it is the whole.
+    """A tensor of the full shape that holds this rank's rows of the vocabulary.
 
     Attributes:
-        cut_dim: The dim that is cut.
-        vocabulary: How.
-        sums: Along the cut dim of the whole, where they are known without asking the others.
+        cut_dim: The dim that is sharded.
+        vocabulary: The ranges of rows.
+        sums: Sums along the sharded dim of the full tensor, where they are available without communication.
     """
 
     cut_dim: int
@@ -115,11 +114,11 @@ class Slice(Deferred):
         vocabulary: Vocabulary,
         memory: _Memory | None = None,
     ) -> Slice:
-        """Args: local: this rank's part. dim: which is cut. memory: of the slice that this one is a view of."""
+        """Wraps this rank's rows along ``dim``; ``memory`` is that of the shard of which this one is a view."""
         made: Slice = torch.Tensor._make_wrapper_subclass(
             cls,
-            whole_shape(local, dim, vocabulary.length),
-            strides=_whole_stride(local, dim, vocabulary.length),
+            _full_shape(local, dim, vocabulary.length),
+            strides=_full_stride(local, dim, vocabulary.length),
             dtype=local.dtype,
             device=local.device,
         )
@@ -133,13 +132,13 @@ class Slice(Deferred):
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds."""
+        """This rank's rows."""
         exposed = self._memory.exposed
-        for whole, part, dim in exposed:
-            own = self.vocabulary.own(whole, dim)
+        for full, local, dim in exposed:
+            written = self.vocabulary.local_rows(full, dim)
             if len(exposed) == 1:
-                part.copy_(own)
-            elif not torch.equal(own, part):
+                local.copy_(written)
+            elif not torch.equal(written, local):
                 raise RuntimeError(
                     f"a tensor that {self.vocabulary.ranks.size} tensor ranks share by its"
                     f" {self.vocabulary.length} rows of the vocabulary was written through one of several views that"
@@ -150,24 +149,24 @@ class Slice(Deferred):
 
     @property
     def from_right(self) -> int:
-        """The cut dim counted from the end, below zero."""
+        """The sharded dim counted from the end, below zero."""
         return self.cut_dim - self._local.dim()
 
     def view_of(self, local: Tensor, dim: int | None = None) -> Slice:
-        """A slice that shares this one's memory."""
+        """A shard that shares this one's memory."""
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary, self._memory)
 
     def like(self, local: Tensor, dim: int | None = None) -> Slice:
-        """A slice of its own with the same rows."""
+        """A shard with the same rows that shares no memory with this one."""
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary)
 
     def gathered(self) -> Tensor:
-        """The whole, without its history; collective. It must not be written."""
+        """All-gathers the full tensor, without its autograd history; collective. It must not be written."""
         local = self.local
         memory = self._memory
-        known = next((whole for whole, part, _ in memory.exposed if part is self._local), None)
-        if known is not None:
-            return known
+        exposed = next((full for full, shard, _ in memory.exposed if shard is self._local), None)
+        if exposed is not None:
+            return exposed
         if self._gathered is None or self._gathered[1] != memory.writes or memory.exposed:
             self._gathered = self._joined(local, self.cut_dim), memory.writes
         return self._gathered[0]
@@ -178,30 +177,30 @@ class Slice(Deferred):
         return join(self.vocabulary.ranks.all_gather(padded(local.detach(), placement).contiguous()), placement)
 
     def exposed(self) -> Tensor:
-        """As ``gathered``, for views that the user's code gets and might write."""
-        whole = self.gathered()
-        if not any(whole is known for known, _, _ in self._memory.exposed):
-            self._memory.exposed.append((whole, self._local, self.cut_dim))
+        """The full tensor as ``gathered``, for views that user code gets and might write."""
+        full = self.gathered()
+        if not any(full is other for other, _, _ in self._memory.exposed):
+            self._memory.exposed.append((full, self._local, self.cut_dim))
             self._gathered = None
-        return whole
+        return full
 
-    def handed_out(self) -> Tensor:
-        """A whole that belongs to who asked for it."""
-        whole = self.gathered()
+    def take_full(self) -> Tensor:
+        """A full tensor that the caller owns."""
+        full = self.gathered()
         if self._gathered is None:
-            return whole.clone()
+            return full.clone()
         self._gathered = None
-        return whole
+        return full
 
-    def written(self) -> None:
-        """Its part was written: what was known of it does not hold any more."""
+    def mark_written(self) -> None:
+        """Invalidates cached sums and full tensors after a write to the local rows."""
         self._memory.writes += 1
         self.sums = None
-        for whole, part, dim in self._memory.exposed:
-            whole.copy_(self._joined(part, dim))
+        for full, local, dim in self._memory.exposed:
+            full.copy_(self._joined(local, dim))
 
-    def is_like(self, other: Any) -> bool:
-        """Whether the same rows are held along the same dim counted from the end."""
+    def has_same_rows(self, other: Any) -> bool:
+        """Whether the other is a shard of the same rows, along the same dim counted from the end."""
         return (
             isinstance(other, Slice)
             and other.vocabulary.length == self.vocabulary.length

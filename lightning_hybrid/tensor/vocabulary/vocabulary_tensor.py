@@ -4,12 +4,11 @@
                                        >-- cross_entropy: the same number on both ranks; no rank holds all logits
     rank 1   logits[..., 25129:]    --'
 
-The user's code gets a tensor that says it is the whole. Operations that can be done in parts are; whatever else is
-asked of it is done with the whole, which the ranks then send each other. So nothing has to be known beforehand of what
-reads the logits.
+User code gets a tensor of the full shape. Operations with a sharding rule run on the shards; all others run on the full
+tensor, which the ranks then all-gather. So the code that reads the logits need not be analysed beforehand.
 
-Below autograd, operations see slices, above it there is one tensor of the whole's shape. So gradients, hooks and
-functions of the user's own mean the whole, whatever was done in parts.
+Below autograd, operations get shards, above it there is one tensor of the full shape. So gradients, hooks and
+functions of the user get full shapes, whatever ran on shards.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from torch.utils._pytree import tree_map
 from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 from lightning_hybrid.step.standins.deferred_tensors import whole_of
 from lightning_hybrid.tensor.vocabulary.op_rules import rule_of
-from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gathered_at, looked_up
+from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, embedding_rows, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice, Vocabulary
 
-# Asked of memory that a slice has not got.
+# Operations that need the memory of the full tensor.
 _OF_CONTENT = frozenset(
     {
         "tolist",
@@ -49,16 +48,16 @@ _OF_CONTENT = frozenset(
 )
 
 
-class VocabularySlice(Slice):
-    """See the module."""
+class VocabularyTensor(Slice):
+    """A vocabulary shard whose operations run by sharding rules, or on the full tensor."""
 
     def whole(self) -> Tensor:
-        """See `Deferred`."""
-        return _Whole.apply(self)
+        """All-gathers the full tensor; gradients flow back to the shard."""
+        return _GatherFull.apply(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Autograd goes on to the kernels, except where it would make a whole or ask for memory."""
+        """Passes on to the kernels, except where autograd would gather the full tensor or need its memory."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -69,19 +68,19 @@ class VocabularySlice(Slice):
         elif name == "__setitem__" and isinstance(args[0], cls):
             return _set_item(*args)
         else:
-            own: Callable[..., Any] | None = None
+            sharded: Callable[..., Any] | None = None
             if func is F.embedding:
-                own = looked_up
+                sharded = embedding_rows
             elif name == "gather" and isinstance(args[0] if args else None, cls):
-                own = gathered_at
-            if own is not None and (out := own(*args, **kwargs)) is not NotImplemented:
+                sharded = gather_rows
+            if sharded is not None and (out := sharded(*args, **kwargs)) is not NotImplemented:
                 return out
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """One kernel: by its rule, or on the whole."""
+        """Runs one kernel by its sharding rule, or on the full tensor."""
         kwargs = kwargs or {}
         rule = LOSS_RULES.get(func.overloadpacket) or rule_of(func)
         if rule is not None:
@@ -92,18 +91,18 @@ class VocabularySlice(Slice):
             out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        return _on_wholes(func, args, kwargs)
+        return _run_on_full(func, args, kwargs)
 
 
-def _set_item(x: VocabularySlice, index: Any, value: Any) -> None:
-    """``x[index] = value``: written to the whole, of which each rank keeps its part."""
-    whole = x.whole().clone()
-    whole[whole_of(index)] = whole_of(value)
-    x.copy_(whole)
+def _set_item(x: VocabularyTensor, index: Any, value: Any) -> None:
+    """``x[index] = value``: written to the full tensor, of which each rank keeps its rows."""
+    full = x.whole().clone()
+    full[whole_of(index)] = whole_of(value)
+    x.copy_(full)
 
 
-def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a kernel on wholes; what it writes to one is written to this rank's part."""
+def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a kernel on full tensors; what it writes to one is copied to this rank's rows."""
     schema = func._schema
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     is_view = not written and any(value.alias_info is not None for value in schema.returns)
@@ -121,27 +120,27 @@ def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return changed[-1][1]
 
     names = [argument.name for argument in schema.arguments]
-    own_args = [
+    full_args = [
         tree_map(writable if name in written else plain, value) for name, value in zip(names, args, strict=False)
     ]
-    own_kwargs = {name: tree_map(writable if name in written else plain, value) for name, value in kwargs.items()}
-    out = func(*own_args, **own_kwargs)
-    for given, whole in changed:
-        given.local.copy_(given.vocabulary.own(whole, given.cut_dim))
-        given.written()
+    full_kwargs = {name: tree_map(writable if name in written else plain, value) for name, value in kwargs.items()}
+    out = func(*full_args, **full_kwargs)
+    for shard, full in changed:
+        shard.local.copy_(shard.vocabulary.local_rows(full, shard.cut_dim))
+        shard.mark_written()
 
-    def handed_back(value: Any) -> Any:
-        return next((given for given, whole in changed if value is whole), value)
+    def as_shard(value: Any) -> Any:
+        return next((shard for shard, full in changed if value is full), value)
 
-    return tree_map(handed_back, out) if changed else out
+    return tree_map(as_shard, out) if changed else out
 
 
-class _Whole(torch.autograd.Function, Unwatched):
-    """The plain whole; each rank's part of its gradient goes back."""
+class _GatherFull(torch.autograd.Function, Unwatched):
+    """Makes the plain full tensor; backward, each rank gets its rows of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Slice) -> Tensor:
-        return x.handed_out()
+        return x.take_full()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -149,29 +148,29 @@ class _Whole(torch.autograd.Function, Unwatched):
 
 
 class _Represent(torch.autograd.Function, Unwatched):
-    """A rank's part as a tensor that says it is the whole."""
+    """Makes a `VocabularyTensor` of this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, vocabulary: Vocabulary) -> Slice:
         ctx.dim, ctx.vocabulary = dim, vocabulary
-        return VocabularySlice(local.detach(), dim, vocabulary)
+        return VocabularyTensor(local.detach(), dim, vocabulary)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if isinstance(grad, Slice) and grad.cut_dim == ctx.dim:
             return grad.local, None, None
-        whole = grad.gathered() if isinstance(grad, Slice) else grad
-        return ctx.vocabulary.own(whole, ctx.dim).clone(), None, None
+        full = grad.gathered() if isinstance(grad, Slice) else grad
+        return ctx.vocabulary.local_rows(full, ctx.dim).clone(), None, None
 
 
 def represent(local: Tensor, dim: int, vocabulary: Vocabulary) -> Slice:
-    """A tensor that is used as the whole of which this rank holds a part.
+    """Makes a tensor of the full shape from this rank's rows.
 
     Args:
-        local: This rank's part; gradients flow back to it.
-        dim: Along which it is cut.
-        vocabulary: The rows of each rank.
+        local: This rank's rows; gradients flow back to it.
+        dim: The dim of the rows.
+        vocabulary: The ranges of rows of all ranks.
     """
-    with torch._C.DisableTorchFunction():  # a mode may be about to represent this very part
+    with torch._C.DisableTorchFunction():  # a mode may be about to represent this very tensor
         made: Slice = _Represent.apply(local, dim, vocabulary)
     return made
