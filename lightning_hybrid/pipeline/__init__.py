@@ -1,1 +1,1 @@
-"""Run a schedule: stages, the messages between them, and the parameters they share."""
+"""Step runners: with pipeline stages, with data shares, and unpartitioned."""

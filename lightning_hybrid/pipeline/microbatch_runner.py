@@ -1,4 +1,4 @@
-"""The base class of step runners: what runs with stages and runs without have in common."""
+"""The base class of step runners, with pipeline stages and without."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_hybrid.step.tracing.recording import find_loss, no_loss
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What one step gave, the same on every rank of the pipeline.
+    """The result of one step, the same on every rank of the pipeline.
 
     Attributes:
-        output: What the user's step returned, joined over the microbatches; detached.
-        loss: The mean loss, weighted by samples; None for steps without a backward, and where the step returned none.
-        logs: Each logged key with the value of the step and the arguments of the call.
-        spans: When this rank did what.
-        is_undone: Whether the modules are as they were before the step, which has to run again.
+        output: The return value of the user's step, joined over the microbatches; detached.
+        loss: The mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none.
+        logs: Each logged key with its value for the full batch and the arguments of the call.
+        spans: Start and end of each action of this rank.
+        is_undone: Whether the step was rolled back, and has to run again.
     """
 
     output: Any
@@ -44,14 +44,14 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True)
 class TrainContext:
-    """How a training step is run.
+    """The options and callbacks of a training step.
 
     Attributes:
-        seed_factor: What the backward starts from (loss scale / accumulated batches).
-        before_backward: Called with a stage, and whether it is its last one, before each backward.
-        after_backward: The same after it.
+        seed_factor: Gradient of the loss from which the backward starts (loss scale / accumulated batches).
+        before_backward: Called before each backward with its stage, and whether it is the last of the stage.
+        after_backward: Called after each backward, with the same arguments.
         reduce: Called with a stage after its last backward.
-        weigh: Weights of the microbatches given; their shares of the samples if None.
+        weigh: Returns the weights of microbatches; if None they weigh by their numbers of samples.
     """
 
     seed_factor: float
@@ -62,36 +62,36 @@ class TrainContext:
 
 
 class MicrobatchRunner(ABC):
-    """Runs any step of one module on this rank's part of it.
+    """Runs any step of one module on this rank's layers or shards.
 
     Attributes:
-        plan: Who holds what.
-        splitter: Of the user, for batches.
-        watching_units: All entered with the first step's recorded form while that step is recorded once more.
-        uncut: Runs steps of evaluation that cannot be cut, and code outside of steps that reads the module.
-        guards: Know whether the user's code runs, which reads full parameters, or a backward.
+        plan: The ranks that own each parameter and unit.
+        splitter: Splits batches, where the user has passed one.
+        watching_units: All entered with the trace of the first step while that step is recorded again.
+        uncut: Runs evaluation steps that cannot be partitioned, and code outside of steps that reads the module.
+        guards: Track whether user code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
-        settle: Called where a forward is over, before this rank waits for others: it may have called other layers.
+        settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
 
     def __init__(
         self, plan: StagePlan, *, num_microbatches: int | None, splitter: BatchSplitter | None, uncut: UncutSteps
     ) -> None:
-        """Args: num_microbatches: the user's; None chooses. The others: see the class."""
+        """Set up for one module; ``num_microbatches`` is the requested number, or None for an automatic choice."""
         self.plan, self.splitter, self.uncut = plan, splitter, uncut
         self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
         self.guards = Guards()
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.settle: Callable[[], None] = lambda: None
-        self._wanted = num_microbatches
+        self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 
     @property
     @abstractmethod
     def may_undo(self) -> bool:
-        """Whether a training step may be left, and run again."""
+        """Whether a training step may be rolled back, and run again."""
 
     @abstractmethod
     def record(
@@ -123,7 +123,7 @@ class MicrobatchRunner(ABC):
         share_output: bool = True,
         by_hand: bool = False,
     ) -> StepResult:
-        """Run one step of the user's module on a whole batch.
+        """Run one step of the user's module on a full batch.
 
         Args:
             name: Such as "training_step".
@@ -131,9 +131,9 @@ class MicrobatchRunner(ABC):
             args: Its arguments, the batch first.
             step_number: Number of the batch in the run; keys the random numbers.
             context: Entered around each forward (autocast).
-            train: Given for a training step; other steps run forward only.
+            train: Options of a training step; other steps run forward only.
             share_output: Whether tensors that the step returned are needed on every rank.
-            by_hand: Whether it is a training step that calls backwards and optimizers itself.
+            by_hand: Whether it is a training step with manual optimization.
         """
 
     def shard_units(
@@ -156,12 +156,12 @@ class MicrobatchRunner(ABC):
         self.around_units = both
 
     def num_backwards(self, batch: Any) -> int:
-        """Backwards of each stage of this rank in a training step."""
+        """Number of backwards of each stage of this rank in a training step."""
         return self.count("training_step", batch)
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches; a short batch has fewer, of the usual size, not as many smaller ones."""
-        count = choose_count(batch, self._wanted, self.plan.num_stages, self.splitter)
+        count = choose_count(batch, self._num_microbatches, self.plan.num_stages, self.splitter)
         size = batch_size_of(batch)
         if size is None or self.splitter is not None:
             return count
@@ -173,10 +173,10 @@ class MicrobatchRunner(ABC):
 
 
 def backward_of(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:
-    """Run the backward of a microbatch; its loss, without the graph, or None if its step returned none.
+    """Run the backward of a microbatch; returns its detached scalar loss, or None if its step returned none.
 
     Raises:
-        StepError: What it returned has no loss, or one that depends on no parameter.
+        StepError: The output has no loss, or one that depends on no parameter.
     """
     loss = find_loss(output)
     train.before_backward(0, is_last)

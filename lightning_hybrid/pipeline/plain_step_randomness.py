@@ -1,4 +1,4 @@
-"""Keyed random numbers for steps that run as plain Python: those that stages draw."""
+"""Keyed random numbers for steps that run as plain Python: equal to those of pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lightning_hybrid.step.tracing.bound_apply import users_functions
 from lightning_hybrid.step.tracing.step_mode import Current
 
 
-class StepDraws:
-    """Keys what the modules and functions of one user draw."""
+class PlainStepRandomness:
+    """Keys the random numbers that the user's modules and functions draw."""
 
     def __init__(self, root: nn.Module, randomness: KeyedRandomness, guards: Guards) -> None:
-        """Args: root: the user's module. randomness: keys what steps draw. guards: of the run."""
+        """Set up for one module; ``guards`` tracks whether user code or a backward runs."""
         self._root, self._randomness, self._guards = root, randomness, guards
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
 
     @contextlib.contextmanager
     def keyed(self, name: str, number: int, microbatch: int) -> Iterator[None]:
-        """Random numbers inside are those that stages draw.
+        """Draw the random numbers of pipeline stages inside.
 
-        The first run of a step is watched whole, and shows which modules draw. Later ones are watched there alone;
-        what draws elsewhere goes on from the generators as the microbatch has seeded them.
+        The first run of a step is observed everywhere, and shows which modules draw. Later runs are observed in these
+        only; other code draws from the generators as the microbatch has seeded them.
 
         Args:
-            name: Of the step.
-            number: Of the batch in the run.
-            microbatch: Its number, over all replicas.
+            name: Name of the step.
+            number: Number of the batch in the run.
+            microbatch: Number of the microbatch, over all replicas.
         """
         root, randomness = self._root, self._randomness
         if name not in self._drawing:

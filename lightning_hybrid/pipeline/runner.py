@@ -1,7 +1,7 @@
-"""The step runner for several pipeline stages: record, cut, schedule, execute, share the results.
+"""The step runner for several pipeline stages: record, partition, schedule, execute, exchange the results.
 
-Recordings are kept per *signature*: which step, the structure and shapes of the batch, train or eval mode and
-requires_grad everywhere. A batch of another length, or a parameter unfrozen mid-run, is another signature.
+Recordings are cached by *signature*: name of the step, structure and shapes of the batch, train or eval mode and
+requires_grad of all modules. A batch of another length, or a parameter unfrozen mid-run, is another signature.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
 from lightning_hybrid.pipeline.loss_weights.mixed_objectives import Weighing
-from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares, Shares
+from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares, MeanWeights
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.results.result_exchange import StepSharing
-from lightning_hybrid.pipeline.results.step_outputs import check_content, detached, handed_back
+from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
+from lightning_hybrid.pipeline.results.step_outputs import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
 from lightning_hybrid.pipeline.runtime.programs import Programs
-from lightning_hybrid.pipeline.runtime.step_rollback import StepStart
+from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
-from lightning_hybrid.pipeline.side_effects.unsplit_steps import StepsAtOnce
+from lightning_hybrid.pipeline.side_effects.unsplit_steps import UnsplitSteps
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_cache import Call, Chosen, VariantChoice
+from lightning_hybrid.pipeline.stages.trace_cache import Call, ChosenTraces, VariantChoice
 from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
@@ -48,10 +48,10 @@ class StepRunner(MicrobatchRunner):
     """Runs any step of one module on this rank's stages of a pipeline.
 
     Attributes:
-        agree_broken: Whether a training step broke on any replica, given whether it did on this one; None where a step
-            that does not do what was recorded ends the run.
-        weighs_means: Whether the recorded step takes a mean over another number than the samples, which is seen to.
-        weighing: By what microbatches weigh where that is not recorded: in means inside of layers.
+        agree_broken: Returns whether a training step broke on any replica, from whether it did on this one; None where
+            a step that diverges from its recording ends the run.
+        weighs_means: Whether the recorded step has a mean over another count than the samples; its weights are exact.
+        weighing: The weights of microbatches where a recording does not show them: for means inside of layers.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class StepRunner(MicrobatchRunner):
 
         Args:
             root: The user's module.
-            plan: Who holds what.
+            plan: The ranks that own each parameter and unit.
             transport: Carries messages between stages.
-            group: This pipeline's ranks.
-            randomness: Keys what steps draw.
+            group: The ranks of this pipeline.
+            randomness: Keys the random numbers of steps.
             schedule: Name of the schedule.
-            num_microbatches: The user's; None chooses.
-            splitter: The user's.
-            replica: Data rank.
-            metrics: Of the module.
-            uncut: Runs steps of evaluation that cannot be cut.
+            num_microbatches: The number that the user requested; None for an automatic choice.
+            splitter: Splits batches, where the user has passed one.
+            replica: Data-parallel rank.
+            metrics: Synchronizes the metrics of the module.
+            uncut: Runs evaluation steps that cannot be partitioned.
             tell_at_once: Called once with the name of a step whose batches are not split, and the reason.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
@@ -97,30 +97,30 @@ class StepRunner(MicrobatchRunner):
         self._executor.around_step = lambda: self.around_step()
         self._executor.around_backward = self.guards.off
         self._executor.after_forward = lambda: self.settle()
-        self._choice = VariantChoice(root, plan, randomness)
-        self._loss_shares = LossShares(root, plan, self._choice, randomness)
+        self._traces = VariantChoice(root, plan, randomness)
+        self._loss_shares = LossShares(root, plan, self._traces, randomness)
         self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
         self._transport = transport
         self._programs = Programs(plan, transport, schedule)
-        self._at_once = StepsAtOnce(self._choice, tell_at_once)
-        self._chosen: Chosen | None = None  # for the training batch that comes next
+        self._unsplit = UnsplitSteps(self._traces, tell_at_once)
+        self._chosen: ChosenTraces | None = None  # for the training batch that comes next
         self.agree_broken: Callable[[bool], bool] | None = None
         self.weighs_means = False
         self.weighing = Weighing()
 
     @property
     def may_undo(self) -> bool:
-        """Whether a training step may turn out to do something else than what was recorded."""
+        """Whether a training step that diverges from its recording is rolled back."""
         return self.agree_broken is not None
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches."""
-        return 1 if name in self._at_once.names else super().count(name, batch)
+        return 1 if name in self._unsplit.names else super().count(name, batch)
 
     @property
     def steps_at_once(self) -> frozenset[str]:
         """Names of steps whose batches are not split into microbatches."""
-        return frozenset(self._at_once.names)
+        return frozenset(self._unsplit.names)
 
     def record(
         self,
@@ -129,11 +129,11 @@ class StepRunner(MicrobatchRunner):
         args: Sequence[Any],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Record a step on an example batch before the run; the first one decides the cut."""
+        """Record a step on an example batch before the run; the first one decides the partition into stages."""
         batch, *rest = args
         train = name == "training_step"
         call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
-        chosen = self._choice_for(call, batch, share_output=False)
+        chosen = self._select_traces(call, batch, share_output=False)
         microbatches, weights, variants = chosen.microbatches, chosen.weights, chosen.variants
         self.weighs_means = train and self._loss_shares.weighs(call, variants, batch, microbatches, weights)
         if self.watching_units:
@@ -146,11 +146,11 @@ class StepRunner(MicrobatchRunner):
     def weights_of_terms(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> list[list[float]]:
-        """How two parts of a batch may weigh in its training loss; arguments as for ``record``."""
+        """Candidate weights of the two halves of a batch in its training loss; arguments as for ``record``."""
         batch, *rest = args
         parts, weights = split(batch, 2, self.splitter)
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
-        variants = self._choice.choose(call, parts)
+        variants = self._traces.choose(call, parts)
         return self._loss_shares.weights_of_terms(call, variants, batch, parts, weights)
 
     def run(
@@ -165,119 +165,141 @@ class StepRunner(MicrobatchRunner):
         share_output: bool = True,
         by_hand: bool = False,
     ) -> StepResult:
-        """Run one step of the user's module on a whole batch; see ``MicrobatchRunner``.
+        """Run one step of the user's module on a full batch, as ``MicrobatchRunner.run`` describes.
 
         Raises:
-            StepBroken: A training step does something else than what was recorded; nothing of it stays.
+            StepBroken: A training step diverges from its recording; all its effects are rolled back.
         """
-        assert not by_hand, "such a step is never cut into stages"
+        assert not by_hand, "a step with manual optimization is never partitioned into stages"
         batch, *rest = args
         first = self._replica * self.count(name, batch)
         call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
         if name in self.uncut.names:
-            return self._run_uncut(call, batch)
-        is_weighed = train is not None and (train.weigh is not None or bool(self.weighing.counts))
+            return self._run_unpartitioned(call, batch)
         try:
-            chosen = self._choice_for(call, batch, share_output=share_output)
-        except Exception as reason:  # what is wrong with the step itself shows when it runs whole
+            chosen = self._select_traces(call, batch, share_output=share_output)
+        except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
             if train is not None:
                 raise
             self.uncut.adopt(name, reason)
-            return self._run_uncut(call, batch)
-        microbatches, weights, variants = chosen.microbatches, chosen.weights, chosen.variants
-        count = len(microbatches)
-        first = self._replica * count
-        call = dataclasses.replace(call, first=first)
-        if train is not None and train.weigh is not None:
-            weights = train.weigh(microbatches)
-        elif is_weighed:
-            weights = self.weighing.of(microbatches, weights)
-        if train is None and self._loss_shares.are_incomparable(variants):
-            # Such means have no common weights; evaluation needs no backward, so it runs on whole batches from now on.
-            self._at_once.names.add(name)
+            return self._run_unpartitioned(call, batch)
+        call = dataclasses.replace(call, first=self._replica * len(chosen.microbatches))
+        if train is None and self._loss_shares.are_incomparable(chosen.variants):
+            # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
+            self._unsplit.names.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
-        logs, total = LogCapture(count, self._executor.has_guessed_size), sum(weights) or 1.0
+        return self._run_in_stages(call, chosen, train, share_output=share_output)
 
-        def around(index: int, run: Callable[[], StageRun]) -> StageRun:
-            keyed = self._randomness.microbatch(step_number, first + index)
-            weighed = self._metrics.counted.microbatch(weights[index] / total)
-            with context(), keyed, logs.microbatch(self._root, index), weighed:
-                return run()
-
-        shares: Shares = ()
-        if not is_weighed:
-            with self._metrics.copied_alone():
-                shares = self._loss_shares.of(call, variants, batch, microbatches, weights)
-        steps = [self._choice.runs_on(call, microbatch, len(self.plan.stages)) for microbatch in microbatches]
-        sharing = StepSharing(
+    def _run_in_stages(
+        self, call: Call, chosen: ChosenTraces, train: TrainContext | None, *, share_output: bool
+    ) -> StepResult:
+        """Run this rank's stages on all microbatches, then exchange and join the results."""
+        variants, count = chosen.variants, len(chosen.microbatches)
+        weights, shares = self._weights(call, chosen, train)
+        logs = LogCapture(count, self._executor.has_guessed_size)
+        exchange = StepResultExchange(
             self._group,
             self._randomness.device,
             variants,
             logs,
             weights,
-            batch,
+            chosen.batch,
             share_output=share_output,
             train=train is not None,
             metrics=self._batch_metrics,
             by_samples=(self.weighing.keys, chosen.weights),
         )
-        self._batch_metrics.begin(len(variants))
-        more: dict[str, Any] = {}
-        if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
-            more["after_forwards"] = lambda runs, is_broken: sharing.begin(runs, is_broken=is_broken)
-        if train is not None:
-            more |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
-            more |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
-        start = None
+        self._batch_metrics.begin(count)
+        snapshot = None
         if train is not None and self.agree_broken is not None:
-            start = StepStart(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
+            snapshot = StepSnapshot(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
         job = Job(
             program=self._programs.of(variants, train=train is not None),
             variants=variants,
-            steps=steps,
-            around=around,
+            steps=[self._traces.bind_microbatch(call, batch, len(self.plan.stages)) for batch in chosen.microbatches],
+            around=self._around_forwards(call, logs, weights),
             parameters=self.plan.names(),
             repeated_buffers=self.plan.repeated_buffers(),
             shares=shares,
-            metrics=self._batch_metrics if len(variants) > 1 else None,
-            may_break=start is not None and not self._choice.writes_batch(name),
-            **more,
+            metrics=self._batch_metrics if count > 1 else None,
+            may_break=snapshot is not None and not self._traces.writes_batch(call.name),
+            **self._callbacks(train, exchange, weights),
         )
         appended = AppendedEntries(self._root) if count > 1 else None
-        side_effects = None
-        if count == 1 and variants[0].recording.numbers_kept:
-            again = copied_batch(batch) if self._choice.writes_batch(name) else batch
-            side_effects = SideEffectRun(self._root, self.plan.names(), call, again, variants[0], self._randomness)
+        side_effects = self._side_effects(call, chosen)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
-        self._meet(sharing, outcome, start)
+        self._synchronize(exchange, outcome, snapshot)
         for variant in dict.fromkeys(variants):
-            self._metrics.note_homes(variant.assignment.sinks, self.plan.num_ranks)
+            self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.num_ranks)
         result = self._result(
-            chosen, outcome, sharing, weights, train=train is not None, appended=appended, side_effects=side_effects
+            chosen, outcome, exchange, weights, train=train is not None, appended=appended, side_effects=side_effects
         )
         self._batch_metrics.begin(0)
         self.plan.share_buffers(variants)
-        self.uncut.others_are_old = True
+        self.uncut.has_stale_copies = True
         return result
 
-    def _meet(self, sharing: StepSharing, outcome: Outcome, start: StepStart | None) -> None:
-        """Wait for what the other ranks have; if the step broke on one, leave it on all."""
+    def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
+        """The weight of each microbatch, and those of its recorded means that differ from it."""
+        microbatches, weights = chosen.microbatches, chosen.weights
+        if train is not None and train.weigh is not None:
+            return train.weigh(microbatches), ()
+        if train is not None and self.weighing.counts:
+            return self.weighing.of(microbatches, weights), ()
+        with self._metrics.local_copies():
+            return weights, self._loss_shares.of(call, chosen.variants, chosen.batch, microbatches, weights)
+
+    def _around_forwards(
+        self, call: Call, logs: LogCapture, weights: Sequence[float]
+    ) -> Callable[[int, Callable[[], StageRun]], StageRun]:
+        """A function that runs the forward of a microbatch in its contexts; they are entered before each forward."""
+        total = sum(weights) or 1.0
+
+        def around(index: int, run: Callable[[], StageRun]) -> StageRun:
+            keyed = self._randomness.microbatch(call.number, call.first + index)
+            weighted = self._metrics.counted.microbatch(weights[index] / total)
+            with call.context(), keyed, logs.microbatch(self._root, index), weighted:
+                return run()
+
+        return around
+
+    def _callbacks(
+        self, train: TrainContext | None, exchange: StepResultExchange, weights: Sequence[float]
+    ) -> dict[str, Any]:
+        """The options of a job that concern its backwards, and what it calls between instructions."""
+        options: dict[str, Any] = {}
+        if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
+            options["after_forwards"] = lambda runs, is_broken: exchange.begin(runs, is_broken=is_broken)
+        if train is not None:
+            options |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
+            options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
+        return options
+
+    def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
+        """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""
+        if len(chosen.variants) > 1 or not chosen.variants[0].recording.numbers_kept:
+            return None
+        batch = copied_batch(chosen.batch) if self._traces.writes_batch(call.name) else chosen.batch
+        return SideEffectRun(self._root, self.plan.names(), call, batch, chosen.variants[0], self._randomness)
+
+    def _synchronize(self, exchange: StepResultExchange, outcome: Outcome, snapshot: StepSnapshot | None) -> None:
+        """Wait for the numbers of the other ranks; if the step broke on one, roll it back on all."""
         is_broken = outcome.broken is not None
         try:
-            sharing.meet(outcome.runs, is_broken=is_broken)
+            exchange.wait(outcome.runs, is_broken=is_broken)
         except StepBroken:
             is_broken = True
-        if start is None or self.agree_broken is None or not self.agree_broken(is_broken):
+        if snapshot is None or self.agree_broken is None or not self.agree_broken(is_broken):
             return
-        start.restore("does something else than what was recorded")
+        snapshot.restore("does something else than what was recorded")
         self._batch_metrics.begin(0)
         raise StepBroken(outcome.broken)
 
-    def _run_uncut(self, call: Call, batch: Any) -> StepResult:
+    def _run_unpartitioned(self, call: Call, batch: Any) -> StepResult:
         call = dataclasses.replace(call, first=self._replica)  # one batch, one draw
-        if self.uncut.others_are_old:
+        if self.uncut.has_stale_copies:
             self._metrics.share_all()
         with self._metrics.step():
             output, logged = self.uncut.run(call, batch)
@@ -293,7 +315,7 @@ class StepRunner(MicrobatchRunner):
         share_output: bool,
         around: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
-        """Choose the recorded forms of the training batch that comes next, so that its step can run.
+        """Select the traces of the next training batch, by a dry run where needed, so that its step can run.
 
         Args:
             step: The user's bound ``training_step``.
@@ -301,53 +323,54 @@ class StepRunner(MicrobatchRunner):
             step_number: As for ``run``.
             context: As for ``run``.
             share_output: As for ``run``.
-            around: Entered meanwhile, given whether the forms are known; otherwise code of the user's runs inside.
+            around: Entered meanwhile; receives whether the traces are cached. If not, user code runs inside.
 
         Raises:
             StepError: The step cannot be recorded.
-            PartitionError: It cannot be cut, or not the way the first step was.
+            PartitionError: It cannot be partitioned, or not as the first step was.
         """
         batch, *rest = args
         first = self._replica * self.count("training_step", batch)
         call = Call("training_step", step, rest, context, True, step_number, first, self.plan.modes())
         self._chosen = None
-        self._chosen = self._choice_for(call, batch, share_output=share_output, around=around)
+        self._chosen = self._select_traces(call, batch, share_output=share_output, around=around)
 
-    def _choice_for(
+    def _select_traces(
         self,
         call: Call,
         batch: Any,
         *,
         share_output: bool,
         around: Callable[[bool], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> Chosen:
+    ) -> ChosenTraces:
+        """Split a batch and select the trace of each microbatch; consumes the result of ``foresee`` if there is one."""
         chosen, self._chosen = self._chosen, None
         if chosen is not None and call.train and chosen.batch is batch and chosen.number == call.number:
             return chosen
         microbatches, weights = split(batch, self.count(call.name, batch), self.splitter)
-        with self._metrics.copied_alone(), around(self._choice.is_known(call, microbatches)):
-            variants = self._choice.choose(call, microbatches)
+        with self._metrics.local_copies(), around(self._traces.is_known(call, microbatches)):
+            variants = self._traces.choose(call, microbatches)
             is_split = len(variants) > 1
-            if is_split and self._at_once.adopts(call, variants, batch, microbatches, is_returned=share_output):
+            if is_split and self._unsplit.adopts(call, variants, batch, microbatches, is_returned=share_output):
                 microbatches, weights = split(batch, 1, self.splitter)
-                variants = self._choice.choose(dataclasses.replace(call, first=self._replica), microbatches)
-        return Chosen(batch, call.number, microbatches, weights, variants)
+                variants = self._traces.choose(dataclasses.replace(call, first=self._replica), microbatches)
+        return ChosenTraces(batch, call.number, microbatches, weights, variants)
 
     def _result(
         self,
-        chosen: Chosen,
+        chosen: ChosenTraces,
         outcome: Outcome,
-        sharing: StepSharing,
+        exchange: StepResultExchange,
         weights: Sequence[float],
         *,
         train: bool,
         appended: AppendedEntries | None,
         side_effects: SideEffectRun | None,
     ) -> StepResult:
-        """Share what the ranks know, fill what is absent, and join the microbatches."""
+        """Exchange the results of the ranks, fill absent tensors, and join the microbatches."""
         variants, microbatches = chosen.variants, chosen.microbatches
         runs = [outcome.runs[index] for index in range(len(variants))]
-        logged, content = sharing.finish(outcome.runs, self.plan.num_ranks)
+        logged, content = exchange.finish(outcome.runs, self.plan.num_ranks)
         outputs = []
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)
@@ -355,9 +378,9 @@ class StepRunner(MicrobatchRunner):
                 outputs.append(map_leaves(detached, run.result))
         loss = None
         if train:
-            parts = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
-            total = sum(float(part) * weight for part, weight in zip(parts, weights, strict=True))
-            loss = parts[0].new_tensor(total)
+            losses = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
+            total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
+            loss = losses[0].new_tensor(total)
         name = variants[0].recording.graph.step
         sizes = sizes_of(microbatches)
         output = join(outputs, weights, sizes, step=name) if outputs else None
@@ -371,5 +394,5 @@ class StepRunner(MicrobatchRunner):
         check_content(name, output)
         if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
             refuse_absent_numbers(self._root, [variant.recording for variant in variants], read_at)
-        output = handed_back(chosen.batch, microbatches, [run.result for run in runs], output)
+        output = returned_batch(chosen.batch, microbatches, [run.result for run in runs], output)
         return StepResult(output, loss, logged, outcome.spans)

@@ -1,8 +1,8 @@
-"""Evaluation steps that run on every rank: text generation, or a branch on a value of the model.
+"""Unpartitioned evaluation steps, which run on every rank: text generation, or a branch on a value of the model.
 
-Every rank of a replica runs such a step whole, on the whole batch, as one process does. Parameters of other ranks are
-gathered when they are read (``full_params``). That costs the time of one process and the messages, but no memory beyond
-what is gathered, and whatever the step does is right.
+Every rank of a replica runs such a step unpartitioned, on the full batch, as a single process does. Parameters of other
+ranks are gathered when they are read (``full_params``). That costs the time of one process and the messages, but no
+memory beyond what is gathered, and the step may do anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_hybrid.parts.local_shards import HeldParts
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_cache import Call
-from lightning_hybrid.pipeline.stages.unit_attribute_sync import share_attributes
+from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.instrument import drawing_as_stages, slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
@@ -32,11 +32,11 @@ from lightning_hybrid.step.tracing.compiled_modules import Uncompiled
 
 
 class UncutSteps:
-    """Runs steps of one module whole.
+    """Runs steps of one module unpartitioned, with parameters gathered on read.
 
     Attributes:
-        names: Those that cannot be cut, so far.
-        others_are_old: Whether a step has run in stages since the ranks had the same buffers, metrics and attributes.
+        names: Names of the steps that cannot be partitioned, so far.
+        has_stale_copies: Whether a step has run in stages since the ranks had the same buffers, metrics and attributes.
     """
 
     def __init__(
@@ -51,62 +51,62 @@ class UncutSteps:
         tell: Callable[[str, Exception], None],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Say who holds what.
+        """Set up for one module.
 
         Args:
             root: The user's module.
-            plan: Which ranks of the pipeline hold which parameters.
-            parts: What this rank holds of each parameter, if it is not all.
-            replica: All ranks that see the same batch.
-            randomness: Keys what steps draw.
-            room: Bytes that lent parameters may take in a step, as far as this rank knows.
-            tell: Called with the name of a step that cannot be cut, and the reason, once.
-            around: Entered around each, whatever else it runs in.
+            plan: The ranks of the pipeline that own each parameter.
+            parts: Returns the local shards of the parameters; None if this rank has them in full.
+            replica: All ranks that receive the same batch.
+            randomness: Keys the random numbers of steps.
+            room: Returns how many bytes gathered parameters may take in a step on this rank.
+            tell: Called once with the name of a step that cannot be partitioned, and the reason.
+            around: Entered around each step, innermost but for the logs.
         """
         self.names: set[str] = set()
-        self.others_are_old = True
+        self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
         self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
         self._contents = Contents(replica, randomness.device)
 
     def adopt(self, name: str, reason: Exception) -> None:
-        """From now on every rank runs a step whole."""
+        """Let every rank run a step unpartitioned from now on."""
         self.names.add(name)
         self._tell(name, reason)
 
     def lent(self, meet: Callable[[str], None], room: int) -> LentParameters:
-        """What a step must run in."""
+        """The mode that gathers parameters when a step reads them."""
         parameters = dict(self._root.named_parameters())
         device, holders = self._randomness.device, self._plan.ranks_of
         return LentParameters(parameters, holders, self._plan.group, self._parts(), device, meet=meet, room=room)
 
     def is_lent(self, name: str) -> bool:
-        """Whether some rank of the replica has not the whole of a parameter."""
-        return "tp" in self._cut_over(name) or len(self._plan.ranks_of(name)) < self._plan.group.size()
+        """Whether some rank of the replica does not hold the full parameter."""
+        return "tp" in self._sharded_axes(name) or len(self._plan.ranks_of(name)) < self._plan.group.size()
 
     def is_of_replicas(self, name: str) -> bool:
-        """Whether replicas share out a parameter; they are not asked for their parts."""
-        return not self._cut_over(name) <= {"tp", "cp"}
+        """Whether a parameter is sharded over replicas; their shards are not gathered here."""
+        return not self._sharded_axes(name) <= {"tp", "cp"}
 
-    def _cut_over(self, name: str) -> set[str]:
-        """The axes over which a parameter is cut."""
+    def _sharded_axes(self, name: str) -> set[str]:
+        """The mesh axes over which a parameter is sharded."""
         parts = self._parts()
         return set() if parts is None else {cut.axis for cut in parts.cuts if name in cut.placements}
 
     def lend(self, where: str) -> LentParameters:
-        """What code outside of steps must run in, on all ranks of the replica; collective over them.
+        """The mode that gathers parameters which code outside of steps reads; collective over the replica.
 
         Args:
-            where: The code, for messages.
+            where: Description of the code, for messages.
 
         Raises:
             RanksDisagree: Some ranks do not run it.
         """
         meet = partial(self._contents.meet, where)
         meet("reads the module")
-        others_were_old = self.others_are_old
+        had_stale_copies = self.has_stale_copies
         self._refresh()
-        self.others_are_old = others_were_old  # metrics of steps have not been shared
+        self.has_stale_copies = had_stale_copies  # metrics of steps have not been shared
         return self.lent(meet, self._common_room())
 
     def _common_room(self) -> int:
@@ -118,14 +118,14 @@ class UncutSteps:
         """Run a step on a batch; collective over the replica.
 
         Args:
-            call: The step.
-            batch: All of it.
+            call: The call of the step.
+            batch: The full batch.
 
         Returns:
-            What it returned, and what it logged with the first rank's values.
+            The output, and the logged entries with the values of the first rank.
 
         Raises:
-            RanksDisagree: The ranks do not do the same.
+            RanksDisagree: The ranks run different operations.
         """
         logs, meet = LogCapture(1), partial(self._contents.meet, call.name)
         room = self._common_room()
@@ -150,8 +150,8 @@ class UncutSteps:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Give every rank the buffers and attributes of layers that steps in stages have written elsewhere."""
-        if not self.others_are_old:
+        """Broadcast the buffers and attributes of layers that partitioned steps have written on one rank."""
+        if not self.has_stale_copies:
             return
         if (parts := self._parts()) is not None:
             cut = {name for axis in parts.cuts for name in axis.buffers}
@@ -161,11 +161,11 @@ class UncutSteps:
         if self._plan.num_ranks > 1:
             for buffer, home in self._plan.buffer_homes():
                 broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
-            share_attributes(self._plan, self._root)
-        self.others_are_old = False
+            sync_unit_attributes(self._plan, self._root)
+        self.has_stale_copies = False
 
     def _shared(self, logs: LogCapture, batch: Any) -> list[tuple[Entry, float]]:
-        """What was logged; the first rank's numbers, should kernels of another rank have rounded otherwise."""
+        """The logged entries, with the first rank's numbers in case kernels of another rank have rounded otherwise."""
         entries = logs.entries()
         keys = zlib.crc32("|".join(entry.name for entry in entries).encode())
         values = [entry.values[0] for entry in entries]

@@ -357,8 +357,8 @@ def warned(module_class, options):
 PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "num_microbatches": 2}
 MIXED = {
     "shares": (Branching, PP, True, ""),
-    "contrasts in shares": (Contrasts, PP, False, "So each rank runs whole batches"),
-    "rows in shares": (SomeRows, PP, False, "So each rank runs whole batches"),
+    "contrasts in shares": (Contrasts, PP, False, "So each rank runs full batches"),
+    "rows in shares": (SomeRows, PP, False, "So each rank runs full batches"),
     "microbatches": (Branching, TP, False, ""),
     "contrasts in microbatches": (Contrasts, TP, False, "as with gradient accumulation"),
     "stages": (Straight, PP, False, ""),

@@ -1,1 +1,1 @@
-"""How the losses of microbatches weigh in that of the batch."""
+"""Weights of the losses of microbatches in the loss of the batch."""

@@ -1,4 +1,4 @@
-"""Microbatch weights of the loss by a count of tokens, as far as the batches of a run have shown it."""
+"""Microbatch weights of the loss by a count of tokens, found from the batches of a run."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from lightning_hybrid.pipeline.loss_weights.mixed_objectives import Weighing
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.batch_means.counts_in_batch import Count, are_apart, uneven_masks
 
-_MOST_TRIED = 8  # masks that turned out to be none of the loss
+_MAX_TRIED = 8  # masks that turned out not to be those of the loss
 
 
-class LossWeighing:
-    """What is known of one step.
+class LossWeightFinder:
+    """Finds the weights of microbatches in the loss of one step.
 
     Attributes:
-        now: How parts weigh.
+        now: The weighting found so far.
     """
 
     def __init__(self, splitter: BatchSplitter | None, inform: Callable[[str], None]) -> None:
-        """Args: splitter: the user's, for batches. inform: tells the user, on the first rank."""
+        """Set up for the user's ``splitter`` of batches; ``inform`` prints a message on the first rank."""
         self.now = Weighing()
         self._splitter, self._inform = splitter, inform
         self._tried = set[Count]()
 
     def is_open(self, batch: Any, count: int) -> bool:
-        """Whether a batch can show what parts weigh by, which is not known yet.
+        """Whether a batch can show a weighting that is not known yet.
 
         Args:
-            batch: The batch.
-            count: Parts that it is to be cut into.
+            batch: The full batch.
+            count: Number of microbatches to split it into.
         """
-        if not self._can_be_cut(batch, count):
+        if not self._can_be_split(batch, count):
             return False
         if self.now.counts:
             return are_apart(self.now.counts, split(batch, count, self._splitter)[0])
-        return len(self._tried) < _MOST_TRIED and bool(self._new_masks(batch, count))
+        return len(self._tried) < _MAX_TRIED and bool(self._new_masks(batch, count))
 
     def two_parts(self, batch: Any, count: int) -> Any:
-        """Two neighbours of so many parts in one: two that a mask leaves other shares of, if there are such."""
+        """Two neighbours of ``count`` microbatches, as one batch; a pair with different mask counts if there is one."""
         pairs = split(batch, max(1, count // 2), self._splitter)[0]
         return next((pair for pair in pairs if self.is_open(pair, 2)), pairs[0])
 
     def learn(self, found: Weighing, batch: Any, count: int) -> None:
-        """Go by what a batch has shown; arguments as for ``is_open``."""
-        if self._can_be_cut(batch, count):
+        """Adopt the weighting that a batch has shown; arguments as for ``is_open``."""
+        if self._can_be_split(batch, count):
             self._tried |= self._new_masks(batch, count)
         if found.mixes:
             self.now = found
@@ -56,7 +56,7 @@ class LossWeighing:
         else:
             self.now = self.now._replace(counts=self.now.counts[:1])
 
-    def _can_be_cut(self, batch: Any, count: int) -> bool:
+    def _can_be_split(self, batch: Any, count: int) -> bool:
         size = batch_size_of(batch)
         return count > 1 and (self._splitter is not None or (size is not None and size >= count))
 

@@ -1,8 +1,8 @@
 """A test, without gradients, whether the loss of a batch is the mean of its microbatches' losses.
 
-It is not where an objective mixes samples (contrastive pairs, a term for the whole batch). Then parts of a batch train
-another objective than one process does, as gradient accumulation would. Where it is a mean over the tokens that labels
-leave, and their like, parts weigh by their number of these (``step.batch_means.counts_in_batch``).
+It is not where an objective mixes samples (contrastive pairs, a term for the full batch). Then microbatches train
+another objective than single-process training, as gradient accumulation would. Where the loss is a mean over unmasked
+tokens, microbatches weigh by their number of these (``step.batch_means.counts_in_batch``).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.results.log_capture import Key, LogCapture, keyed
-from lightning_hybrid.pipeline.runtime.step_rollback import StepStart
+from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, split, split_unevenly
 from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, find_counts, worth_finding
 from lightning_hybrid.step.tracing.recording import find_loss
 
-# Relative differences that rounding may make, by the kind of numbers.
+# Relative differences that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
-_APART = 0.1  # beyond what terms that weigh in several ways make of a loss
+_MIXING_TOLERANCE = 0.1  # relative; larger than differences from terms with several weightings
 
 
 class Weighing(NamedTuple):
-    """How parts of a batch weigh in the loss of it.
+    """The weighting of the parts of a batch in its loss.
 
     Attributes:
-        counts: By any of these counts, which are the same so far; none by their samples.
-        keys: What the step logs that weighs by samples even so, as the batch has shown.
-        differing: The loss of the batch, and the mean of its parts' by samples, if they are not the same.
-        loss: Of the batch and its parts; None where that could not be tried.
+        counts: Counts by which parts weigh; several if they have agreed so far; by samples if empty.
+        keys: Logged keys that weigh by samples even so.
+        differing: The loss of the batch, and the mean of its parts' losses by samples, if they differ.
+        loss: The losses of the batch and its parts; None where they could not be computed.
     """
 
     counts: tuple[Count, ...] = ()
@@ -56,16 +56,16 @@ class Weighing(NamedTuple):
         return f"microbatches weigh by what the loss is a mean over: {self.counts[0]}" if self.counts else ""
 
     def of(self, parts: Sequence[Any], by_samples: Sequence[float]) -> list[float]:
-        """The weights of the parts of a batch in its loss."""
+        """The weights of the parts of a batch in its loss; ``by_samples`` where there is no count."""
         return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
 
 
 def agreed_by(group: dist.ProcessGroup | None, mine: Weighing) -> Weighing:
-    """What the ranks of all replicas have found of one step; collective.
+    """Agree with the ranks of all replicas on the weighting of one step; collective.
 
     Args:
         group: These ranks; all if None.
-        mine: What this rank has found.
+        mine: The weighting that this rank has found.
     """
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, mine, group=group)
@@ -81,63 +81,83 @@ def weighing_of(
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Weighing:
-    """How parts of a batch weigh; by their samples also where that cannot be tried.
+    """Measure the weighting of the parts of a batch; by samples also where it cannot be measured.
 
-    Modules evaluate meanwhile, so that they drop nothing and normalize each sample alone; a step that draws random
-    numbers even so is not tried, nor one that returns no loss then. Nothing that the step does stays.
+    Modules are in eval mode meanwhile, without dropout and with normalization by sample; a step that still draws random
+    numbers or returns no loss is not measured. All effects of the step are rolled back.
 
     Args:
         root: The user's module; this rank can run it.
         step: The user's step, of a batch.
-        batch: The whole batch.
-        count: Parts that the batch is cut into.
-        splitter: Of the user, for batches.
-        randomness: Its generators are left as they were.
+        batch: The full batch.
+        count: Number of parts to split the batch into.
+        splitter: Splits batches, where the user has passed one.
+        randomness: Its generators are restored.
         context: Entered around each run of the step.
     """
-    # Of copies, since the step may write into its batch.
+    # Copies, since the step may write into its batch.
     partitions = [split(copied_batch(batch), count, splitter)]
-    if splitter is None:  # what a mean is taken over may be the same number in all parts of one of them
+    if splitter is None:  # the divisor of a mean may be equal in all parts of an even split
         partitions.append(split_unevenly(copied_batch(batch)))
     batch = copied_batch(batch)
     partitions = [(parts, weights) for parts, weights in partitions if parts]
+    found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], count, randomness, context)
+    if found is None:
+        return Weighing()
+    if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
+        partitions = partitions[:1]
+    dtype = found[0][0].dtype
+    sample_weights = [weights for _, weights in partitions]
+    mean = _mean([float(loss) for loss, _ in found], sample_weights)
+    counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
+    if not counts:
+        return Weighing(differing=differing, loss=mean)
+    count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
+
+    def is_by_samples(key: Key) -> bool:
+        logged = _mean([logs[key] for _, logs in found], sample_weights)
+        return not worth_finding(logged, sample_weights, dtype) and bool(worth_finding(logged, count_weights, dtype))
+
+    keys = frozenset[Key].intersection(*(frozenset(logs) for _, logs in found))
+    return Weighing(counts, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
+
+
+def _losses_of(
+    root: nn.Module,
+    step: Callable[[Any], Any],
+    partitions: Sequence[Sequence[Any]],
+    count: int,
+    randomness: KeyedRandomness,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> list[tuple[Tensor, dict[Key, float]]] | None:
+    """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
+
+    A step that fails after the first ``count + 1`` runs leaves complete results of the first two partitions (the batch,
+    and its even split) only.
+    """
     found: list[tuple[Tensor, dict[Key, float]]] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(randomness.isolated())
-        stack.enter_context(_as_it_was(root))
+        stack.enter_context(_evaluating(root))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         before = GeneratorStates(randomness.device)
         try:
-            for parts in ([batch], *(parts for parts, _ in partitions)):
+            for parts in partitions:
                 of_parts = []
                 for part in parts:
                     logs = LogCapture(1)
                     with torch.no_grad(), context(), logs.microbatch(root, 0):
                         loss = find_loss(step(part))
                     if not isinstance(loss, Tensor) or loss.numel() != 1:
-                        return Weighing()
+                        return None
                     of_parts.append((loss, _numbers(logs)))
                 found += of_parts
             if not before.still_stand():
-                return Weighing()
-        except Exception:  # the step asks for gradients, for more samples, or for more memory than there is
+                return None
+        except Exception:  # the step needs gradients, more samples, or more memory than there is
             if len(found) <= count or not before.still_stand():
-                return Weighing()
-            partitions = partitions[:1]
-    dtype = found[0][0].dtype
-    by_samples = [weights for _, weights in partitions]
-    mean = _mean([float(loss) for loss, _ in found], by_samples)
-    known, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, by_samples, dtype)
-    if not known:
-        return Weighing(differing=differing, loss=mean)
-    by_count = [known[0].weights(parts) or weights for parts, weights in partitions]
-
-    def is_by_samples(key: Key) -> bool:
-        logged = _mean([logs[key] for _, logs in found], by_samples)
-        return not worth_finding(logged, by_samples, dtype) and bool(worth_finding(logged, by_count, dtype))
-
-    keys = frozenset[Key].intersection(*(frozenset(logs) for _, logs in found))
-    return Weighing(known, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
+                return None
+    return found
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:
@@ -146,9 +166,9 @@ def _numbers(logs: LogCapture) -> dict[Key, float]:
 
 
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
-    """Of the number of a batch, and those of its parts, partition by partition."""
-    left = iter(numbers[1:])
-    return Mean(numbers[0], [[next(left) for _ in of] for of in weights])
+    """The number of a batch with those of its parts, partition by partition."""
+    remaining = iter(numbers[1:])
+    return Mean(numbers[0], [[next(remaining) for _ in of] for of in weights])
 
 
 def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tuple[float, float] | None:
@@ -161,24 +181,24 @@ def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tu
 
 
 def outside(loss: Mean, weights: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The loss of a batch and the nearest mean of its parts', if none of several weights nor what lies between fits.
+    """The loss of a batch and the nearest mean of its parts' losses, if it is outside the range of weighted means.
 
     Args:
-        loss: Of the batch, and of the parts of its first partition.
-        weights: That may be those of the parts: each stands for one of the terms of the loss.
+        loss: The losses of the batch, and of the parts of its first partition.
+        weights: Candidate weights of the parts, one list for each term of the loss.
     """
-    known = loss.parts[0]
-    means = [sum(one * weight for one, weight in zip(known, of, strict=True) if weight) for of in weights]
+    losses = loss.parts[0]
+    means = [sum(one * weight for one, weight in zip(losses, of, strict=True) if weight) for of in weights]
     near = min(max(loss.whole, min(means)), max(means))
-    return (loss.whole, near) if abs(near - loss.whole) > _APART * abs(loss.whole) else None
+    return (loss.whole, near) if abs(near - loss.whole) > _MIXING_TOLERANCE * abs(loss.whole) else None
 
 
 def describe_mixing(found: tuple[float, float], then: str = "") -> str:
-    """What to tell the user of losses that differ.
+    """The warning about an objective that mixes samples.
 
     Args:
-        found: Of a batch, and the mean of its parts'.
-        then: What is done about it; nothing by default.
+        found: The loss of a batch, and the mean of its parts' losses.
+        then: The consequence, as a sentence; by default that training minimises the mean.
     """
     then = then or "The mean over microbatches is what training minimises, as with gradient accumulation"
     return (
@@ -189,10 +209,10 @@ def describe_mixing(found: tuple[float, float], then: str = "") -> str:
 
 
 @contextlib.contextmanager
-def _as_it_was(root: nn.Module) -> Iterator[None]:
-    """The modules evaluate inside, and are afterwards as they were before."""
+def _evaluating(root: nn.Module) -> Iterator[None]:
+    """Set the modules to eval mode inside, and restore their state afterwards."""
     modes = [(module, module.training) for module in root.modules()]
-    start = StepStart(root, copied=math.inf)
+    start = StepSnapshot(root, copied=math.inf)
     for module, _ in modes:
         module.training = False
     try:

@@ -1,9 +1,9 @@
 """Microbatch weights of the means that a recorded step takes over labels or masks of the batch.
 
-The counts must be known before the first backward, so the step runs on each microbatch beforehand, without the model's
-arithmetic; only steps with such a mean pay for that, and not where all labels are the batch's own and none is ignored.
-Where a sum is divided by a number made of the batch, it runs so
-on the whole batch too: the number of the batch need not be the sum of the microbatches' (``count.clamp(min=1)``).
+The counts must be known before the first backward, so the step first runs on each microbatch without the model's
+arithmetic; only steps with such a mean do this, and not where all labels are from the batch and none is ignored. Where
+a sum is divided by a number computed from the batch, it runs so on the full batch too: the number of the batch need not
+be the sum of the microbatches' (``count.clamp(min=1)``).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lightning_hybrid.step.objects.lru_cache import Recent
 from lightning_hybrid.step.objects.pytree import memory_of, tensors_inside
 from lightning_hybrid.step.replay.counting_replay import CountingReplay
 
-_MOST_FORMS = 512
+_MAX_CACHED = 512
 _EQUAL = 1e-12
-_IGNORED = frozenset({-100})  # torch's own number of what does not count
+_IGNORED = frozenset({-100})  # torch's default ``ignore_index``
 
-Shares = Sequence[Mapping[int, Share]]
+MeanWeights = Sequence[Mapping[int, Share]]
 
 
 @dataclass(frozen=True)
-class _EvenLabels:
-    """Where each microbatch counts its labels, if none is ignored.
+class _EvenCounts:
+    """A batch whose microbatches had equal counts of labels per sample; so do others in which no label is ignored.
 
     Attributes:
-        state: Of the modules around units when that was seen.
-        ignored: The labels that would not count.
+        state: Attributes of the modules around units at that time.
+        ignored: The labels that do not count.
     """
 
     state: list[Any]
@@ -54,15 +54,15 @@ class _EvenLabels:
 
 
 class LossShares:
-    """Knows them for the steps of one module."""
+    """Computes and caches the weights of recorded means, for the steps of one module."""
 
     def __init__(self, root: nn.Module, plan: StagePlan, choice: VariantChoice, randomness: KeyedRandomness) -> None:
-        """Args: root: the user's module. plan: who holds what. choice: of forms. randomness: keys what steps draw."""
-        self._root, self._plan, self._choice, self._randomness = root, plan, choice, randomness
-        self._terms: Recent[tuple[Variant, ...], frozenset[int]] = Recent(_MOST_FORMS)
-        self._sums: Recent[tuple[Variant, ...], frozenset[int]] = Recent(_MOST_FORMS)
-        self._replays: Recent[Variant, CountingReplay] = Recent(_MOST_FORMS)
-        self._even: Recent[tuple[Variant, ...], _EvenLabels] = Recent(_MOST_FORMS)
+        """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
+        self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
+        self._terms: Recent[tuple[Variant, ...], frozenset[int]] = Recent(_MAX_CACHED)
+        self._sums: Recent[tuple[Variant, ...], frozenset[int]] = Recent(_MAX_CACHED)
+        self._replays: Recent[Variant, CountingReplay] = Recent(_MAX_CACHED)
+        self._even: Recent[tuple[Variant, ...], _EvenCounts] = Recent(_MAX_CACHED)
 
     def of(
         self,
@@ -71,68 +71,70 @@ class LossShares:
         batch: Any,
         microbatches: Sequence[Any],
         weights: Sequence[float],
-    ) -> Shares:
-        """By microbatch, how the operations that average weigh, by node.
+    ) -> MeanWeights:
+        """The weights of operations that average, by microbatch and node; empty where all weigh by samples.
 
         Args:
-            call: Of the step.
-            variants: The recorded form of each microbatch.
-            batch: The whole batch.
-            microbatches: Its parts.
-            weights: By which everything else is averaged.
+            call: The call of the step.
+            variants: The trace of each microbatch.
+            batch: The full batch.
+            microbatches: The batch, split.
+            weights: The weights by which everything else is averaged.
         """
         terms = self._terms_of(variants) if len(variants) > 1 else frozenset()
         if not terms:
             return ()
         graph = variants[0].assignment.graph
-        forms = tuple(variants)
-        even = self._even.get(forms)
-        state = self._choice.state_around(variants[0])
-        if even is not None and even.state == state and not _holds(batch, even.ignored):
+        key = tuple(variants)
+        even = self._even.get(key)
+        state = self._traces.attributes_around_units(variants[0])
+        if even is not None and even.state == state and not _contains_any(batch, even.ignored):
             return ()
         labels: list[dict[int, tuple[int, int]]] = []
         found = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
         if found is None:
             return ()
-        if _are_even(terms, labels, weights) and not any(_is_unsettled(variant, terms) for variant in variants):
+        if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
             ignored = frozenset(one for each in labels for _, one in each.values())
-            self._even[forms] = _EvenLabels(state, ignored)
-        whole = self._of_sums(call, variants, batch, {n for n in terms if graph.nodes[n].averages == "divisor"})
-        # A factor that is another one in each microbatch belongs to no mean.
-        products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in whole]
+            self._even[key] = _EvenCounts(state, ignored)
+        divisors = self._full_batch_divisors(
+            call, variants, batch, {n for n in terms if graph.nodes[n].averages == "divisor"}
+        )
+        # A factor that differs between microbatches belongs to no mean.
+        products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in divisors]
         factors = {n: {counts.get(n) for counts in found} for n in products}
         uneven = {n for n, each in factors.items() if len(each) > 1 or None in each}
-        spoilt = {n for n in terms if uneven & reached_by(n, graph)}
+        self_weighted = {n for n in terms if uneven & reached_by(n, graph)}
         shares: list[dict[int, Share]] = [{} for _ in variants]
         for term in terms:
             parts = [counts.get(term) for counts in found]
             counts = [part for part in parts if part is not None]
             divides = graph.nodes[term].averages == "divisor"
-            if len(counts) < len(parts) or (divides and (term not in whole or term in spoilt)):
+            if len(counts) < len(parts) or (divides and (term not in divisors or term in self_weighted)):
                 continue
-            total = whole.get(term, sum(counts))
+            total = divisors.get(term, sum(counts))
             if not total or any(weight == 0 for weight in weights):
                 continue
             made = [
                 Share(count / total / weight, total * weight) for count, weight in zip(counts, weights, strict=True)
             ]
-            for place, share in zip(shares, made, strict=True):
-                if term in spoilt:  # weighed by the step itself, where it is no mean of nothing
-                    place |= {} if share.factor else {term: share}
+            for by_node, share in zip(shares, made, strict=True):
+                if term in self_weighted:  # the step itself weighs it, unless it is a mean over no element
+                    by_node |= {} if share.factor else {term: share}
                 elif any(abs(each.factor - 1) > _EQUAL for each in made):
-                    place[term] = share
+                    by_node[term] = share
         return shares
 
     def weighs(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> bool:
-        """Whether losses of microbatches weigh by other numbers than samples, or may; arguments as for ``of``."""
+        """Whether losses of microbatches may weigh by another count than samples; arguments as for ``of``."""
         shares = self.of(call, variants, batch, microbatches, weights)
         graph = variants[0].assignment.graph
         if any(shares):
             return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
         even = self._even.get(tuple(variants))
-        return _holds(batch, _IGNORED if even is None else even.ignored)
+        return _contains_any(batch, _IGNORED if even is None else even.ignored)
 
     def weights_of_terms(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
@@ -150,33 +152,35 @@ class LossShares:
         ]
 
     def are_incomparable(self, variants: Sequence[Variant]) -> bool:
-        """Whether microbatches do different operations, and some average over what the content of the batch decides."""
+        """Whether microbatches run different operations, and some average over a data-dependent count."""
         graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
-        unlike = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
-        return unlike and any(terms_of(graph, sizes_differ=False) for graph in graphs)
+        differ = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
+        return differ and any(terms_of(graph, sizes_differ=False) for graph in graphs)
 
     def _terms_of(self, variants: Sequence[Variant]) -> frozenset[int]:
         key = tuple(dict.fromkeys(variants))
         if key not in self._terms:
             graphs = [variant.assignment.graph for variant in key]
-            alike_all = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
-            self._terms[key] = terms_of(graphs[0], sizes_differ=len(graphs) > 1) if alike_all else frozenset()
+            same_structure = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
+            self._terms[key] = terms_of(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
         return self._terms[key]
 
-    def _of_sums(self, call: Call, variants: Sequence[Variant], batch: Any, divisions: set[int]) -> Mapping[int, float]:
-        """What sums over samples are divided by in the whole batch, by node."""
+    def _full_batch_divisors(
+        self, call: Call, variants: Sequence[Variant], batch: Any, divisions: set[int]
+    ) -> Mapping[int, float]:
+        """The divisors of sums over samples in the full batch, by node."""
         if not divisions:
             return {}
         try:
-            (whole,) = self._choice.choose(call, [batch])
-        except Exception:  # the step need not run on a whole batch
+            (full,) = self._traces.choose(call, [batch])
+        except Exception:  # the step may not be able to run on a full batch
             return {}
-        key = (variants[0], whole)
+        key = (variants[0], full)
         if key not in self._sums:
-            self._sums[key] = _sums(variants[0].assignment.graph, whole.assignment.graph, divisions)
+            self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
         if not self._sums[key]:
             return {}
-        found = self._counted(call, [(whole, batch)])
+        found = self._counted(call, [(full, batch)])
         return {} if found is None else {n: count for n, count in found[0].items() if n in self._sums[key]}
 
     def _counted(
@@ -186,19 +190,19 @@ class LossShares:
         *,
         labels: list[dict[int, tuple[int, int]]] | None = None,
     ) -> list[dict[int, float]] | None:
-        """What each microbatch counts, by node; None if the step cannot run without the model's arithmetic."""
-        inside = {part for unit in self._plan.units().values() for part in unit.modules()}
+        """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
+        inside = {module for unit in self._plan.units().values() for module in unit.modules()}
         start = ModuleState(self._root, without=inside, unhooked=inside)
         names = self._plan.names()
         counted = []
         try:
-            for place, (variant, part) in enumerate(parts):
+            for index, (variant, part) in enumerate(parts):
                 replay = self._replay(variant)
                 with (
-                    self._choice.copy_for_rehearsal(call, part) as copied,
+                    self._traces.copy_for_dry_run(call, part) as copied,
                     installed([replay], self._randomness) as current,
                     self._randomness.isolated(),
-                    self._randomness.microbatch(call.number, call.first + place),
+                    self._randomness.microbatch(call.number, call.first + index),
                     self._quiet(call),
                 ):
                     replay.memory = frozenset(memory_of(tensor) for tensor in tensors_inside(copied))
@@ -206,7 +210,7 @@ class LossShares:
                 counted.append(replay.counts)
                 if labels is not None:
                     labels.append(dict(replay.labels))
-        except Exception:  # what is wrong with the step is told where it runs
+        except Exception:  # an error of the step is raised where it runs
             return None
         finally:
             start.restore()
@@ -227,8 +231,10 @@ class LossShares:
         return self._replays[variant]
 
 
-def _are_even(terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, int]]], weights: Sequence[float]) -> bool:
-    """Whether all means are over labels of the batch itself, of which each sample has as many."""
+def _have_even_counts(
+    terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, int]]], weights: Sequence[float]
+) -> bool:
+    """Whether all means are over labels of the batch itself, equally many of each sample."""
     return all(
         all(term in each for each in labels)
         and all(
@@ -239,15 +245,15 @@ def _are_even(terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, in
     )
 
 
-def _is_unsettled(variant: Variant, terms: frozenset[int]) -> bool:
-    """Whether the step may do something else with a batch of the same shapes."""
+def _may_change(variant: Variant, terms: frozenset[int]) -> bool:
+    """Whether the step may have other counts with a batch of the same shapes."""
     graph = variant.assignment.graph
     dynamic = any(graph.values[value].dynamic for term in terms for value in graph.nodes[term].inputs)
     return dynamic or bool(variant.recording.looks_at)
 
 
-def _holds(batch: Any, numbers: Collection[int]) -> bool:
-    """Whether any of some numbers is in the whole numbers of a batch."""
+def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
+    """Whether any of these numbers is in the integer tensors of a batch."""
     found = [
         (tensor == number).any()
         for tensor in tensors_inside(batch)
@@ -265,11 +271,9 @@ def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...], tuple[int,
     return [(node.name, node.inputs, node.outputs) for node in graph.nodes]
 
 
-def _sums(part: StepGraph, whole: StepGraph, divisions: set[int]) -> frozenset[int]:
-    """Which of these divide a sum over the samples."""
-    if [node.name for node in part.nodes] != [node.name for node in whole.nodes]:
+def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[int]:
+    """The nodes among ``divisions`` that divide a sum over the samples."""
+    if [node.name for node in part.nodes] != [node.name for node in full.nodes]:
         return frozenset()
-    pairs = alike(part, whole)
-    return frozenset(
-        node for node in divisions if is_total_over_samples(whole.nodes[node].inputs[0], part, whole, pairs)
-    )
+    pairs = alike(part, full)
+    return frozenset(node for node in divisions if is_total_over_samples(full.nodes[node].inputs[0], part, full, pairs))

@@ -1,1 +1,1 @@
-"""What a step gives: logs, metrics, outputs and gradients."""
+"""Results of a step: logs, metrics, outputs and gradients."""

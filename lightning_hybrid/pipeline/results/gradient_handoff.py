@@ -1,8 +1,8 @@
-"""The hand-over of gradients to Lightning at the moment when it calls backward.
+"""The handoff of gradients to Lightning when it calls backward.
 
 A pipeline has run forward and backward when ``training_step`` returns, but Lightning then calls ``zero_grad`` and only
-afterwards ``backward(loss)``. So the new gradients are set aside, and the loss that is returned carries an autograd
-function that deposits them when its backward runs.
+afterwards ``backward(loss)``. So the new gradients are stored, and the returned loss has an autograd function that adds
+them to ``.grad`` when its backward runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Deposit:
-    """Gradients that wait for Lightning's backward."""
+    """The gradients of one step, stored until Lightning's backward."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class Deposit:
         """Begin a step.
 
         Args:
-            parameters: Those that this rank trains.
+            parameters: The parameters that this rank trains.
             zeroed_later: Whether ``zero_grad`` comes between the step and its backward.
-            seeded: What the step's backward started from; Lightning's is expected to be the same.
-            shown: Whether anyone looks at the old gradients before they are cleared; otherwise their memory is freed
-                before the step needs it.
-            restorable: Whether the step may be left, and gradients of earlier batches must be there again then.
+            seeded: The gradient of the loss from which the step's backward started; Lightning's must be the same.
+            shown: Whether user code may read the old gradients before they are cleared; otherwise their memory is
+                freed before the step needs it.
+            restorable: Whether the step may be rolled back, which restores the gradients of earlier batches.
         """
         self._parameters = parameters
         self._zeroed_later = zeroed_later
@@ -50,13 +50,13 @@ class Deposit:
             self._before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
     def undo(self) -> None:
-        """Leave the step: the gradients are those of earlier batches."""
+        """Roll back the step: restore the gradients of earlier batches."""
         for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
         self._before = []
 
     def wrap(self, loss: Tensor) -> Tensor:
-        """End the step: show the old gradients again, and return a loss whose backward deposits the new ones."""
+        """End the step: restore the old gradients, and return a scalar loss whose backward deposits the new ones."""
         if self._zeroed_later:
             self._new = [parameter.grad for parameter in self._parameters]
             for parameter, grad in zip(self._parameters, self._before, strict=True):
@@ -66,10 +66,10 @@ class Deposit:
         return _Deposit.apply(loss, anchor, self)
 
     def deposit(self, incoming: Tensor) -> None:
-        """Put the gradients where the optimizer finds them, scaled by what came in over what was foreseen.
+        """Add the gradients to ``.grad``, scaled by the incoming gradient over the expected one, a scalar.
 
         Raises:
-            RuntimeError: Gradients of earlier batches are mixed in already, and the factor is another one.
+            RuntimeError: Gradients of earlier batches are added already, and the factor is not 1.
         """
         factor = float(incoming) / self._seeded
         exact = abs(factor - 1.0) < 1e-6

@@ -1,4 +1,4 @@
-"""A capture of ``self.log`` calls, microbatch by microbatch, logged once per step and on every rank."""
+"""Capture of ``self.log`` calls by microbatch, for one log entry per step on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
 _NUMBER = object()
 
 
-Key: TypeAlias = tuple[str, int]  # what was logged, and how often the step has logged that name before
+Key: TypeAlias = tuple[str, int]  # the logged name, and how often the step has logged it before
 
 
 def keys_of(names: Iterable[str]) -> Iterator[Key]:
@@ -38,13 +38,14 @@ class Entry:
     Attributes:
         name: The logged key.
         metric: The Metric object logged, if it was one; its value is that of the step.
-        guesses: By microbatch, a number of Python's that this rank logs where another may know better; NaN otherwise.
-        other: What was logged, if it was no number at all, which is for an overridden ``log`` to understand.
-        value: Which value of the step it is, if it is one.
+        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly; NaN
+            otherwise.
+        other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
+        value: Index of the logged value in the step graph, if it is one.
         kwargs: The other arguments of the call, those of the last microbatch.
-        values: By microbatch; NaN where the value lives on another rank.
-        sizes: The ``batch_size`` given, by microbatch.
-        dtype: Of the logged tensor, at least torch's default; numbers get the default, as Lightning gives them.
+        values: By microbatch; NaN where the value is on another rank.
+        sizes: The ``batch_size`` argument, by microbatch.
+        dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
     """
 
     name: str
@@ -70,29 +71,29 @@ class Entry:
         return "mean" if name == "avg" else name
 
     def combine(self, weights: Sequence[float]) -> float:
-        """The value of the whole step, as ``reduce_fx`` says, of the microbatches that have logged it.
+        """Reduce the values of the microbatches that have logged it by ``reduce_fx``.
 
         Args:
-            weights: Of all microbatches; the values of those that have not logged it are NaN.
+            weights: Weights of all microbatches; the values of those that have not logged it are NaN.
         """
-        known = [place for place, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
-        values = [self.values[place] for place in known]
+        logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        values = [self.values[index] for index in logged]
         if self.how == "mean":
-            total = 1.0 if len(known) == len(weights) else sum(weights[place] for place in known) or 1.0
-            return sum(value * (weights[place] / total) for value, place in zip(values, known, strict=True))
+            total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
+            return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
         plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
         if self.how in plain:
             return float(plain[self.how](values))
         return float(self.kwargs["reduce_fx"](torch.tensor(values, dtype=torch.float64)))
 
     def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
-        """The same call over other microbatches."""
+        """A copy of the entry with the values and sizes of other microbatches."""
         return dataclasses.replace(self, values=values, sizes=sizes)
 
     def total_kwargs(self) -> dict[str, Any]:
-        """Arguments for the one call that stands for all: the batch sizes are summed."""
-        known = [size for size in self.sizes if size is not None]
-        return {**self.kwargs, "batch_size": sum(known)} if known else self.kwargs
+        """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
+        sizes = [size for size in self.sizes if size is not None]
+        return {**self.kwargs, "batch_size": sum(sizes)} if sizes else self.kwargs
 
 
 def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
@@ -104,8 +105,8 @@ class _Call(NamedTuple):
     """One call of ``self.log`` in one microbatch; attributes as of an ``Entry``, for this microbatch.
 
     Attributes:
-        what: What was logged, if it is not a number.
-        place: Which value of the step it is.
+        what: The logged object, if it is not a number.
+        node_value: Index of the logged value in the step graph.
     """
 
     name: str
@@ -113,24 +114,24 @@ class _Call(NamedTuple):
     value: float
     kwargs: dict[str, Any]
     dtype: torch.dtype
-    place: int | None
+    node_value: int | None
     guess: float
 
 
 class LogCapture:
-    """Takes the place of ``LightningModule.log`` while stages run."""
+    """Replaces ``LightningModule.log`` while a step runs."""
 
     def __init__(self, num_microbatches: int, has_guessed: Callable[[], bool] = bool) -> None:
-        """Args: num_microbatches: how often the step runs. has_guessed: whether a number may be made of a guess now."""
+        """Set up for so many runs of a step; ``has_guessed`` returns whether a number may come from a recorded size."""
         self._count, self._has_guessed = num_microbatches, has_guessed
         self._calls: dict[int, list[_Call]] = {}
 
     def microbatch(self, root: nn.Module, index: int) -> AbstractContextManager[None]:
-        """Catch what one run of the step logs; a further run (another stage of this rank) adds what it knows."""
-        return _Catching(self._calls, root, index, self._has_guessed)
+        """Capture the calls of one run of the step; a second run (another stage of this rank) adds its values."""
+        return _CaptureContext(self._calls, root, index, self._has_guessed)
 
     def entries(self) -> list[Entry]:
-        """One entry per key and call, where some microbatches need not have logged it: their values are NaN."""
+        """One entry per key and call; values of microbatches that have not logged it are NaN."""
         found: dict[Key, Entry] = {}
         for index in range(self._count):
             calls = self._calls.get(index, [])
@@ -144,12 +145,12 @@ class LogCapture:
                 entry = found[key]
                 entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
                 entry.values[index], entry.guesses[index] = call.value, call.guess
-                entry.value = call.place
+                entry.value = call.node_value
         return list(found.values())
 
 
-class _Catching(AbstractContextManager[None]):
-    """Takes the place of ``root.log``. A class, not a generator: it is entered before every forward."""
+class _CaptureContext(AbstractContextManager[None]):
+    """Replaces ``root.log``. A class, not a generator: it is entered before every forward."""
 
     def __init__(
         self, rows: dict[int, list[_Call]], root: nn.Module, index: int, has_guessed: Callable[[], bool]
@@ -176,10 +177,10 @@ class _Catching(AbstractContextManager[None]):
             number = _number(name, value)
             what = value if number is None or isinstance(value, Metric) else _NUMBER
             _, index = getattr(value, MARK, None) or (None, None)
-            known, guess = math.nan if number is None else number, math.nan
+            exact, guess = math.nan if number is None else number, math.nan
             if not isinstance(value, Tensor | Metric) and self._has_guessed():
-                known, guess = guess, known
-            self._calls.append(_Call(name, what, known, kwargs, _dtype(value), index, guess))
+                exact, guess = guess, exact
+            self._calls.append(_Call(name, what, exact, kwargs, _dtype(value), index, guess))
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -188,7 +189,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """What is logged as a number; NaN if it lives elsewhere, None if it is none."""
+    """The logged value as a number; NaN if it is on another rank, None if it is no number."""
     if isinstance(value, Metric):
         value = getattr(value, "_forward_cache", None)
         if value is None:

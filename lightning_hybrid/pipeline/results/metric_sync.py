@@ -1,7 +1,7 @@
-"""Synchronisation of torchmetrics states: from the rank that feeds a metric, and over replicas once.
+"""Synchronisation of torchmetrics states: from the rank that updates a metric, and over replicas once.
 
-A metric is fed on one pipeline rank. Before its value is computed, that rank gives its state to the others, and the
-sync over processes that torchmetrics then does covers the data axes alone, so no sample counts twice.
+A metric is updated on one pipeline rank. Before its value is computed, that rank broadcasts its state, and the sync
+over processes that torchmetrics then does covers the data axes only, so no sample counts twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 
 
 class MetricSync:
-    """Installed on all metrics of a module for the time of a run."""
+    """Patches all metrics of a module for the duration of a run.
+
+    Attributes:
+        metrics: All metrics, by FQN.
+        counted: Counts each batch once where batches run in microbatches or shares.
+    """
 
     def __init__(
         self,
@@ -38,21 +43,21 @@ class MetricSync:
         meet: Callable[[str], None] = lambda what: None,
         launcher_world: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Install it.
+        """Patch the metrics.
 
         Args:
             root: The user's module.
             pipeline: Ranks of one pipeline.
-            data: Ranks that see other batches.
-            shares: The same with those that see other shares of a batch.
-            share_rank: This rank among those that share one batch.
-            meet: Called before a state is sent so that metrics can be copied; finds ranks that do something else.
-            launcher_world: Entered around gathers, which hooks of the user may ask for.
+            data: Ranks with different batches.
+            shares: These and the ranks with different shares of a batch.
+            share_rank: Index of this rank among those that share one batch.
+            meet: Called before a state is broadcast for a copy of a metric; detects ranks that run other operations.
+            launcher_world: Entered around gathers, which may come from hooks of the user.
         """
         self._meet = meet
         self._pipeline = pipeline
         self._data, self._shares = data, shares
-        self._home: dict[str, int] = {}
+        self._feeding_rank: dict[str, int] = {}
         self._inside_step = False
         self._undo: list[Callable[[], None]] = []
         self.metrics = {name: module for name, module in root.named_modules() if isinstance(module, Metric)}
@@ -61,26 +66,26 @@ class MetricSync:
         self.counted = CountedMetrics(find_sinks(root), share_rank)
 
     def _install(self, name: str, metric: Metric, launcher_world: Callable[[], AbstractContextManager[None]]) -> None:
-        own_compute = metric.compute
+        user_compute = metric.compute
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-            own = self._shares if self.counted.is_in_shares(metric) else self._data
+            default = self._shares if self.counted.is_fed_in_shares(metric) else self._data
             with launcher_world():  # torchmetrics asks for its rank in a group, which counts from the world's
-                return gather_all_tensors(tensor, group or own)
+                return gather_all_tensors(tensor, group or default)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if not self._inside_step and metric._computed is None:
                 self._share_state(name, metric)
-            return own_compute(*args, **kwargs)
+            return user_compute(*args, **kwargs)
 
-        own_state = metric.__getstate__
+        user_state = metric.__getstate__
 
         def state() -> Any:
             if not self._inside_step and self._is_sent(name):
                 with torch._C.DisableTorchFunction():
                     self._meet(f"a copy or pickle of the metric {name!r}")
                     self._share_state(name, metric)
-            return own_state()
+            return user_state()
 
         self._undo.append(replace(metric, "__getstate__", state))
         if metric.dist_sync_fn is None:
@@ -89,7 +94,7 @@ class MetricSync:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Inside a step metrics are nodes of its graph, and a value of the step before is not this one's."""
+        """Run a step inside: metrics are nodes of its graph, and values of the step before are cleared."""
         for metric in self.metrics.values():
             metric._forward_cache = None
         self._inside_step = True
@@ -99,62 +104,62 @@ class MetricSync:
             self._inside_step = False
 
     @contextlib.contextmanager
-    def copied_alone(self) -> Iterator[None]:
-        """Copies made inside are of what this rank has: none is handed to the user."""
+    def local_copies(self) -> Iterator[None]:
+        """Copy metrics with their local states inside, as no copy reaches user code."""
         before, self._inside_step = self._inside_step, True
         try:
             yield
         finally:
             self._inside_step = before
 
-    def note_homes(self, sinks: Mapping[str, int], num_ranks: int) -> None:
-        """Note which rank feeds which metric.
+    def record_feeding_ranks(self, sinks: Mapping[str, int], num_ranks: int) -> None:
+        """Record the rank that updates each metric.
 
         Args:
             sinks: Stage by pseudo-parameter.
-            num_ranks: Ranks of the pipeline.
+            num_ranks: Number of ranks of the pipeline.
 
         Raises:
-            ValueError: One metric is fed on different ranks by different steps.
+            ValueError: Different steps update one metric on different ranks.
         """
         for sink, stage in sinks.items():
             outer, rank = sink.removeprefix(SINK), stage % num_ranks
             for name in self.metrics:
                 if name == outer or name.startswith(outer + "."):
-                    known = self._home.setdefault(name, rank)
-                    if known != rank:
+                    first = self._feeding_rank.setdefault(name, rank)
+                    if first != rank:
                         raise ValueError(
-                            f"metric {name!r} is fed on pipeline rank {known} by one step and on rank {rank} by another"
+                            f"metric {name!r} is fed on pipeline rank {first} by one step and on rank {rank} by another"
                             "; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
                         )
 
     def share_all(self) -> None:
-        """Give every rank the state of all metrics that were fed on one; collective over the pipeline."""
+        """Broadcast the states of all metrics from the ranks that update them; collective over the pipeline."""
         for name, metric in self.metrics.items():
-            if name in self._home:
+            if name in self._feeding_rank:
                 self._share_state(name, metric)
                 metric._computed = None
 
     def _is_sent(self, name: str) -> bool:
-        return name in self._home and self._pipeline.size() > 1
+        return name in self._feeding_rank and self._pipeline.size() > 1
 
     def _share_state(self, name: str, metric: Metric) -> None:
         if not self._is_sent(name):
             return
-        home = self._home[name]
-        # A tensor that was pickled on one device of the node would come up on that device of it everywhere.
+        source = self._feeding_rank[name]
+        # A tensor that was pickled on one device of the node would be unpickled on that device by every rank.
         names = (*metric._defaults, *_plain_attributes(metric))
         states = {name: map_leaves(partial(_on, "cpu"), getattr(metric, name)) for name in names}
-        box = [(states, metric._update_count)] if self._pipeline.rank() == home else [None]
-        dist.broadcast_object_list(box, group=self._pipeline, group_src=home)
+        box = [(states, metric._update_count)] if self._pipeline.rank() == source else [None]
+        dist.broadcast_object_list(box, group=self._pipeline, group_src=source)
         assert box[0] is not None
-        if self._pipeline.rank() != home:
+        if self._pipeline.rank() != source:
             received, metric._update_count = box[0]
             for state, value in received.items():
                 setattr(metric, state, map_leaves(partial(_on, metric.device), value))
 
     def close(self) -> None:
-        """Leave the metrics as they were."""
+        """Undo the patches."""
         self.counted.close()
         for undo in reversed(self._undo):
             undo()
@@ -162,7 +167,7 @@ class MetricSync:
 
 
 def _plain_attributes(metric: Metric) -> list[str]:
-    """Those in which a metric may count beside its states."""
+    """Names of the plain attributes in which a metric may count beside its states."""
     return [
         name
         for name, value in vars(metric).items()

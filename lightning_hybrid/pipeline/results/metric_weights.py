@@ -1,9 +1,8 @@
 """Metric states that count each batch once, in microbatches, in data shares, or on every rank.
 
-A metric that a step has fed with a share of each batch is the sum over the ranks of its shares. A batch that each of
-these ranks runs whole is then counted by the first of them alone; and what they all had counted before is the first
-one's. A mean of numbers, of which a step gives one per batch, weighs those of microbatches and shares by their part of
-the batch.
+A metric that a step has updated with shares of batches is the sum over the ranks of these shares. A batch that each of
+these ranks runs in full is then counted by the first rank only, which also keeps what all had counted before. A mean of
+numbers, of which a step logs one per batch, weighs those of microbatches and shares by their fraction of the batch.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from lightning_hybrid.patching import replace
 
 
 class CountedMetrics:
-    """The metrics of one module."""
+    """Patches the metrics of one module so that each batch counts once."""
 
     def __init__(self, sinks: Mapping[str, nn.Module], share_rank: int = 0) -> None:
-        """Count from now on.
+        """Patch the metrics.
 
         Args:
             sinks: The outermost metrics and collections, by FQN.
-            share_rank: This rank among those that run shares of one batch.
+            share_rank: Index of this rank among those that run shares of one batch.
         """
         self._share_rank = share_rank
         self._weight: float | None = None
         self._are_shares = self._is_called = False
-        self._in_shares: set[int] = set()  # ids of metrics that were given shares of batches
+        self._in_shares: set[int] = set()  # ids of metrics that were updated with shares of batches
         self._undo: list[Callable[[], None]] = []
         for sink in sinks.values():
             self.weigh_means(sink)
@@ -41,13 +40,13 @@ class CountedMetrics:
                 replace(sink, "forward", self._counted(sink, sink.forward, keeps=True)),
             ]
 
-    def is_in_shares(self, metric: Metric) -> bool:
-        """Whether a metric was given shares of batches, which other ranks have the rest of."""
+    def is_fed_in_shares(self, metric: Metric) -> bool:
+        """Whether a metric was updated with shares of batches, of which other ranks have the rest."""
         return id(metric) in self._in_shares
 
     @contextlib.contextmanager
     def microbatch(self, weight: float | None) -> Iterator[None]:
-        """A step runs inside on a part of its batch, of this weight; None for all of it."""
+        """Run a step inside on a microbatch or share of this weight; None for the full batch."""
         before, self._weight = self._weight, None if weight == 1.0 else weight
         try:
             yield
@@ -56,7 +55,7 @@ class CountedMetrics:
 
     @contextlib.contextmanager
     def batch(self, *, are_shares: bool) -> Iterator[None]:
-        """A step runs inside on a share of a batch, or on all of it as on the other ranks."""
+        """Run a step inside on a share of a batch, or on the full batch as the other ranks do."""
         self._are_shares = are_shares
         try:
             yield
@@ -71,16 +70,16 @@ class CountedMetrics:
 
     def _weighed(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def weighed(value: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # A weight of the user's, such as the number of samples, is that of this part already.
+            # A weight that the user passes, such as the number of samples, is that of this microbatch already.
             if self._weight is not None and weight is None and torch.as_tensor(value).dim() == 0:
                 weight = self._weight
-            given = () if weight is None else (weight,)
-            return update(value, *given, *args, **kwargs)
+            weights = () if weight is None else (weight,)
+            return update(value, *weights, *args, **kwargs)
 
         return weighed
 
     def _counted(self, sink: nn.Module, method: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
-        """A method that adds to a metric; ``keeps`` says whether it returns something."""
+        """Wrap a method that updates a metric; ``keeps`` is whether its return value is used."""
 
         def count(*args: Any, **kwargs: Any) -> Any:
             if self._is_called:  # by another method of this or another metric
@@ -88,12 +87,12 @@ class CountedMetrics:
             self._is_called = True
             try:
                 metrics = [module for module in sink.modules() if isinstance(module, Metric)]
-                is_known = id(metrics[0]) in self._in_shares if metrics else False
-                if self._are_shares and not is_known:
+                in_shares = id(metrics[0]) in self._in_shares if metrics else False
+                if self._are_shares and not in_shares:
                     self._in_shares.update(map(id, metrics))
                     if self._share_rank:
                         _put(metrics, [metric._defaults for metric in metrics])
-                if self._are_shares or not is_known or not self._share_rank:
+                if self._are_shares or not in_shares or not self._share_rank:
                     return method(*args, **kwargs)
                 states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
                 result = method(*args, **kwargs)
@@ -105,7 +104,7 @@ class CountedMetrics:
         return count
 
     def close(self) -> None:
-        """Leave the metrics as they were."""
+        """Undo the patches."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -116,9 +115,9 @@ def _copied(state: Any) -> Any:
 
 
 def _put(metrics: list[Metric], states: list[Any]) -> None:
-    """Give metrics states; how often they were updated stays."""
-    for metric, known in zip(metrics, states, strict=True):
-        for name, state in known.items():
+    """Set the states of metrics, but not their counts of updates."""
+    for metric, values in zip(metrics, states, strict=True):
+        for name, state in values.items():
             value = [*state] if isinstance(state, list) else state.detach().clone()
             setattr(metric, name, value.to(metric.device) if isinstance(value, Tensor) else value)
         metric._computed = None

@@ -1,7 +1,7 @@
-"""The exchange of what a step gave over pipeline ranks: logged numbers, the loss, and returned tensors.
+"""The exchange of a step's results over pipeline ranks: logged numbers, the loss, and returned tensors.
 
-The numbers are known once a rank has done its last forward, long before the last backward of the first stage ends. So
-they travel meanwhile, where the channel lets a collective pass transfers.
+The numbers are known once a rank has run its last forward, long before the last backward of the first stage ends. So
+they are sent meanwhile, where the channel lets a collective overtake transfers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_hybrid.step.replay.stage_replay import StageRun
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
 
 
-class StepSharing:
+class StepResultExchange:
     """The exchange of one step's results; ``begin`` once a rank's forwards are done, ``finish`` after its backwards."""
 
     def __init__(
@@ -43,19 +43,19 @@ class StepSharing:
         metrics: BatchMetrics,
         by_samples: tuple[frozenset[Key], Sequence[float]],
     ) -> None:
-        """Prepare to share.
+        """Prepare the exchange.
 
         Args:
-            group: One pipeline.
-            device: Of this rank.
-            variants: By microbatch.
-            logs: Of the step.
-            weights: By microbatch.
-            batch: All of it.
-            share_output: Whether outputs are wanted.
+            group: The ranks of one pipeline.
+            device: The device of this rank.
+            variants: The trace of each microbatch.
+            logs: The captured logs of the step.
+            weights: The weight of each microbatch.
+            batch: The full batch; ranks compare its checksum.
+            share_output: Whether outputs are needed.
             train: Whether a backward follows.
-            metrics: Of the batch.
-            by_samples: What is logged that has other weights, and these.
+            metrics: Metrics of the full batch.
+            by_samples: Logged keys that weigh by samples, and these weights.
         """
         self._metrics, self._by_samples = metrics, by_samples
         self._group = group
@@ -79,10 +79,10 @@ class StepSharing:
                 self._scalars.append((index, graph.loss))
 
     def begin(self, runs: Mapping[int, StageRun], *, is_broken: bool = False) -> None:
-        """Send this rank's numbers on their way.
+        """Start to send this rank's numbers.
 
         Args:
-            runs: Of this rank, by microbatch, each with all its forwards done.
+            runs: The runs of this rank by microbatch, after all their forwards.
             is_broken: Whether the step broke on this rank, which has no numbers then.
         """
         if is_broken:
@@ -90,15 +90,17 @@ class StepSharing:
             return
         self._entries = self._logs.entries()
         batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
-        # Microbatches that take different ways know theirs on different ranks: combined once all are known.
-        numbers = [number for entry in self._entries for number in (self._of_batch(entry, batch), *entry.values)]
+        # Microbatches with different traces have their numbers on different ranks: combined once all are received.
+        numbers = [
+            number for entry in self._entries for number in (self._full_batch_number(entry, batch), *entry.values)
+        ]
         for index, value in self._scalars:
             made = runs[index].made.get(value)
             if made is not None and value != self._variants[index].assignment.graph.loss and not batch.is_mean(value):
                 made = batch.value(value)
             numbers.append(math.nan if made is None else float(made))
         if self._has_guesses:
-            is_last = self._group.rank() == self._group.size() - 1  # it has most values; one number is shared of each
+            is_last = self._group.rank() == self._group.size() - 1  # it has most values; one number of each is sent
             numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
@@ -110,18 +112,18 @@ class StepSharing:
             device=self._device,
         )
 
-    def _of_batch(self, entry: Entry, batch: BatchScalars) -> float:
-        """What was logged, for the batch, where that is not what the microbatches logged, combined; NaN if it is."""
+    def _full_batch_number(self, entry: Entry, batch: BatchScalars) -> float:
+        """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
         if entry.how != "mean" or any(map(math.isnan, entry.values)) or len(self._variants) == 1:
             return math.nan
-        known = None
+        number = None
         if entry.metric is not None:
-            known = self._metrics.value_of(entry.metric)
+            number = self._metrics.value_of(entry.metric)
         elif entry.value is not None and not batch.is_mean(entry.value):
-            known = batch.value(entry.value)
-        return math.nan if known is None else float(known)
+            number = batch.value(entry.value)
+        return math.nan if number is None else float(number)
 
-    def meet(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
+    def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
         """Wait for the numbers of all ranks; arguments as for ``begin``.
 
         Raises:
@@ -136,14 +138,14 @@ class StepSharing:
     def finish(
         self, runs: Mapping[int, StageRun], num_ranks: int
     ) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
-        """Share the tensors, once the ranks have met.
+        """Broadcast the tensors, after ``wait``.
 
         Args:
             runs: As for ``begin``.
-            num_ranks: Of the pipeline.
+            num_ranks: Number of ranks of the pipeline.
 
         Returns:
-            Each logged entry with its number, and by microbatch the shared values by index.
+            Each logged entry with its number, and by microbatch the exchanged values by index, in their full shapes.
         """
         numbers, logged = iter(self._numbers), []
         guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
@@ -159,8 +161,8 @@ class StepSharing:
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=False):
-            known = self._variants[index].assignment.graph.values[value]
-            dtype, device = getattr(torch, known.dtype), known.device or self._device
+            described = self._variants[index].assignment.graph.values[value]
+            dtype, device = getattr(torch, described.dtype), described.device or self._device
             content[index][value] = torch.tensor(number, dtype=dtype, device=device)
         for index, value in self._tensors:
             assignment = self._variants[index].assignment

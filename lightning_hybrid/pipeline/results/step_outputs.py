@@ -1,4 +1,4 @@
-"""Outputs of a step: what hooks and prediction get of the microbatches' results."""
+"""Outputs of a step, as hooks and prediction receive them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_hybrid.step.tracing.recording import StepError
 
 
 def detached(leaf: Any) -> Any:
-    """A leaf of an output without its graph; None where its content was not asked for."""
+    """A leaf of an output, detached; None where its content was not requested."""
     if isinstance(leaf, Tensor):
         return None if is_absent(leaf) else leaf.detach()
     return leaf
 
 
-def handed_back(batch: Any, microbatches: Sequence[Any], results: Sequence[Any], output: Any) -> Any:
-    """What a step returns that returns its own batch, with what it has put there: the batch, with the same.
+def returned_batch(batch: Any, microbatches: Sequence[Any], results: Sequence[Any], output: Any) -> Any:
+    """The output of a step; if it returns its own batch, the full batch updated with the joined entries.
 
     Args:
-        batch: The whole batch.
-        microbatches: What the step ran on.
-        results: What it returned for each.
-        output: These, joined.
+        batch: The full batch.
+        microbatches: The microbatches on which the step ran.
+        results: The return value for each.
+        output: The return values, joined.
     """
     if not all(result is microbatch for result, microbatch in zip(results, microbatches, strict=True)):
         return output
@@ -41,18 +41,18 @@ def handed_back(batch: Any, microbatches: Sequence[Any], results: Sequence[Any],
 
 
 def check_content(step: str, output: Any) -> None:
-    """See that no stand-in reaches the user.
+    """Check that no stand-in reaches user code.
 
     Args:
-        step: Its name.
-        output: What it returned, joined.
+        step: Name of the step.
+        output: Its return values, joined.
 
     Raises:
-        StepError: A number is not known on this rank.
+        StepError: A number is on another rank only.
     """
     for leaf in flatten(output)[0]:
         if is_number_of_others(leaf):
             raise StepError(
                 f"{line_read_at(leaf, step)}: {step} returns a number read from the model that is not known for the"
-                " whole batch; return the tensor instead (loss.detach()), or set num_microbatches=1"
+                " full batch; return the tensor instead (loss.detach()), or set num_microbatches=1"
             )

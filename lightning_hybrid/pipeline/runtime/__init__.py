@@ -1,1 +1,1 @@
-"""Run a program: forwards, backwards, sends and receives."""
+"""Execution of pipeline programs: forwards, backwards, sends and receives."""

@@ -8,10 +8,10 @@ _WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward", Kind.W: "gr
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error; before Python 3.11 it is kept though not printed.
+    """Add a note to an error; before Python 3.11 it is stored but not printed.
 
     Args:
-        error: On its way up.
+        error: The error that propagates.
         text: One line.
     """
     if hasattr(error, "add_note"):
@@ -25,13 +25,13 @@ def notes(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
 
 
-def place_of(instruction: Compute | Send | Receive | None, rank: int, program: Program, step: str) -> str:
-    """Where a rank of a pipeline is in a step.
+def location_of(instruction: Compute | Send | Receive | None, rank: int, program: Program, step: str) -> str:
+    """Describe the stage, instruction and microbatch at which a rank of a pipeline is.
 
     Args:
-        instruction: What it carries out; None once all are, while messages are still leaving.
-        rank: Its pipeline coordinate.
-        program: Of the step.
+        instruction: The instruction that runs; None once all have run, while messages are still being sent.
+        rank: Pipeline coordinate of the rank.
+        program: The program of the step.
         step: The step's name, such as "training_step".
 
     Returns:
@@ -42,16 +42,16 @@ def place_of(instruction: Compute | Send | Receive | None, rank: int, program: P
         return f"on pipeline rank {rank}, at the end of {step}, sending its last messages"
     if isinstance(instruction, Compute):
         action = instruction.action
-        place = f"stage {action.stage} of {stages}, action {action} of {step} ({_in_words(action)})"
+        location = f"stage {action.stage} of {stages}, action {action} of {step} ({_in_words(action)})"
     else:
         message = instruction.message
         what = "gradients" if message.direction == "backward" else "values"
         what = f"{what} of microbatch {message.microbatch} of {step}"
         if isinstance(instruction, Receive):
-            place = f"stage {message.target} of {stages}, receiving {what} from stage {message.source}"
+            location = f"stage {message.target} of {stages}, receiving {what} from stage {message.source}"
         else:
-            place = f"stage {message.source} of {stages}, sending {what} to stage {message.target}"
-    return f"on pipeline rank {rank}, {place}"
+            location = f"stage {message.source} of {stages}, sending {what} to stage {message.target}"
+    return f"on pipeline rank {rank}, {location}"
 
 
 def _in_words(action: Action) -> str:

@@ -1,4 +1,4 @@
-"""The executor of a program: forwards, backwards and transfers of one rank, in order.
+"""The executor of a pipeline program: forwards, backwards and transfers of one rank, in order.
 
 The data path of one microbatch on one stage::
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.pipeline.runtime.error_notes import note, place_of
-from lightning_hybrid.pipeline.runtime.received_values import Arrivals, broken_value
-from lightning_hybrid.pipeline.runtime.split_backward import Left, WeightsLater, are_heard, finish
-from lightning_hybrid.pipeline.runtime.stage_module_state import StageStates
+from lightning_hybrid.pipeline.runtime.error_notes import location_of, note
+from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
+from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, WeightsLater, finish, have_hooks
+from lightning_hybrid.pipeline.runtime.stage_module_state import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Incoming, Transport
 from lightning_hybrid.pipeline.stages.trace_variant import Variant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -48,25 +48,25 @@ from lightning_hybrid.step.tracing.step_mode import Current
 
 @dataclass(frozen=True)
 class Job:
-    """One step to run.
+    """The inputs of the executor for one step.
 
     Attributes:
-        program: What this and the other ranks do.
-        variants: The recorded form of each microbatch.
+        program: The instructions of all ranks.
+        variants: The trace of each microbatch.
         steps: The user's step on each microbatch.
-        around: Runs a forward in its contexts (autocast, keyed randomness), given the microbatch's index.
-        seeds: What the backward of each microbatch's loss starts from.
+        around: Runs a forward in its contexts (autocast, keyed randomness), from the microbatch's index.
+        seeds: The gradient from which the backward of each microbatch's loss starts.
         parameters: FQN by id of the module's parameters and tracked buffers.
-        before_backward: Called with a stage, and whether it is its last one, before each backward.
-        after_backward: The same after it.
+        before_backward: Called before each backward with its stage, and whether it is the last of the stage.
+        after_backward: Called after each backward, with the same arguments.
         repeated_buffers: Where a rank has several stages, the buffers that each of them writes: dict and name.
         reduce: Called with a stage after its last backward.
-        shares: How operations that average weigh, by microbatch and node.
-        metrics: Those of the whole batch, where it is in several microbatches.
+        shares: The weights of operations that average, by microbatch and node.
+        metrics: Metrics of the full batch, where it has several microbatches.
         after_forwards: Called with this rank's runs by microbatch, and whether the step broke, once its forwards are
-            done and it has time.
-        may_break: Whether a step that is not as it was recorded is brought to its end without it, so that all ranks
-            can leave it; otherwise it ends the run.
+            done and the rank is idle.
+        may_break: Whether a step that diverges from its recording runs to its end with placeholders, so that all ranks
+            can roll it back; otherwise its error ends the run.
     """
 
     program: Program
@@ -87,12 +87,12 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a rank has after a step.
+    """The results of a step on one rank.
 
     Attributes:
-        runs: By microbatch, the last run of the user's step on this rank, with what all its stages made.
-        spans: When which action ran, in seconds of ``time.perf_counter``.
-        broken: What this rank has found that the step does otherwise; the rest means nothing then.
+        runs: By microbatch, the last run of the user's step on this rank, with the values of all its stages.
+        spans: Start and end of each action, in seconds of ``time.perf_counter``.
+        broken: The error by which the step diverged from its recording; the rest is meaningless then.
     """
 
     runs: dict[int, StageRun]
@@ -107,11 +107,11 @@ class Executor:
         around_units: Entered around each job; replaces the forwards of units by sharded ones.
         around_step: Entered around each run of the user's step.
         around_backward: Entered around each backward.
-        after_forward: Called after each forward, before what it made is sent.
+        after_forward: Called after each forward, before its outputs are sent.
     """
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
-        """Args: root: the user's LightningModule. rank: pipeline coordinate of this rank."""
+        """Set up for the user's module ``root`` on the rank with this pipeline coordinate."""
         self._root = root
         self._rank = rank
         self._transport = transport
@@ -123,23 +123,23 @@ class Executor:
         self._current: Current | None = None
 
     def has_guessed_size(self) -> bool:
-        """Whether the step that runs was told a size that depends on values of another rank, as it was recorded."""
+        """Whether the running step has read a recorded size in place of one that depends on values of another rank."""
         watch = None if self._current is None else self._current.watch
         return isinstance(watch, ReplayWatch) and watch.changes.has_guessed
 
     def run(self, job: Job) -> Outcome:
-        """Run one step's program; what goes wrong inside an action carries a note of its place."""
+        """Run one step's program; an error inside an instruction gets a note of its stage and microbatch."""
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
-        later = WeightsLater()
-        split = later.installed if job.program.split else nullcontext
+        split_backward = WeightsLater()
+        split = split_backward.installed if job.program.split else nullcontext
         with self.around_units(), installed(replays, self._randomness) as current, split(current):
             self._current = current
-            run = _Run(self._root, self._rank, self._transport, job, current, later, self)
+            run = _Run(self._root, self._rank, self._transport, job, current, split_backward, self)
             instruction: Instruction | None = None
             try:
                 for instruction in job.program.instructions[self._rank]:
                     if run.is_idle and not isinstance(instruction, Send):
-                        run.use_idle_time()  # what others wait for has left
+                        run.use_idle_time()  # the values that others wait for have been sent
                     if isinstance(instruction, Compute):
                         run.compute(instruction.action)
                     elif isinstance(instruction, Receive):
@@ -152,10 +152,10 @@ class Executor:
                 self._transport.finish()
             except Exception as error:
                 step = job.variants[0].assignment.graph.step
-                note(error, place_of(instruction, self._rank, job.program, step))
+                note(error, location_of(instruction, self._rank, job.program, step))
                 raise
         for variant in job.variants if job.seeds else ():
-            variant.no_gradients.is_new = False
+            variant.missing_grads.is_new = False
         return Outcome(run.results, run.spans, run.broken)
 
 
@@ -169,33 +169,33 @@ class _Run:
         transport: Transport,
         job: Job,
         current: Current,
-        later: WeightsLater,
+        split_backward: WeightsLater,
         contexts: Executor,
     ) -> None:
         self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
-        self._later = later
-        self._left: dict[tuple[int, int], list[Left]] = {}
+        self._split_backward = split_backward
+        self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         self._contexts = contexts
         self._incoming: dict[Message, Incoming] = {}
-        self._received: dict[tuple[int, int], Arrivals] = {}
+        self._received: dict[tuple[int, int], ReceivedValues] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._gradients: dict[Message, list[Tensor]] = {}
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
         self._forwards_left = len(job.steps) * len(self._backwards_left)
-        self._states = StageStates(root, self._backwards_left, self._forwards_left, job.repeated_buffers)
+        self._states = StageModuleStates(root, self._backwards_left, self._forwards_left, job.repeated_buffers)
         self._has_backward = job.program.schedule.has_backward
         # The last rank goes straight on to its last backward, and waits for the others only after that.
         is_last = rank == job.program.schedule.num_ranks - 1
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.broken: Exception | None = None
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
-        self.is_idle = False  # its forwards are done, and their results not yet shared
+        self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
         self.spans: list[Span] = []
 
     def values_of(self, message: Message) -> list[Value]:
-        """What a message carries."""
-        return self._job.variants[message.microbatch].carried(message.direction, message.source, message.target)
+        """The values that a message carries."""
+        return self._job.variants[message.microbatch].message_values(message.direction, message.source, message.target)
 
     def receive(self, message: Message, peer: int) -> None:
         self._incoming[message] = self._transport.receive(message, peer, self.values_of(message))
@@ -210,7 +210,7 @@ class _Run:
         self._transport.send(message, peer, values, tensors)
 
     def compute(self, action: Action) -> None:
-        """Wait for what the action needs, and carry it out."""
+        """Wait for the messages that an action needs, and run it."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             start = time.perf_counter()
@@ -220,14 +220,14 @@ class _Run:
             start = time.perf_counter()
             with self._contexts.around_backward():
                 self._backward(stage, microbatch, arrived)
-            if (stage, microbatch) not in self._left:
-                action = action._replace(kind=Kind.B)  # nothing could be left: it was a whole one
+            if (stage, microbatch) not in self._deferred:
+                action = action._replace(kind=Kind.B)  # nothing could be deferred: it was a full backward
         elif action.kind is Kind.W:
-            if (stage, microbatch) not in self._left:
+            if (stage, microbatch) not in self._deferred:
                 return
             start = time.perf_counter()
             with self._contexts.around_backward():
-                finish(self._left.pop((stage, microbatch)))
+                finish(self._deferred.pop((stage, microbatch)))
         else:
             start = time.perf_counter()
             assert action.kind is Kind.REDUCE
@@ -236,20 +236,20 @@ class _Run:
         to_do = self._forwards_left if Kind.F in self._idle_after else sum(self._backwards_left.values())
         self.is_idle |= action.kind in self._idle_after and not to_do
 
-    def _settle(self, stage: int) -> None:
-        """Whoever is told of gradients by the backward that completes them expects those of the ones before."""
-        for action in [Action(Kind.W, *key) for key, left in self._left.items() if key[0] == stage and are_heard(left)]:
-            self.compute(action)
+    def _finish_hooked_weights(self, stage: int) -> None:
+        """Finish deferred weights with hooks: the last backward calls these, and they expect complete gradients."""
+        for key in [key for key, deferred in self._deferred.items() if key[0] == stage and have_hooks(deferred)]:
+            self.compute(Action(Kind.W, *key))
 
     def use_idle_time(self) -> None:
-        """Begin to share the results."""
+        """Begin the exchange of results."""
         self.is_idle = False
         self._job.after_forwards(self.results, self.broken is not None)
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
             return self._incoming.pop(message).wait()
-        # The other stage is on this rank too: hand the tensors over.
+        # The other stage is on this rank too: no transfer.
         values = self.values_of(message)
         if message.direction == "backward":
             return self._gradients.pop(message)
@@ -257,9 +257,9 @@ class _Run:
         return [made[value.index].detach() for value in values]
 
     def _forward(self, stage: int, microbatch: int, needs: Sequence[Message]) -> float:
-        """Run a forward; the seconds of it that were spent waiting."""
+        """Run a forward; returns the seconds that it spent waiting for messages."""
         replay = self._job.variants[microbatch].replays[stage]
-        given = self._received[stage, microbatch] = Arrivals(
+        inputs = self._received[stage, microbatch] = ReceivedValues(
             {message: self.values_of(message) for message in needs},
             self._arrived,
             cloned=replay.recording.graph.cloned,
@@ -269,44 +269,44 @@ class _Run:
         job = self._job
         shares = job.shares[microbatch] if job.shares else None
         step = partial(
-            replay.run, job.steps[microbatch], given, job.parameters, self._current, shares=shares, metrics=job.metrics
+            replay.run, job.steps[microbatch], inputs, job.parameters, self._current, shares=shares, metrics=job.metrics
         )
         is_split = (stage, microbatch) in job.program.split
         try:
-            with self._contexts.around_step(), self._later.forward() if is_split else nullcontext():
+            with self._contexts.around_step(), self._split_backward.forward() if is_split else nullcontext():
                 run = job.around(microbatch, step)
         except Exception as error:
-            is_other = isinstance(error, StepError | ControlFlowError) or given.are_of_broken()
-            if not (job.may_break and is_other):
+            has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()
+            if not (job.may_break and has_diverged):
                 raise
-            self._break(stage, microbatch, given, error)
-            return given.waited
+            self._break(stage, microbatch, inputs, error)
+            return inputs.waited
         self._states.leave(stage)
         self._made[stage, microbatch] = run.made
         self._forwards_left -= 1
         earlier = self.results.get(microbatch)
-        held = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
-        run.made = held if earlier is None else {**earlier.made, **held}
+        kept = {index: made.detach() for index, made in run.made.items() if index in replay.wanted_after}
+        run.made = kept if earlier is None else {**earlier.made, **kept}
         run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
         self.results[microbatch] = run
-        given.leaves()  # also what the step has not read
+        inputs.leaves()  # also receives the values that the step has not read
         self._contexts.after_forward()
-        return given.waited
+        return inputs.waited
 
-    def _break(self, stage: int, microbatch: int, given: Arrivals, error: Exception) -> None:
-        """Go on without this forward: what other stages wait for holds nothing, and none of it is kept."""
+    def _break(self, stage: int, microbatch: int, inputs: ReceivedValues, error: Exception) -> None:
+        """Continue without this forward: other stages get placeholders, and the step is rolled back at its end."""
         self.broken = self.broken or error
         self._broken.add((stage, microbatch))
         variant = self._job.variants[microbatch]
         made: dict[int, Tensor] = {}
         for source, target in self._job.program.portals.forward:
             if source == stage:
-                values = variant.carried("forward", source, target)
-                made |= {value.index: broken_value(value, self._contexts.device) for value in values}
+                values = variant.message_values("forward", source, target)
+                made |= {value.index: value_of_broken_step(value, self._contexts.device) for value in values}
         self._made[stage, microbatch] = made
         self._states.leave(stage)
         self._forwards_left -= 1
-        given.leaves()
+        inputs.leaves()
         self._contexts.after_forward()
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
@@ -314,7 +314,7 @@ class _Run:
         is_last = not self._backwards_left[stage]
         self._job.before_backward(stage, is_last)
         if is_last:
-            self._settle(stage)
+            self._finish_hooked_weights(stage)
         if (stage, microbatch) not in self._broken:
             self._run_backward(stage, microbatch, arrived)
         self._job.after_backward(stage, is_last)
@@ -323,7 +323,7 @@ class _Run:
         for source, target in self._job.program.portals.backward:
             if target == stage:
                 indices = variant.gradient_portals.get((source, target), ())
-                grads = [variant.no_gradients.sent((target, source, index), received[index]) for index in indices]
+                grads = [variant.missing_grads.sent((target, source, index), received[index]) for index in indices]
                 self._gradients[Message("backward", stage, source, microbatch)] = grads
 
     def _run_backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
@@ -333,9 +333,9 @@ class _Run:
         for message, tensors in arrived.items():
             for value, tensor in zip(self.values_of(message), tensors, strict=True):
                 key = message.source, message.target, value.index
-                if (sent := variant.no_gradients.received(key, tensor)) is not None:
-                    known = gradients.get(value.index)
-                    gradients[value.index] = sent if known is None else known + sent
+                if (sent := variant.missing_grads.received(key, tensor)) is not None:
+                    total = gradients.get(value.index)
+                    gradients[value.index] = sent if total is None else total + sent
         roots = [made[index] for index in gradients]
         seeds: list[Tensor] = list(gradients.values())
         if stage == variant.assignment.loss_stage:
@@ -345,23 +345,23 @@ class _Run:
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
         roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
         if pairs and (stage, microbatch) in self._job.program.split:
-            if left := self._later.backward(roots, seeds):
-                self._left[stage, microbatch] = left
+            if deferred := self._split_backward.backward(roots, seeds):
+                self._deferred[stage, microbatch] = deferred
         elif pairs:
             torch.autograd.backward(roots, seeds)
 
 
 def _takes_gradient(value: Tensor) -> bool:
-    # A view that was taken without grad says that it requires one, though nothing leads back from it.
+    # A view taken under no_grad has requires_grad set, though it has no graph.
     return value.requires_grad and not (value.grad_fn is None and value._is_view())
 
 
 def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
-    """Give the absent tensors that the user may still hold their content.
+    """Fill the absent tensors that user code may still reference with their content.
 
     Args:
         run: A finished run.
-        content: Detached tensors by value index; what is not among them stays absent.
+        content: Detached tensors by value index; values that are not in it stay absent.
     """
     filled: set[int] = set()
     for index, placeholder in run.placeholders:

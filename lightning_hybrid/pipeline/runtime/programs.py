@@ -10,25 +10,25 @@ from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import Variant
 from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
 
-# Posting a receive early pays where the sender is told of it by a message, as in gloo; buffers are the price.
+# Posting a receive early pays where the sender waits for a message about it, as in gloo; it costs buffers.
 _POST_AHEAD = {"queue": 1, "tags": 2}
 # Receives of small messages are posted while a rank is idle, as long as those of one peer take no more than this.
 _EARLY_BYTES = 1 << 20
 
 
 class Programs:
-    """Makes the program of each number of microbatches and each set of messages once."""
+    """Builds and caches the program of each number of microbatches and each set of messages."""
 
     def __init__(self, plan: StagePlan, transport: Transport, schedule: str) -> None:
-        """Args: plan: the stages. transport: carries their messages. schedule: name of the order."""
+        """Set up for the stages of a plan, whose messages ``transport`` carries, and the schedule of this name."""
         self._plan, self._transport, self._schedule = plan, transport, schedule
-        self._known: dict[Any, Program] = {}
+        self._programs: dict[Any, Program] = {}
 
     def of(self, variants: Sequence[Variant], *, train: bool) -> Program:
         """The program of a step.
 
         Args:
-            variants: The recorded form of each microbatch.
+            variants: The trace of each microbatch.
             train: Whether backwards follow.
         """
         kinds = dict.fromkeys(variants)
@@ -41,13 +41,13 @@ class Programs:
             for index in sent
         )
         key = train, len(variants), forward, backward, dynamic
-        if key not in self._known:
+        if key not in self._programs:
             ranks, each = self._plan.num_ranks, self._plan.stages_per_rank
             if train:
                 schedule = make_schedule(self._schedule, ranks, len(variants), each)
             else:
                 schedule = forward_only(ranks, len(variants), each)
-            # A receive with a header is waited for when it is posted, so it must stand at its place in the one order.
+            # A receive with a header is waited for when it is posted, so it must not move in the order of transfers.
             ahead = 0 if dynamic else _POST_AHEAD[self._transport.channel]
             within = 0 if dynamic else _EARLY_BYTES // max(1, *(variant.largest_message for variant in kinds))
             portals = Portals(forward, backward)
@@ -58,5 +58,5 @@ class Programs:
                 for source, target in forward | backward
                 if schedule.rank_of(source) != schedule.rank_of(target)
             )
-            self._known[key] = program
-        return self._known[key]
+            self._programs[key] = program
+        return self._programs[key]

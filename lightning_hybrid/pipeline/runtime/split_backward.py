@@ -1,12 +1,12 @@
-"""Split backwards (zero bubble): gradients of inputs first, gradients of weights when the first have left.
+"""Split backwards (zero bubble): gradients of inputs first, gradients of weights once the first have been sent.
 
     F   y = x @ weight.T
     I   dx = dy @ weight             goes to the stage before
     W   weight.grad += dy.T @ x      when the rank would wait
 
-These are the parts of zero-bubble schedules (Qi et al. 2023, section 2). Only the product of a linear is left for W;
-all else stays in I. A linear is left alone, and its weight has its gradient in I as always, where anything but the sum
-in `weight.grad` could see when that sum is made.
+These are the passes of zero-bubble schedules (Qi et al. 2023, section 2). Only the matrix product of a linear is
+deferred to W; all else stays in I. A linear is unchanged, and its weight gets its gradient in I, where anything but
+the sum in `weight.grad` could observe when that sum is made.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from torch.nn import functional
 from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 from lightning_hybrid.step.tracing.step_mode import Current
 
-# Below so many products a linear is done sooner than it is put off: some 0.6 ms of a core of a CPU, 0.02 of a GPU.
+# Below so many multiplications, deferring costs more than the product: some 0.6 ms of a CPU core, 0.02 of a GPU.
 FEWEST_PRODUCTS = {"cpu": 2**25, "cuda": 2**32}
 
-_linear_of_torch = torch._C._nn.linear
-_task_under_way = torch._C._current_graph_task_id
+_torch_linear = torch._C._nn.linear
+_current_task = torch._C._current_graph_task_id
 _function_modes = torch._C._len_torch_function_stack
 _hooks_on_saved = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class Left(NamedTuple):
-    """What is left to do for one use of a weight.
+class DeferredGradient(NamedTuple):
+    """The deferred gradient of one use of a weight.
 
     Attributes:
-        weight: Of shape (out, in).
-        gradient: Of what the linear gave, of shape (..., out).
-        input: What it was given, of shape (..., in).
-        version: Of the input then; another one later means that it was written into.
+        weight: The weight, of shape (out, in).
+        gradient: The gradient of the output, of shape (..., out).
+        input: The input of the linear, of shape (..., in).
+        version: Version counter of the input; a different one later means that it was written in place.
     """
 
     weight: nn.Parameter
@@ -50,73 +50,73 @@ class Left(NamedTuple):
 
 
 class WeightsLater:
-    """Backwards of one rank that leave what they can.
+    """Runs backwards of one rank, and defers gradients of weights.
 
     Attributes:
-        keeps_all: Whether they leave nothing, since gradients were differentiated: the weights have a gradient by that
-            way too, and torch adds both before it adds them to `weight.grad`.
+        is_disabled: Whether nothing is deferred, since gradients were differentiated: the weights then have a second
+            gradient, and torch adds both before it adds them to `weight.grad`.
     """
 
     def __init__(self) -> None:
-        """Nothing is left."""
-        self.keeps_all = False
+        """Begin with no deferred gradient."""
+        self.is_disabled = False
         self._current: Current | None = None
         self._is_forward = False
         self._task: int | None = None
-        self._left: list[Left] = []
+        self._deferred: list[DeferredGradient] = []
 
     @contextlib.contextmanager
     def installed(self, current: Current) -> Iterator[None]:
-        """Let the linears of units ask whether their weights can wait.
+        """Replace ``functional.linear``, so that linears of units can defer the gradients of their weights.
 
         Args:
-            current: Which run of the step is under way.
+            current: The run of the step that is under way.
         """
-        if functional.linear is not _linear_of_torch:  # somebody else's: it stays as it is
+        if functional.linear is not _torch_linear:  # another library has replaced it: it stays as it is
             yield
             return
-        self._current, _Installed.later = current, self
+        self._current, _Active.later = current, self
         functional.linear = _linear
         try:
             yield
         finally:
-            functional.linear = _linear_of_torch
-            self._current = _Installed.later = None
+            functional.linear = _torch_linear
+            self._current = _Active.later = None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward whose backward will be split."""
+        """Mark a forward whose backward will be split."""
         self._is_forward = True
         try:
             yield
         finally:
             self._is_forward = False
 
-    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Left]:
-        """Run a backward whose forward said that it will be split, and leave what can be left.
+    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[DeferredGradient]:
+        """Run the backward of a forward marked by ``forward``, and defer gradients of weights.
 
         Args:
-            roots: Where it begins.
-            gradients: Theirs.
+            roots: The outputs from which it starts.
+            gradients: The gradients of the roots, of their shapes.
 
         Returns:
-            For `finish`.
+            The deferred gradients, for `finish`.
         """
         for root in roots:
             if root.grad_fn is not None:
-                root.grad_fn.register_prehook(self._note_task)
+                root.grad_fn.register_prehook(self._record_task)
         try:
             torch.autograd.backward(roots, gradients)
-            return self._left
+            return self._deferred
         finally:
-            self._task, self._left = None, []
+            self._task, self._deferred = None, []
 
-    def _note_task(self, gradients: Any) -> None:
-        # User code inside may run backwards of its own, and wants all of what these give.
-        self._task = _task_under_way()
+    def _record_task(self, gradients: Any) -> None:
+        # User code inside may run nested backwards, which must not be split.
+        self._task = _current_task()
 
-    def can_wait(self, input: Tensor, weight: Tensor) -> bool:
-        """Whether the forward of a linear should be one that a backward can split."""
+    def can_defer(self, input: Tensor, weight: Tensor) -> bool:
+        """Whether the backward of a linear, with an input of shape (..., in), can defer its weight's gradient."""
         watch = None if self._current is None else self._current.watch
         return (
             self._is_forward
@@ -132,86 +132,86 @@ class WeightsLater:
             and weight.is_contiguous()
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled(input.device.type)
-            and _task_under_way() == -1  # not a recomputation
+            and _current_task() == -1  # not a recomputation
             and not _function_modes()
             and _hooks_on_saved(False) is None
             and forward_ad._current_level < 0
             and not torch._C._are_functorch_transforms_active()
         )
 
-    def leave(self, weight: nn.Parameter, gradient: Tensor, input: Tensor) -> bool:
-        """Take the gradient of a weight over; False if it must be made now."""
-        if self.keeps_all or self._task != _task_under_way() or _is_heard(weight):
+    def defer(self, weight: nn.Parameter, gradient: Tensor, input: Tensor) -> bool:
+        """Defer the gradient of a weight; False if it must be computed now."""
+        if self.is_disabled or self._task != _current_task() or _has_hooks(weight):
             return False
-        self._left.append(Left(weight, gradient, input, input._version))
+        self._deferred.append(DeferredGradient(weight, gradient, input, input._version))
         return True
 
 
-class _Installed:
-    """What `_linear` asks: a function that is always the same one, or torch.compile would compile anew each step."""
+class _Active:
+    """Holds the active instance for `_linear`, which must stay the same function, or torch.compile would recompile."""
 
     later: WeightsLater | None = None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.compiler.is_compiling():
-        later = _Installed.later
-        if later is not None and later.can_wait(input, weight):
+        later = _Active.later
+        if later is not None and later.can_defer(input, weight):
             return _apply(input, weight, bias, later)
-    return _linear_of_torch(input, weight, bias)
+    return _torch_linear(input, weight, bias)
 
 
 class _Linear(Unwatched, torch.autograd.Function):
-    """A linear whose backward can leave the product for its weight."""
+    """A linear whose backward can defer the product for its weight."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, later: WeightsLater) -> Tensor:
         ctx.save_for_backward(input, weight, bias)
         ctx.later = later
-        return _linear_of_torch(input, weight, bias)
+        return _torch_linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         input, weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # somebody will differentiate these gradients, as torch does it
+        if torch.is_grad_enabled():  # these gradients will be differentiated (double backward)
             wanted = [one for one, needs in zip((input, weight, bias), needed, strict=True) if needs]
-            again = _linear_of_torch(input, weight, bias)
-            found = iter(torch.autograd.grad(again, wanted, gradient, create_graph=True))
-            ctx.later.keeps_all = True
+            recomputed = _torch_linear(input, weight, bias)
+            found = iter(torch.autograd.grad(recomputed, wanted, gradient, create_graph=True))
+            ctx.later.is_disabled = True
             of_input, of_weight, of_bias = (next(found) if needs else None for needs in needed)
             return of_input, of_weight, of_bias, None
         of_input = gradient.matmul(weight) if needed[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if needed[2] else None
-        if ctx.later.leave(weight, gradient, input):
+        if ctx.later.defer(weight, gradient, input):
             return of_input, None, of_bias, None
         return of_input, _product(gradient, input), of_bias, None
 
 
-# Past `user_functions`, which looks at each call of the user's functions.
+# Bypasses `autograd_functions`, which patches ``apply`` to observe the user's functions.
 _apply = super(_SingleLevelFunction, _Linear).apply
 
 
-def _is_heard(weight: nn.Parameter) -> bool:
-    """Whether somebody is told of a gradient of this weight while a backward runs."""
-    told = (weight._post_accumulate_grad_hooks or {}).values()
-    return bool(weight._backward_hooks) or not all(getattr(hook, "is_idle", False) for hook in told)
+def _has_hooks(weight: nn.Parameter) -> bool:
+    """Whether a hook is called with the gradient of this weight while a backward runs."""
+    hooks = (weight._post_accumulate_grad_hooks or {}).values()
+    return bool(weight._backward_hooks) or not all(getattr(hook, "is_idle", False) for hook in hooks)
 
 
-def are_heard(left: Sequence[Left]) -> bool:
-    """Whether somebody is told of a gradient of any of these weights by the next backward."""
-    return any(_is_heard(one.weight) for one in left)
+def have_hooks(deferred: Sequence[DeferredGradient]) -> bool:
+    """Whether the next backward calls hooks with the gradient of any of these weights."""
+    return any(_has_hooks(one.weight) for one in deferred)
 
 
 @torch.no_grad()
-def finish(left: Sequence[Left]) -> None:
-    """Add to the gradients of weights what a backward has left, to the bits that it would have added.
+def finish(deferred: Sequence[DeferredGradient]) -> None:
+    """Add deferred gradients to `weight.grad`, bit for bit as the backward would have done.
 
     Raises:
-        RuntimeError: What a linear was given is no longer what it was.
+        RuntimeError: The input of a linear was written in place since.
     """
     sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
-    for weight, gradient, input, version in left:
+    for weight, gradient, input, version in deferred:
         if input._version != version:
             raise RuntimeError(
                 f"the input of a linear, of shape {tuple(input.shape)}, was written in place between its backward and"
@@ -226,13 +226,13 @@ def finish(left: Sequence[Left]) -> None:
             product += sums[id(weight)][1]
         sums[id(weight)] = weight, product
     for weight, product in sums.values():
-        known = weight.grad
-        if known is None:
+        earlier = weight.grad
+        if earlier is None:
             weight.grad = product
-        elif known.layout is torch.strided:
-            known.add_(product)
+        elif earlier.layout is torch.strided:
+            earlier.add_(product)
         else:
-            weight.grad = product + known  # dense, where a lookup has given a sparse one
+            weight.grad = product + earlier  # dense, where an embedding lookup has a sparse gradient
 
 
 def _product(gradient: Tensor, input: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Module state per stage, where one rank runs several stages.
 
-Python side effects count once per microbatch, also where this rank runs several stages of it; and what one
-microbatch leaves for the next (a hidden state) is there on the stage that made it.
+Python side effects count once per microbatch, also where this rank runs several stages of it; and a state that one
+microbatch stores for the next (a hidden state) is present on the stage that computed it.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from lightning_hybrid.step.module_state.snapshot import Content, ModuleState
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
-class StageStates:
-    """Switches the modules between stages; does nothing where a rank has only one."""
+class StageModuleStates:
+    """Switches the state of the modules between stages; does nothing where a rank has only one."""
 
     def __init__(
         self, root: nn.Module, stages: Collection[int], num_forwards: int, buffers: Sequence[tuple[dict[str, Any], str]]
     ) -> None:
-        """The modules as they are before a step.
+        """Snapshot the modules before a step.
 
         Args:
             root: The user's LightningModule.
-            stages: Of this rank.
-            num_forwards: Of all of them together.
-            buffers: Those that every stage writes for itself (``num_batches_tracked += 1``): the dict that holds each,
-                and its name there.
+            stages: The stages of this rank.
+            num_forwards: Number of forwards of all these stages.
+            buffers: Buffers that every stage writes (``num_batches_tracked += 1``): the dict that contains each, and
+                its key.
         """
         self._root = root
         self._last = max(stages)
         self._forwards_left = num_forwards
         self._buffers = buffers
-        self._contents: dict[int, Content] = {}  # by id of a buffer: the last one known
+        self._contents: dict[int, Content] = {}  # by id of a buffer: its last copy
         self._states: dict[int, tuple[ModuleState, list[tuple[Any, Content | None]]]] = {}
         self._start = self._now() if len(stages) > 1 else None
 
     def enter(self, stage: int) -> None:
-        """Show the step what this stage's last run left on the modules."""
+        """Restore the module state that the last run of this stage left."""
         if self._start is not None:
             self._restore(*self._states.get(stage, self._start))
 
     def leave(self, stage: int) -> None:
-        """Keep what it left; after the last forward, what the last stage left stays."""
+        """Save the module state of a stage; after the last forward, the state of the last stage stays."""
         if self._start is None:
             return
         self._forwards_left -= 1
@@ -53,22 +53,22 @@ class StageStates:
             self._restore(*self._states[self._last])
 
     def _now(self) -> tuple[ModuleState, list[tuple[Any, Content | None]]]:
-        held = [holder.get(name) for holder, name in self._buffers]
+        buffers = [members.get(name) for members, name in self._buffers]
         state = ModuleState(self._root, buffers=False)
-        return state, [(buffer, self._content(buffer)) for buffer in held]
+        return state, [(buffer, self._content(buffer)) for buffer in buffers]
 
     def _content(self, buffer: Any) -> Content | None:
         if not isinstance(buffer, Tensor) or is_absent(buffer):
             return None
-        known = self._contents.get(id(buffer))
-        if known is None or not known.is_here():
-            self._contents[id(buffer)] = known = Content(buffer)
-        return known
+        content = self._contents.get(id(buffer))
+        if content is None or not content.is_here():
+            self._contents[id(buffer)] = content = Content(buffer)
+        return content
 
-    def _restore(self, state: ModuleState, held: list[tuple[Any, Content | None]]) -> None:
+    def _restore(self, state: ModuleState, buffers: list[tuple[Any, Content | None]]) -> None:
         state.restore()
-        for (holder, name), (buffer, content) in zip(self._buffers, held, strict=True):
-            holder[name] = buffer
+        for (members, name), (buffer, content) in zip(self._buffers, buffers, strict=True):
+            members[name] = buffer
             if content is not None:
                 content.restore()
                 self._contents[id(buffer)] = content

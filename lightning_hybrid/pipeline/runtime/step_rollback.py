@@ -1,4 +1,4 @@
-"""A snapshot of modules before a training step, for a rollback if the step breaks in its middle."""
+"""A snapshot of modules before a training step, for a rollback if the step diverges from its recording."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
-_MOST_COPIED = 2**24  # before every step
+_MAX_COPIED = 2**24  # before every step
 
 
-class StepStart:
-    """The modules and metrics of one module at one moment."""
+class StepSnapshot:
+    """The state of all modules and metrics of one module before a step."""
 
-    def __init__(self, root: nn.Module, written: Collection[str] = (), *, copied: float = _MOST_COPIED) -> None:
-        """What there is before the step.
+    def __init__(self, root: nn.Module, written: Collection[str] = (), *, copied: float = _MAX_COPIED) -> None:
+        """Copy the state.
 
         Args:
             root: The user's module.
-            written: FQNs of parameters that the step writes itself.
-            copied: Elements of the largest tensor kept as an attribute that is copied.
+            written: FQNs of parameters that the step itself writes.
+            copied: Number of elements up to which attribute tensors are copied; larger ones must not be written.
         """
         named = root.named_parameters() if written else ()
         self._written = [(p, detached_copy(p)) for name, p in named if name in written and not is_absent(p)]
@@ -36,26 +36,26 @@ class StepStart:
         self._modules = ModuleState(root, without=inside)
         self._states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in self._metrics]
         leaves = list(reachable(root, inside, plain=False))
-        tensors = [(place, leaf) for place, leaf in leaves if isinstance(leaf, Tensor) and can_be_put_back(leaf)]
+        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and can_be_put_back(leaf)]
         self._tensors = [Content(leaf) for _, leaf in tensors if leaf.numel() <= copied]
-        self._large = [(place, leaf, leaf._version) for place, leaf in tensors if leaf.numel() > copied]
+        self._large = [(path, leaf, leaf._version) for path, leaf in tensors if leaf.numel() > copied]
         self._arrays = [(leaf, leaf.copy()) for _, leaf in leaves if isinstance(leaf, ndarray)]
         self._counts = [(metric._update_count, metric._computed) for metric in self._metrics]
 
-    def restore(self, why: str = "is left") -> None:
-        """Put everything back.
+    def restore(self, why: str = "is rolled back") -> None:
+        """Restore the state.
 
         Args:
-            why: What the step does, so that it is left.
+            why: The reason of the rollback, as a clause after "training_step".
 
         Raises:
             StepError: A tensor that is too large to be copied before each step has been written.
         """
-        for place, tensor, version in self._large:
+        for path, tensor, version in self._large:
             if tensor._version != version:
                 raise StepError(
-                    f"training_step {why}, and cannot be run again: it has written {place}, whose {tensor.numel():,}"
-                    f" elements are more than the {_MOST_COPIED:,} that are copied before a step; register it as a"
+                    f"training_step {why}, and cannot be run again: it has written {path}, whose {tensor.numel():,}"
+                    f" elements are more than the {_MAX_COPIED:,} that are copied before a step; register it as a"
                     " buffer"
                 )
         self._modules.restore()

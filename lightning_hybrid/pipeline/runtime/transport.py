@@ -1,8 +1,8 @@
 """Point-to-point messages between pipeline ranks.
 
-A message is the tensors of one portal for one microbatch. Their shapes are known from the step graph, so nothing but
-their content travels; a tensor whose shape depends on data is preceded by a small header. What arrives lies in memory
-as it lay where it was made: dropout draws in that order.
+A message is the tensors of one portal for one microbatch. Their shapes are in the step graph, so only their content is
+sent; a tensor whose shape depends on data is preceded by a small header. A received tensor has the strides that it had
+on the sender: dropout draws in that order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning_hybrid.mesh import as_sent
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 
-_MOST_DIMS = 8
-# So many sends may be under way before the oldest is waited for; their tensors stay alive that long.
+_MAX_DIMS = 8
+# Number of sends under way before the oldest is waited for; their tensors stay alive that long.
 _SENDS_IN_FLIGHT = 3
 
 
@@ -31,32 +31,32 @@ class Incoming(ABC):
 
     @abstractmethod
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
+        """Wait for the tensors of the message, in the order of its values."""
 
 
 class Transport(ABC):
     """Point-to-point transfers between the ranks of one pipeline.
 
     Attributes:
-        channel: How transfers between two ranks find each other.
+        channel: How transfers between two ranks are matched: by order, or by tag.
     """
 
     channel: Channel = "queue"
 
     @abstractmethod
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-        """Start to send; the tensors must not be written until ``finish``."""
+        """Start to send the tensors of a message; they must not be written until ``finish``."""
 
     @abstractmethod
     def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
-        """Post a receive and return at once."""
+        """Post a receive and return immediately."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Be ready for transfers between these pairs of ranks; collective over the pipeline."""
+        """Prepare transfers between these pairs of ranks; collective over the pipeline."""
         del pairs
 
 
@@ -67,11 +67,11 @@ class _Posted(Incoming):
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        return [_in_place(tensor, value) for tensor, value in zip(self._tensors, self._values, strict=True)]
+        return [_restore_layout(tensor, value) for tensor, value in zip(self._tensors, self._values, strict=True)]
 
 
-def _in_place(tensor: Tensor, value: Value) -> Tensor:
-    """What has arrived, on the device and in the layout of the value."""
+def _restore_layout(tensor: Tensor, value: Value) -> Tensor:
+    """A received tensor on the device and with the strides of its value."""
     stride = None if value.dynamic or tensor.shape != value.shape else _dense_stride(value.shape, value.stride)
     if stride is not None:
         tensor = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
@@ -81,31 +81,31 @@ def _in_place(tensor: Tensor, value: Value) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """The strides of a tensor without gaps whose elements lie in the order of these; None for the usual order."""
-    like = torch.empty_like(torch.empty_strided(shape, stride, device="meta"))
-    return None if like.is_contiguous() else like.stride()
+    dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta"))
+    return None if dense.is_contiguous() else dense.stride()
 
 
 class HostTransport(Transport):
-    """Transfers through the memory of one host, on CPUs; shapes come with them, and sends wait for nobody."""
+    """Transfers through the shared memory of one host, on CPUs; they carry their shapes, and sends do not wait."""
 
     channel: Channel = "tags"
 
     def __init__(self, transfers: Transfers) -> None:
-        """Collective: args: transfers: between the ranks of one pipeline."""
+        """Set up on the transfers between the ranks of one pipeline; collective."""
         self._transfers = transfers
         transfers.generation += 1
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors of a message to where the peer finds them."""
-        for place, tensor in enumerate(tensors):
-            self._transfers.send(peer, _tag(message, place), tensor)
+        """Copy the tensors of a message into shared memory."""
+        for position, tensor in enumerate(tensors):
+            self._transfers.send(peer, _tag(message, position), tensor)
 
     def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
-        """Note what will come."""
+        """Return the message that will be received."""
         return _Expected(self._transfers, message, peer, values)
 
     def finish(self) -> None:
-        """Nothing: what was sent has left."""
+        """Do nothing: sends complete immediately."""
 
 
 class _Expected(Incoming):
@@ -114,9 +114,9 @@ class _Expected(Incoming):
 
     def wait(self) -> list[Tensor]:
         tensors = []
-        for place, value in enumerate(self._values):
-            tensor = self._transfers.receive(self._peer, _tag(self._message, place), getattr(torch, value.dtype))
-            tensors.append(_in_place(tensor, value))
+        for position, value in enumerate(self._values):
+            tensor = self._transfers.receive(self._peer, _tag(self._message, position), getattr(torch, value.dtype))
+            tensors.append(_restore_layout(tensor, value))
         return tensors
 
 
@@ -124,7 +124,7 @@ class GroupTransport(Transport):
     """Transfers over a ``torch.distributed`` process group, one tagged send per tensor."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Args: group: the ranks of one pipeline, by pipeline coordinate. device: where tensors are received."""
+        """Set up for the ranks of one pipeline, by pipeline coordinate; tensors are received on ``device``."""
         self._group = group
         self._device = device
         self.channel = "tags" if group._get_backend(device).name() == "gloo" else "queue"
@@ -132,7 +132,7 @@ class GroupTransport(Transport):
         self._connected: set[tuple[int, int]] = set()
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let NCCL make its communicator of each pair now, in one order: the first transfer of a pair waits for it."""
+        """Let NCCL create the communicator of each pair now, in one order: the first transfer would wait for it."""
         if self.channel == "tags":
             return
         rank = self._group.rank()
@@ -145,36 +145,36 @@ class GroupTransport(Transport):
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of a message."""
-        for place, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
-            # What user code has moved to another device travels by that of the group.
+        for position, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
+            # A tensor that user code has moved to another device is sent from that of the group.
             tensor = tensor.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
             if value.dynamic:
-                shape = [tensor.dim(), *tensor.shape] + [0] * (_MOST_DIMS - tensor.dim())
-                self._start(torch.tensor(shape, device=self._device), peer, _tag(message, place, header=True))
-            self._start(as_sent(tensor), peer, _tag(message, place))
+                shape = [tensor.dim(), *tensor.shape] + [0] * (_MAX_DIMS - tensor.dim())
+                self._start(torch.tensor(shape, device=self._device), peer, _tag(message, position, header=True))
+            self._start(as_sent(tensor), peer, _tag(message, position))
 
     def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
-        # The group's own methods: torch.distributed.isend checks what is known here, for each tensor.
+        # The methods of the group: torch.distributed.isend would repeat checks for each tensor.
         self._under_way.append((self._group.send([tensor], peer, tag), tensor))
         while len(self._under_way) > _SENDS_IN_FLIGHT:
-            self._await_oldest()
+            self._wait_oldest()
 
-    def _await_oldest(self) -> None:
+    def _wait_oldest(self) -> None:
         work, _ = self._under_way.popleft()
         work.wait()
 
     def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
-        """Post the receives of a message; one with a header is waited for (see ``program.lower``, ``post_ahead``)."""
+        """Post the receives of a message; one with a header is waited for, so ``lower`` posts none ahead then."""
         works, tensors = [], []
-        for place, value in enumerate(values):
+        for position, value in enumerate(values):
             shape: Sequence[int] = value.shape
             if value.dynamic:
-                header = torch.empty(_MOST_DIMS + 1, dtype=torch.int64, device=self._device)
-                self._post(header, peer, _tag(message, place, header=True)).wait()
+                header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self._device)
+                self._post(header, peer, _tag(message, position, header=True)).wait()
                 dims, *sizes = header.tolist()
                 shape = sizes[:dims]
             tensor = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
-            works.append(self._post(as_sent(tensor), peer, _tag(message, place)))
+            works.append(self._post(as_sent(tensor), peer, _tag(message, position)))
             tensors.append(tensor)
         return _Posted(works, tensors, values)
 
@@ -182,9 +182,9 @@ class GroupTransport(Transport):
         return self._group.recv([tensor], peer, tag)
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         while self._under_way:
-            self._await_oldest()
+            self._wait_oldest()
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -198,9 +198,9 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return GroupTransport(group, device) if transfers is None else HostTransport(transfers)
 
 
-def _tag(message: Message, place: int, *, header: bool = False) -> int:
-    """A number that two messages under way between the same two ranks never share."""
+def _tag(message: Message, position: int, *, header: bool = False) -> int:
+    """A tag that is unique among the messages under way between two ranks."""
     tag = message.microbatch & 0x3FF
-    for part, size in ((message.source, 0x40), (message.target, 0x40), (place, 0x100)):
-        tag = tag * size + part % size
+    for number, size in ((message.source, 0x40), (message.target, 0x40), (position, 0x100)):
+        tag = tag * size + number % size
     return (tag * 2 + (message.direction == "backward")) * 2 + header & 0x7FFFFFFF

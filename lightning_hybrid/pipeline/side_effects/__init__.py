@@ -1,1 +1,1 @@
-"""What microbatches leave on modules becomes what the batch leaves."""
+"""Side effects of microbatches on modules, joined to those of the batch."""

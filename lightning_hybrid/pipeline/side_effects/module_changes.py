@@ -1,7 +1,7 @@
-"""Changes that a training step leaves on modules: with one of its batch, no rank may run a share of it.
+"""Detection of changes that a training step makes on modules: with changes by its batch, no rank may run a share.
 
-Buffers (statistics, queues, centres), tensors and numbers in attributes would be those of a share. But whole numbers
-that have grown by one count batches, and what lists have grown by is joined (``appended_entries``).
+Buffers (statistics, queues, centres), tensors and numbers in attributes would be those of a share. But integers that
+have grown by one count batches, and entries appended to lists are joined (``appended_entries``).
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _NOTHING = object()
 
 
 class LeftBehind:
-    """Compares the modules after a step with what they were before it."""
+    """Compares the modules after a step with their state before it."""
 
     def __init__(self, root: nn.Module, *, by_content: bool = False) -> None:
-        """Before the step.
+        """Record the state before the step.
 
         Args:
             root: The user's module.
-            by_content: Whether to look at what tensors hold: a write to ``buffer.data`` counts no version.
+            by_content: Whether to compare contents of tensors: a write to ``buffer.data`` leaves the version counter.
         """
         self._root, self._by_content = root, by_content
         self._before = _state(root, by_content)
-        self._lengths = {place: len(held) for place, held in lists_of(root).items()}
+        self._lengths = {path: len(entries) for path, entries in lists_of(root).items()}
 
     def something(self) -> bool:
-        """Whether the step has written a buffer, or kept a tensor or a float that was not there."""
-        lists = {place: self._lengths.get(place, 0) for place in lists_of(self._root)}
+        """Whether the step has written a buffer, or stored a new tensor or float."""
+        lists = {path: self._lengths.get(path, 0) for path in lists_of(self._root)}
         return any(not (isinstance(key, Place) and entry_of(key, lists) is not None) for key in self._changed())
 
     def rows(self, samples: int | None) -> bool:
-        """Whether a tensor among it may have a row for each sample of the batch, so that a microbatch needs some.
+        """Whether a changed tensor may have a row for each sample of the batch, of which a microbatch needs some.
 
         Args:
-            samples: Of the batch; None if they are not known.
+            samples: Number of samples of the batch; None if unknown.
         """
         changed = self._changed()
-        tensors = [leaf for place, leaf in reachable(self._root, plain=False) if place in changed]
+        tensors = [leaf for path, leaf in reachable(self._root, plain=False) if path in changed]
         tensors += [
             buffer
             for fqn, module in self._root.named_modules()
@@ -74,21 +74,21 @@ def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
     for fqn, module in root.named_modules():
         for name, buffer in module._buffers.items() if module not in metrics else ():
             if buffer is not None:
-                found[fqn, name] = _known(buffer, by_content)
-    for place, leaf in reachable(root, metrics):
+                found[fqn, name] = _fingerprint(buffer, by_content)
+    for path, leaf in reachable(root, metrics):
         if isinstance(leaf, Tensor):
-            found[place] = _known(leaf, by_content)
+            found[path] = _fingerprint(leaf, by_content)
         elif isinstance(leaf, numpy.ndarray):
-            found[place] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
+            found[path] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
         elif isinstance(leaf, float | int | str | numpy.generic):
-            found[place] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
+            found[path] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
     return found
 
 
-def _known(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:
-    known = id(tensor), tensor._version, memory_of(tensor)
+def _fingerprint(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:
+    identity = id(tensor), tensor._version, memory_of(tensor)
     tensor = as_plain(tensor)
     if not by_content or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_quantized:
-        return known
+        return identity
     numbers = torch.nan_to_num(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))
-    return *known, numbers.sum().item(), numbers.abs().sum().item()
+    return *identity, numbers.sum().item(), numbers.abs().sum().item()

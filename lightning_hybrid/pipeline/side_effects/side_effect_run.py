@@ -1,9 +1,9 @@
-"""A second run of a step for its Python side effects alone: ``self.losses.append(loss.item())``.
+"""A second run of a step for its Python side effects only: ``self.losses.append(loss.item())``.
 
-In one process the numbers of a step are there when its Python asks for them. On a rank of a pipeline they are known
-after the step. So a step that keeps or returns numbers of the model runs on its whole batch, and once the numbers are
-known on every rank it runs again without any of the model's arithmetic: what it reads then is what the ranks have
-shared. What that run leaves on the modules stays.
+In a single process the numbers of a step are available when its Python reads them. On a rank of a pipeline they are
+received after the step. So a step that stores or returns numbers of the model runs on its full batch, and once the
+numbers are on every rank it runs again without the model's arithmetic, and reads the exchanged numbers. The changes of
+that run on the modules stay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_hybrid.step.tracing.recording import StepError
 
 
 class SideEffectRun:
-    """That of one step on one batch; made before the step runs."""
+    """The second run of one step on one batch; created before the step runs."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class SideEffectRun:
         variant: Variant,
         randomness: KeyedRandomness,
     ) -> None:
-        """Note how the modules are.
+        """Snapshot the modules.
 
         Args:
             root: The user's module.
-            names: FQN by id of what it holds.
-            call: Of the step.
-            batch: The whole batch.
-            variant: The recorded form of the step.
-            randomness: Keys what the step draws.
+            names: FQN by id of its parameters and tracked buffers.
+            call: The call of the step.
+            batch: The full batch.
+            variant: The trace of the step.
+            randomness: Keys the random numbers of the step.
         """
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self._variant, self._randomness = variant, randomness
@@ -58,22 +58,19 @@ class SideEffectRun:
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
     def returned(self, contents: Mapping[int, Tensor]) -> Any:
-        """Run it.
+        """Run the step again, and return its output.
 
         Args:
-            contents: The values of the model that all ranks know, by index.
-
-        Returns:
-            What the step returns.
+            contents: The values of the model that all ranks have, by index.
 
         Raises:
-            StepError: It cannot run.
+            StepError: The step cannot run so.
         """
         kept = self._variant.recording.numbers_kept
         if any(tensor._version != version for tensor, version in self._watched):
             raise StepError(f"{kept}, and the step writes into its batch in place; let it write into a copy")
         written = _Buffers(self._root, self._without)
-        self._start.restore()  # the step may have gone by a buffer that it has written since
+        self._start.restore()  # the step may have branched on a buffer that it has written since
         replay = SideEffectReplay(self._variant.recording, self._variant.assignment, self._root, self._randomness)
         replay.contents = contents
         try:
@@ -97,18 +94,18 @@ class SideEffectRun:
 
 
 class _Buffers:
-    """The buffers that the user's code around layers may write, as the step has left them."""
+    """A snapshot of the buffers that user code around layers may write, after the step."""
 
     def __init__(self, root: nn.Module, without: set[nn.Module]) -> None:
-        holders = [module._buffers for module in root.modules() if module not in without]
-        self._holders = [(holder, dict(holder)) for holder in holders]
-        held = {id(b): b for holder in holders for b in holder.values() if b is not None and not is_absent(b)}
-        self._contents = [Content(buffer) for buffer in held.values()]
+        dicts = [module._buffers for module in root.modules() if module not in without]
+        self._dicts = [(buffers, dict(buffers)) for buffers in dicts]
+        present = {id(b): b for buffers in dicts for b in buffers.values() if b is not None and not is_absent(b)}
+        self._contents = [Content(buffer) for buffer in present.values()]
 
     def restore(self) -> None:
-        """Put them back as they were."""
-        for holder, members in self._holders:
-            holder.clear()
-            holder.update(members)
+        """Restore the buffers and their contents."""
+        for buffers, members in self._dicts:
+            buffers.clear()
+            buffers.update(members)
         for content in self._contents:
             content.restore()

@@ -1,4 +1,4 @@
-"""Steps whose batches are not split, since microbatches do not tell what the batch leaves (``kept_values``)."""
+"""Steps whose batches are not split, as their side effects cannot be joined from microbatches (``kept_values``)."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from lightning_hybrid.step.recording.kept_values import why_not_joined
 from lightning_hybrid.step.tracing.recording import Recording
 
 # Batches may come in ever new sizes.
-_MOST_REASONS = 512
+_MAX_REASONS = 512
 
 
-class StepsAtOnce:
-    """Decides that for the steps of one module.
+class UnsplitSteps:
+    """Selects the steps of one module whose batches are not split.
 
     Attributes:
         names: Names of such steps, so far.
     """
 
     def __init__(self, choice: VariantChoice, tell: Callable[[str, str], None]) -> None:
-        """Args: choice: of recorded forms. tell: called once with the name of such a step, and the reason."""
+        """Set up on a trace cache; ``tell`` is called once with the name of such a step, and the reason."""
         self.names: set[str] = set()
-        self._choice, self._tell = choice, tell
-        self._reasons: Recent[tuple[Variant, int | None, bool], str] = Recent(_MOST_REASONS)
+        self._traces, self._tell = choice, tell
+        self._reasons: Recent[tuple[Variant, int | None, bool], str] = Recent(_MAX_REASONS)
 
     def adopts(
         self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], *, is_returned: bool
     ) -> bool:
-        """Whether a step turns out to be one.
+        """Whether the batches of a step must not be split, from now on.
 
         Args:
-            call: Of the step.
-            variants: The recorded form of each microbatch.
-            batch: The whole batch.
-            microbatches: Its parts.
-            is_returned: Whether what the step returns is read.
+            call: The call of the step.
+            variants: The trace of each microbatch.
+            batch: The full batch.
+            microbatches: The batch, split.
+            is_returned: Whether the output of the step is read.
         """
         for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
             key = variant, samples, is_returned
@@ -47,7 +47,7 @@ class StepsAtOnce:
                 self._reasons[key] = why_not_joined(
                     variant.recording,
                     samples,
-                    whole=self._recorded_whole(call, batch) if variant.recording.appended else None,
+                    whole=self._record_full_batch(call, batch) if variant.recording.appended else None,
                     total=batch_size_of(batch),
                     is_returned=is_returned,
                 )
@@ -57,9 +57,9 @@ class StepsAtOnce:
                 return True
         return False
 
-    def _recorded_whole(self, call: Call, batch: Any) -> Recording | None:
+    def _record_full_batch(self, call: Call, batch: Any) -> Recording | None:
         try:
-            (whole,) = self._choice.choose(call, [batch])
-        except Exception:  # the step need not run on a whole batch
+            (full,) = self._traces.choose(call, [batch])
+        except Exception:  # the step may not be able to run on a full batch
             return None
-        return whole.recording
+        return full.recording

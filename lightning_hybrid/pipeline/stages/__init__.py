@@ -1,1 +1,1 @@
-"""Who holds what, and which recorded trace a microbatch takes."""
+"""Owner ranks of parameters and units, and the recorded trace of each microbatch."""

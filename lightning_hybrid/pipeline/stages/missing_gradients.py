@@ -1,8 +1,8 @@
-"""Gradients that are None at a stage boundary: sent back as none and not as zeros.
+"""Missing gradients at a stage boundary: None is sent back as None and not as zeros.
 
-A parameter without a gradient is left alone by an optimizer; with one of zero it decays. What is sent back for such a
-value is a NaN with bits that no operation makes. It is looked for in the first batch of each recorded form, and from
-then on for the values that had no gradient in that batch: on a GPU each look waits for the message.
+An optimizer skips a parameter without a gradient; with a zero gradient it applies weight decay. For such a value, a NaN
+with bits that no operation produces is sent back. Receivers check for it in the first batch of each trace, and from
+then on for the values that had no gradient in that batch: on a GPU each check waits for the message.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ _BITS = {
 
 
 class NoGradients:
-    """Those of one recorded form of a step.
+    """Encodes and decodes the missing gradients of one trace.
 
     Attributes:
-        is_new: Whether no batch of it has been through its backward.
+        is_new: Whether the backward of no batch with this trace has run.
     """
 
     def __init__(self) -> None:
-        """No batch has run."""
+        """Begin before the first batch."""
         self.is_new = True
-        self._seen: set[Key] = set()
+        self._missing: set[Key] = set()
 
     def sent(self, key: Key, leaf: Tensor) -> Tensor:
-        """What is sent back for a value.
+        """The gradient to send back for a received value, or the encoding of None; of the shape of the value.
 
         Args:
-            key: Of the value.
-            leaf: It, after the backward.
+            key: The stages, and the index of the value.
+            leaf: The value, after the backward.
         """
         if leaf.grad is not None:
             return leaf.grad
         gradient = torch.zeros_like(leaf)
-        if leaf.dtype in _BITS and leaf.numel() and self._is_looked_for(key):
-            self._seen.add(key)
+        if leaf.dtype in _BITS and leaf.numel() and self._is_checked(key):
+            self._missing.add(key)
             integer, bits = _BITS[leaf.dtype]
             gradient.view(integer).fill_(bits)
         return gradient
 
     def received(self, key: Key, gradient: Tensor) -> Tensor | None:
-        """The gradient of a value; None if it has none.
+        """The gradient of a value; None if the receiver had none.
 
         Args:
-            key: Of the value.
-            gradient: What was sent back for it.
+            key: The stages, and the index of the value.
+            gradient: The tensor that was received for it.
         """
-        if gradient.dtype not in _BITS or not gradient.numel() or not self._is_looked_for(key):
+        if gradient.dtype not in _BITS or not gradient.numel() or not self._is_checked(key):
             return gradient
         integer, bits = _BITS[gradient.dtype]
         if int(gradient.flatten()[:1].view(integer)) != bits:
             return gradient
-        self._seen.add(key)
+        self._missing.add(key)
         return None
 
-    def _is_looked_for(self, key: Key) -> bool:
-        return self.is_new or key in self._seen
+    def _is_checked(self, key: Key) -> bool:
+        return self.is_new or key in self._missing

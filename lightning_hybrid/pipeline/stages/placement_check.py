@@ -1,4 +1,4 @@
-"""A check that a trace uses each parameter on a stage that can hold it."""
+"""A check that a trace uses each parameter on a stage that owns it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.step.tracing.recording import StepError
 
 
-def refuse_misplaced(
-    assignment: Assignment, homes: Mapping[str, int], num_ranks: int, ranks_of: Callable[[str], tuple[int, ...]]
+def check_placement(
+    assignment: Assignment, owner_stages: Mapping[str, int], num_ranks: int, ranks_of: Callable[[str], tuple[int, ...]]
 ) -> None:
-    """Refuse a step that reads a parameter on ranks that do not hold it.
+    """Refuse a step that reads a parameter on ranks that do not own it.
 
     Args:
-        assignment: Of a step that was recorded after the first one.
-        homes: Stage of each parameter, as the first step put it.
-        num_ranks: Ranks of the pipeline.
-        ranks_of: Ranks that hold a parameter.
+        assignment: Assignment of a step that was recorded after the first one.
+        owner_stages: Owner stage of each parameter, as the first step decided.
+        num_ranks: Number of ranks of the pipeline.
+        ranks_of: Returns the owner ranks of a parameter.
 
     Raises:
-        StepError: It does; says which, and after what.
+        StepError: The step reads such a parameter; names it, and the parameter or buffer before it.
     """
     graph = assignment.graph
     for node, stage in zip(graph.nodes, assignment.node_stage, strict=True):
         for name in node.parameters:
             if name in assignment.sinks or stage % num_ranks in ranks_of(name):
                 continue
-            earlier = _brought_by(assignment, homes, node)
+            earlier = _colocated_source(assignment, owner_stages, node)
             if earlier is None:
                 found, other = f"on stage {stage}", ""
             else:
@@ -41,19 +41,19 @@ def refuse_misplaced(
             )
 
 
-def _brought_by(assignment: Assignment, homes: Mapping[str, int], node: Node) -> str | None:
-    """A parameter or buffer that lies on the stage of a node, and went into what the node reads."""
+def _colocated_source(assignment: Assignment, owner_stages: Mapping[str, int], node: Node) -> str | None:
+    """A parameter or buffer on the stage of a node, from which an input of the node was computed there."""
     graph, stage = assignment.graph, assignment.node_stage[node.index]
     maker = {value: other for other in reversed(graph.nodes) for value in other.outputs}
-    looked, waiting = {node.index}, [node]
+    visited, waiting = {node.index}, [node]
     while waiting:
         current = waiting.pop()
         for name in current.parameters:
-            if homes.get(name) == stage:
+            if owner_stages.get(name) == stage:
                 return name
         for value in (*current.inputs, *current.reads):
             before = maker.get(value)
-            if before is not None and before.index not in looked and assignment.node_stage[before.index] == stage:
-                looked.add(before.index)
+            if before is not None and before.index not in visited and assignment.node_stage[before.index] == stage:
+                visited.add(before.index)
                 waiting.append(before)
     return None

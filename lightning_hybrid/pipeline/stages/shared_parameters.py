@@ -1,7 +1,7 @@
-"""Tied parameters: the sum of their gradients over the pipeline ranks that hold them.
+"""Tied parameters: the sum of their gradients over the pipeline ranks that own them.
 
-A tied embedding lives on the stage that looks tokens up and on the stage that makes logits. Each has a part of its
-gradient; every holder needs the sum before clipping and stepping.
+A tied embedding is on the stage of the token lookup and on the stage of the logits. Each computes a partial gradient;
+every owner needs the sum before clipping and the optimizer step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightning_hybrid.mesh import where_sent
 
 
 class SharedParameters:
-    """The parameters that this rank holds together with others."""
+    """Synchronizes the parameters that this rank owns together with other ranks."""
 
     def __init__(
         self, holders: Mapping[str, Sequence[int]], parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
     ) -> None:
-        """Args: holders: pipeline ranks by FQN. parameters: by FQN. group: the ranks of this pipeline."""
+        """Set up from the owner ranks (``holders``) and parameters by FQN, and the ranks of this pipeline."""
         self._group = group
         self._rank = group.rank()
         sets: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
@@ -33,7 +33,7 @@ class SharedParameters:
         self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
 
     def broadcast_first(self) -> None:
-        """Give every holder the content of the first."""
+        """Send the content of the first owner to all others."""
         for ranks, members in self._sets:
             for parameter in members:
                 if self._rank == ranks[0]:
@@ -47,25 +47,25 @@ class SharedParameters:
                     parameter.detach().copy_(content)
 
     def sum_gradients(self) -> None:
-        """Replace each gradient by the sum over its holders, added in the order of their ranks on every one.
+        """Replace each gradient by the sum over its owners, added in the order of their ranks on every one.
 
-        A gradient that no holder has stays None.
+        A gradient that is None on all owners stays None.
         """
         for ranks, members in self._sets:
-            own = _flatten(members, self._group)
+            local = _flatten(members, self._group)
             others = [rank for rank in ranks if rank != self._rank]
-            received = {rank: torch.empty_like(own) for rank in others}
+            received = {rank: torch.empty_like(local) for rank in others}
             works = []
-            # NCCL carries out the transfers of two ranks one after the other, and a send waits for its receive: the
-            # lower rank sends first, and all ranks take the pairs in one order.
+            # NCCL runs the transfers of two ranks one after the other, and a send waits for its receive: the lower
+            # rank sends first, and all ranks process the pairs in one order.
             for rank in others:
-                to = partial(dist.isend, own, group=self._group, group_dst=rank)
+                to = partial(dist.isend, local, group=self._group, group_dst=rank)
                 back = partial(dist.irecv, received[rank], group=self._group, group_src=rank)
                 works += [to(), back()] if self._rank < rank else [back(), to()]
             for work in works:
                 assert work is not None
                 work.wait()
-            received[self._rank] = own
+            received[self._rank] = local
             total = received[ranks[0]].clone()
             for rank in ranks[1:]:
                 total += received[rank]
@@ -73,17 +73,17 @@ class SharedParameters:
 
 
 def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
-    """All gradients, some of which may be at rest on the host, then one element per parameter: whether it has one."""
-    parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
-    parts.append(torch.tensor([p.grad is not None for p in members], dtype=members[0].dtype))
-    sent = [where_sent(part, group) for part in parts]
-    return torch.cat([part.to(sent[0].device) for part in sent])
+    """All gradients in one vector (some may be offloaded to the host), then a flag per parameter: if it has one."""
+    flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
+    flat.append(torch.tensor([p.grad is not None for p in members], dtype=members[0].dtype))
+    sent = [where_sent(gradient, group) for gradient in flat]
+    return torch.cat([gradient.to(sent[0].device) for gradient in sent])
 
 
 def _unflatten(total: Tensor, members: Sequence[nn.Parameter]) -> None:
     present = total[-len(members) :].tolist()
     start = 0
     for parameter, has in zip(members, present, strict=True):
-        part = total[start : start + parameter.numel()]
+        gradient = total[start : start + parameter.numel()]
         start += parameter.numel()
-        parameter.grad = part.view(parameter.shape).to(parameter.device, copy=True) if has else None
+        parameter.grad = gradient.view(parameter.shape).to(parameter.device, copy=True) if has else None

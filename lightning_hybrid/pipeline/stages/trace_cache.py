@@ -1,10 +1,10 @@
-"""A cache of recorded traces: which of them each microbatch takes.
+"""The trace cache: selects the recorded trace of each microbatch.
 
-A batch of new shapes is recorded. Of a known one the form is known too, unless the step may do something else this
-time: it looks at what may change (``guards``), or an attribute around its units has changed since. Then each
-microbatch is tried in a dry run (``trace_tree``) before anything runs: the user's step without the model's arithmetic,
-after which all is as it was. What it does that no recording has shown is recorded there and then. Every rank of a
-replica runs the same Python and so finds the same; that it did is checked with the results of the step.
+A batch of new shapes is recorded. For cached shapes the latest trace is selected, unless the step may diverge from it:
+its recording has ``guards`` on values that may change, or an attribute around its units has changed since. Then each
+microbatch takes a dry run (``trace_tree``) first: the user's step without the model's arithmetic, whose effects are
+rolled back. If it diverges from all traces, it is recorded there and then. Every rank of a replica runs the same Python
+and so selects the same traces; the ranks check this with the results of the step.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lightning_hybrid.step.replay.trace_tree import NotKnown, Ways
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
-# When a step has taken so many ways, those known are forgotten: their number may have no end.
-_MOST_WAYS = 512
-# The forms are kept of so many signatures of batches.
+# When a step has so many traces, they are dropped: their number may be unbounded.
+_MAX_TRACES = 512
+# Number of batch signatures whose traces are cached.
 _MOST_SIGNATURES = 512
 
 
@@ -46,13 +46,13 @@ class Call:
 
     Attributes:
         name: Name of the step.
-        step: The user's, of a batch and the rest.
-        rest: Further arguments.
+        step: The user's bound method.
+        rest: Its arguments after the batch.
         context: Entered around each forward.
         train: Whether it is a training step.
-        number: Of the batch in the run.
+        number: Number of the batch in the run.
         first: Number of the first microbatch, over all replicas.
-        modes: ``StagePlan.modes`` now.
+        modes: ``StagePlan.modes`` at the time of the call.
     """
 
     name: str
@@ -70,15 +70,15 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What is known of the step on a batch before it runs.
+class ChosenTraces:
+    """The microbatches of a batch and their traces, selected before the step runs.
 
     Attributes:
-        batch: The whole batch.
-        number: Of the batch in the run.
-        microbatches: Its parts.
-        weights: Of the parts.
-        variants: The recorded form of each part.
+        batch: The full batch.
+        number: Number of the batch in the run.
+        microbatches: The batch, split.
+        weights: The weight of each microbatch.
+        variants: The trace of each microbatch.
     """
 
     batch: Any
@@ -89,83 +89,84 @@ class Chosen:
 
 
 @dataclass(eq=False)
-class _Known:
-    """Batches of one signature.
+class _Traces:
+    """The cached traces of one signature.
 
     Attributes:
-        latest: The form that was chosen last.
-        state: The plain attributes with which it was; None where microbatches of one batch took several.
+        latest: The trace that was selected last.
+        state: The plain attributes at that time; None where microbatches of one batch had several traces.
         around: The modules that have these attributes.
-        ways: All forms, with the units that they know; made when first needed.
+        pending: Traces that are not in ``ways`` yet.
+        ways: The tree of all traces; made when first needed.
     """
 
     latest: Variant
     around: list[nn.Module]
     state: list[Any] | None
-    forms: list[Variant] = field(default_factory=list)
+    pending: list[Variant] = field(default_factory=list)
     ways: Ways[Variant] | None = None
 
 
 class VariantChoice:
-    """Knows the recorded forms of the steps of one module."""
+    """Caches the recorded traces of the steps of one module, and selects from them."""
 
     def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
-        """Args: root: the user's module. plan: who holds what. randomness: keys what the steps draw."""
+        """Set up for the user's module and its stage plan; ``randomness`` keys the random numbers of steps."""
         self._root = root
         self._plan = plan
         self._randomness = randomness
-        self._known: Recent[Hashable, _Known] = Recent(_MOST_SIGNATURES)
+        self._cache: Recent[Hashable, _Traces] = Recent(_MOST_SIGNATURES)
         self._writes_batch: set[str] = set()
 
     def choose(self, call: Call, microbatches: Sequence[Any]) -> list[Variant]:
-        """The form of each microbatch; what is new is recorded.
+        """Select the trace of each microbatch; new ones are recorded.
 
         Args:
-            call: The call.
-            microbatches: What the step runs on, one after the other.
+            call: The call of the step.
+            microbatches: The batches on which the step runs, one after the other.
 
         Raises:
             StepError: The step cannot be recorded.
-            PartitionError: It cannot be cut, or not the way the first step was.
+            PartitionError: It cannot be partitioned, or not as the first step was.
         """
         keys = [(signature_of(call.name, microbatch), call.modes) for microbatch in microbatches]
-        known: dict[Hashable, _Known] = {}
-        for place, key in enumerate(keys):
-            if key not in known:
-                if key not in self._known:
-                    variant = self._record(call, microbatches[place], place)
+        cached: dict[Hashable, _Traces] = {}
+        for index, key in enumerate(keys):
+            if key not in cached:
+                if key not in self._cache:
+                    variant = self._record(call, microbatches[index], index)
                     around = list(modules_around(self._root, variant.recording.units).values())
-                    self._known[key] = _Known(variant, around, plain_state(around), [variant])
-                known[key] = self._known[key]
-        of_each = [known[key] for key in keys]
-        if all(self._does_the_same(each) for each in known.values()):
-            return [each.latest for each in of_each]
-        return self._rehearse(call, microbatches, of_each)
+                    self._cache[key] = _Traces(variant, around, plain_state(around), [variant])
+                cached[key] = self._cache[key]
+        by_microbatch = [cached[key] for key in keys]
+        if all(self._is_unchanged(each) for each in cached.values()):
+            return [each.latest for each in by_microbatch]
+        return self._rehearse(call, microbatches, by_microbatch)
 
     def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
-        """Whether the forms that these take are known without a look at the step."""
+        """Whether these microbatches have cached traces that need no dry run."""
         keys = dict.fromkeys((signature_of(call.name, microbatch), call.modes) for microbatch in microbatches)
-        return all(key in self._known and self._does_the_same(self._known[key]) for key in keys)
+        return all(key in self._cache and self._is_unchanged(self._cache[key]) for key in keys)
 
     def writes_batch(self, name: str) -> bool:
-        """Whether a step has been seen to write into its batch."""
+        """Whether a step has written into its batch."""
         return name in self._writes_batch
 
-    def state_around(self, variant: Variant) -> list[Any]:
-        """The plain attributes of the modules around the units, by which a step may decide."""
+    def attributes_around_units(self, variant: Variant) -> list[Any]:
+        """The plain attributes of the modules around the units, on which a step may branch."""
         return plain_state(list(modules_around(self._root, variant.recording.units).values()))
 
-    def runs_on(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
-        """Runs the step on a microbatch, which each of so many runs finds as it came; the last one writes into it."""
+    def bind_microbatch(self, call: Call, microbatch: Any, times: int) -> Callable[[], Any]:
+        """The step bound to a microbatch; where it writes into the batch, all runs but the last get a copy."""
         if times == 1 or call.name not in self._writes_batch:
             return partial(call.on, microbatch)
-        found = [microbatch, *(copied_batch(microbatch) for _ in range(times - 1))]
-        return lambda: call.on(found.pop())
+        copies = [microbatch, *(copied_batch(microbatch) for _ in range(times - 1))]
+        return lambda: call.on(copies.pop())
 
-    def _does_the_same(self, known: _Known) -> bool:
-        return not known.latest.recording.looks_at and plain_state(known.around) == known.state
+    def _is_unchanged(self, traces: _Traces) -> bool:
+        return not traces.latest.recording.looks_at and plain_state(traces.around) == traces.state
 
-    def _record(self, call: Call, microbatch: Any, place: int) -> Variant:
+    def _record(self, call: Call, microbatch: Any, index: int) -> Variant:
         looks = Looks()
         rest = looks.given(microbatch, call.rest)
         batch = copied_batch(microbatch)
@@ -176,85 +177,85 @@ class VariantChoice:
             call.context,
             train=call.train,
             looks=looks,
-            draws_as=(call.number, call.first + place),
+            draws_as=(call.number, call.first + index),
         )
         if _is_written(versions):
             self._writes_batch.add(call.name)
         return variant
 
     @contextlib.contextmanager
-    def copy_for_rehearsal(self, call: Call, batch: Any) -> Iterator[Any]:
-        """A copy of a batch: a step may write into it, and do so in some batches only (CutMix)."""
+    def copy_for_dry_run(self, call: Call, batch: Any) -> Iterator[Any]:
+        """A copy of a batch: a step may write into it, and in some batches only (CutMix)."""
         copied = copied_batch(batch)
         versions = _versions(copied)
         yield copied
         if _is_written(versions):
             self._writes_batch.add(call.name)
 
-    def _rehearse(self, call: Call, microbatches: Sequence[Any], of_each: Sequence[_Known]) -> list[Variant]:
-        """Which ways they take, one after the other; everything is as before afterwards."""
+    def _rehearse(self, call: Call, microbatches: Sequence[Any], by_microbatch: Sequence[_Traces]) -> list[Variant]:
+        """Select traces by dry runs, one microbatch after the other; module state is restored afterwards."""
         units = self._plan.units()
-        inside = {part for unit in units.values() for part in unit.modules()}
+        inside = {module for unit in units.values() for module in unit.modules()}
         start = ModuleState(self._root, without=inside, unhooked=inside)
-        states = {known: plain_state(known.around) for known in dict.fromkeys(of_each)}
+        states = {traces: plain_state(traces.around) for traces in dict.fromkeys(by_microbatch)}
         names = self._plan.names()
         chosen: list[Variant] = []
         try:
-            for place, (microbatch, known) in enumerate(zip(microbatches, of_each, strict=True)):
-                before = ModuleState(self._root, without=inside, unhooked=inside) if place else start
+            for index, (microbatch, traces) in enumerate(zip(microbatches, by_microbatch, strict=True)):
+                before = ModuleState(self._root, without=inside, unhooked=inside) if index else start
                 try:
-                    variant = self._way(call, microbatch, place, known, units, names, before)
+                    variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                 except NotKnown:
                     before.restore()
-                    known.forms.append(self._record(call, microbatch, place))
+                    traces.pending.append(self._record(call, microbatch, index))
                     units, names = self._plan.units(), self._plan.names()
                     try:
-                        variant = self._way(call, microbatch, place, known, units, names, before)
-                    except NotKnown as left:
+                        variant = self._find_trace(call, microbatch, index, traces, units, names, before)
+                    except NotKnown as reason:
                         raise StepError(
                             f"{call.name} does something else each time it runs on the same batch, so that no recording"
-                            f" tells what it will do: {left}; make it the same each time, or set"
+                            f" tells what it will do: {reason}; make it the same each time, or set"
                             " pipeline_parallel_size=1 and num_microbatches=1"
                         ) from None
                 chosen.append(variant)
         finally:
             start.restore()
-        for known, state in states.items():
-            taken = [variant for each, variant in zip(of_each, chosen, strict=True) if each is known]
-            known.latest = taken[-1]
-            known.state = state if all(variant is taken[0] for variant in taken) else None
+        for traces, state in states.items():
+            selected = [variant for each, variant in zip(by_microbatch, chosen, strict=True) if each is traces]
+            traces.latest = selected[-1]
+            traces.state = state if all(variant is selected[0] for variant in selected) else None
         return chosen
 
-    def _way(
+    def _find_trace(
         self,
         call: Call,
         microbatch: Any,
-        place: int,
-        known: _Known,
+        index: int,
+        traces: _Traces,
         units: Mapping[str, nn.Module],
         names: Mapping[int, str],
         before: ModuleState,
     ) -> Variant:
-        """The known way that a microbatch takes.
+        """Select the trace of a microbatch by a dry run.
 
         Raises:
-            NotKnown: It takes another.
+            NotKnown: It diverges from all traces.
         """
-        if known.ways is None or known.ways.units.keys() != units.keys() or known.ways.count > _MOST_WAYS:
-            known.ways = Ways(units, [part for unit in units.values() for part in unit.modules()])
-            known.forms = known.forms[-1:]
-        ways, randomness = known.ways, self._randomness
-        while known.forms:
-            form = known.forms.pop()
-            if form.recording.units.keys() == units.keys():
-                ways.add(self._root, form.recording, form)
-        known.forms = []
+        if traces.ways is None or traces.ways.units.keys() != units.keys() or traces.ways.count > _MAX_TRACES:
+            traces.ways = Ways(units, [module for unit in units.values() for module in unit.modules()])
+            traces.pending = traces.pending[-1:]
+        ways, randomness = traces.ways, self._randomness
+        while traces.pending:
+            trace = traces.pending.pop()
+            if trace.recording.units.keys() == units.keys():
+                ways.add(self._root, trace.recording, trace)
+        traces.pending = []
         grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
         with (
-            self.copy_for_rehearsal(call, microbatch) as batch,
-            installed(known.latest.replays.values(), randomness) as current,
+            self.copy_for_dry_run(call, microbatch) as batch,
+            installed(traces.latest.replays.values(), randomness) as current,
             randomness.isolated(),
-            randomness.microbatch(call.number, call.first + place),
+            randomness.microbatch(call.number, call.first + index),
             grad,
             call.context(),
             replaced(self._root, "log", lambda *_, **__: None),
@@ -262,12 +263,12 @@ class VariantChoice:
         ):
             try:
                 return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness, before)
-            except Exception:  # what is wrong with the step is told where it runs
-                return known.latest
+            except Exception:  # an error of the step is raised where it runs
+                return traces.latest
 
 
 def signature_of(name: str, microbatch: Any) -> Hashable:
-    """What a recording depends on beside ``StagePlan.modes``: which step, and kinds and shapes of what it is given."""
+    """The cache key beside ``StagePlan.modes``: the step, and types and shapes of its inputs."""
     leaves, _ = flatten(microbatch)
     shapes = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
@@ -286,5 +287,5 @@ def _versions(batch: Any) -> list[tuple[Tensor, int]]:
 
 
 def _is_written(versions: list[tuple[Tensor, int]]) -> bool:
-    """Whether any of these tensors of a batch is another one now; one that a value of the model was written into is."""
+    """Whether any of these tensors of a batch was written; one that a value of the model was written into is absent."""
     return any(is_absent(tensor) or tensor._version != version for tensor, version in versions)

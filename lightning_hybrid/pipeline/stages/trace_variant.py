@@ -1,4 +1,4 @@
-"""A trace variant: one recorded form of a step, cut into stages."""
+"""A trace variant: one recording of a step, partitioned into stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_hybrid.step.tracing.recording import Recording
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One recorded form of the step; microbatches of different shapes have different ones.
+    """One recording of a step with its assignment to stages; microbatches of different shapes have different ones.
 
     Attributes:
-        assignment: Which stage makes and needs which values.
-        replays: By stage, of the stages that this rank holds.
+        assignment: The stages that compute and need each value.
+        replays: By stage, for the stages of this rank.
     """
 
     assignment: Assignment
@@ -31,7 +31,7 @@ class Variant:
 
     @cached_property
     def digest(self) -> int:
-        """A number on which ranks agree that run the same form: what leads to their messages and to the loss."""
+        """A checksum of the nodes that lead to messages and to the loss; ranks compare it to check their traces."""
         graph = self.assignment.graph
         needed = {value for sent in self.assignment.portals.values() for value in sent} | {graph.loss}
         names = []
@@ -49,18 +49,18 @@ class Variant:
         return self.assignment.graph.loss
 
     @cached_property
-    def no_gradients(self) -> NoGradients:
-        """The values without a gradient, as far as they are known."""
+    def missing_grads(self) -> NoGradients:
+        """The values without a gradient, as far as batches have shown them."""
         return NoGradients()
 
     @property
     def recording(self) -> Recording:
-        """Of the step."""
+        """The recording of the step."""
         return next(iter(self.replays.values())).recording
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """FQNs of the parameters and tracked buffers that the step writes itself."""
+        """FQNs of the parameters and tracked buffers that the step itself writes."""
         return frozenset(name for node in self.assignment.graph.nodes for name in node.written)
 
     @cached_property
@@ -74,7 +74,7 @@ class Variant:
 
     @cached_property
     def gradient_portals(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """The portals whose values carry gradients back."""
+        """The portals through which gradients are sent back, with the indices of their values."""
         return self.assignment.gradient_portals()
 
     @cached_property
@@ -87,16 +87,16 @@ class Variant:
         ]
         return max(sizes, default=0)
 
-    def carried(self, direction: str, source: int, target: int) -> list[Value]:
+    def message_values(self, direction: str, source: int, target: int) -> list[Value]:
         """The values of one message."""
         key = direction, source, target
-        if key not in self._carried:
+        if key not in self._message_values:
             forward = direction == "forward"
             portals = self.assignment.portals if forward else self.gradient_portals
             indices = portals.get((source, target) if forward else (target, source), ())
-            self._carried[key] = [self.assignment.graph.values[index] for index in indices]
-        return self._carried[key]
+            self._message_values[key] = [self.assignment.graph.values[index] for index in indices]
+        return self._message_values[key]
 
     @cached_property
-    def _carried(self) -> dict[tuple[str, int, int], list[Value]]:
+    def _message_values(self) -> dict[tuple[str, int, int], list[Value]]:
         return {}

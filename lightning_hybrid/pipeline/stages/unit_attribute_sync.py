@@ -1,4 +1,4 @@
-"""Synchronisation of plain attributes (a counter, a running mean) that layers keep on the rank that runs them."""
+"""Synchronisation of plain attributes (a counter, a running mean) that layers write on the rank that runs them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def share_attributes(plan: StagePlan, root: nn.Module) -> None:
-    """Give every rank of a pipeline the plain attributes of the layers that others run; collective over it.
+def sync_unit_attributes(plan: StagePlan, root: nn.Module) -> None:
+    """All-gather the plain attributes of layers from the ranks that run them; collective over the pipeline.
 
     Args:
-        plan: Which rank runs which layer.
+        plan: The rank of each layer.
         root: The user's module.
     """
     mine = io.BytesIO()
-    homes = _homes(plan)
+    owners = _owners(plan)
     modules = dict(root.named_modules(remove_duplicate=False))
-    torch.save({fqn: _plain(modules[fqn]) for fqn, home in homes.items() if home == plan.rank}, mine)
+    torch.save({fqn: _plain(modules[fqn]) for fqn, owner in owners.items() if owner == plan.rank}, mine)
     rows: list[Any] = [None] * plan.num_ranks
     dist.all_gather_object(rows, mine.getvalue(), group=plan.group)
     for rank, row in enumerate(rows):
@@ -36,19 +36,19 @@ def share_attributes(plan: StagePlan, root: nn.Module) -> None:
             continue
         for fqn, attributes in torch.load(io.BytesIO(row), map_location="cpu", weights_only=True).items():
             for name, value in attributes.items():
-                modules[fqn].__dict__[name] = _like(modules[fqn].__dict__.get(name), value)
+                modules[fqn].__dict__[name] = _on_device_of(modules[fqn].__dict__.get(name), value)
 
 
-def _homes(plan: StagePlan) -> dict[str, int]:
+def _owners(plan: StagePlan) -> dict[str, int]:
     """The rank that runs a module inside a unit, by FQN."""
     if plan.first is None:
         return {}
     units = plan.first.recording.units
-    homes: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for fqn, stage in plan.first.unit_stages.items():
         for inner, _ in units[fqn].named_modules(prefix=fqn):
-            homes.setdefault(inner, stage % plan.num_ranks)
-    return homes
+            owners.setdefault(inner, stage % plan.num_ranks)
+    return owners
 
 
 def _plain(module: nn.Module) -> Mapping[str, Any]:
@@ -69,8 +69,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _like(before: Any, value: Any) -> Any:
-    """What was sent, where the attribute was before."""
+def _on_device_of(before: Any, value: Any) -> Any:
+    """The received value, on the device of the attribute before."""
     if isinstance(before, Tensor) and isinstance(value, Tensor) and not is_absent(before):
         return value.to(before.device)
     return value

@@ -1,0 +1,101 @@
+"""The loop over the microbatches of a step that runs as plain Python: forward and backward of each."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.pipeline.batch_shares import BatchShare
+from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, TrainContext, backward_of
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.metric_weights import CountedMetrics
+from lightning_hybrid.pipeline.results.step_outputs import detached
+from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
+from lightning_hybrid.schedule import Action, Kind, Span
+from lightning_hybrid.step.module_state.attribute_tensors import put
+from lightning_hybrid.step.module_state.snapshot import reachable
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of
+from lightning_hybrid.step.tracing.call_trace import CodePath, calls_of
+
+
+class MicrobatchLoop:
+    """Runs the microbatches of one step one after the other, and collects their results.
+
+    Attributes:
+        logs: Captured calls of ``self.log``.
+        outputs: Return values of the step, by microbatch; detached in training.
+        losses: By microbatch; None where the step returned none. Empty without backwards.
+        spans: Start and end of each forward and backward.
+        calls: Lines of code that have run, where they are traced.
+    """
+
+    def __init__(
+        self, runner: MicrobatchRunner, root: nn.Module, share: BatchShare, *, gathers: bool, traces_calls: bool
+    ) -> None:
+        """Set up for the share of a batch; ``gathers`` is whether layers may return sharded outputs."""
+        self._runner, self._root, self._share = runner, root, share
+        self._gathers, self._traces_calls = gathers, traces_calls
+        self.logs = LogCapture(len(share.microbatches))
+        self.outputs: list[Any] = []
+        self.losses: list[Tensor | None] = []
+        self.spans: list[Span] = []
+        self.calls: set[int] = set()
+
+    def run(
+        self,
+        step: Callable[[Any], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        keyed: Callable[[int], AbstractContextManager[None]] | None,
+        counted: CountedMetrics,
+        train: TrainContext | None,
+        seeds: Sequence[float],
+        appended: AppendedEntries | None,
+    ) -> None:
+        """Run all microbatches.
+
+        Args:
+            step: The user's step, of one microbatch.
+            context: Entered around each forward (autocast).
+            keyed: Keys the random numbers of a microbatch, by its index; None with manual optimization.
+            counted: Metrics, in which microbatches weigh.
+            train: Callbacks of a training step with automatic optimization; None runs forwards only.
+            seeds: By microbatch, the weight of its loss, with which the backward starts.
+            appended: Records the entries that each microbatch appends to lists.
+        """
+        runner, last = self._runner, len(self._share.microbatches) - 1
+        trains = train is not None or keyed is None
+        for index, microbatch in enumerate(self._share.microbatches):
+            draws = keyed(index) if keyed is not None else contextlib.nullcontext()
+            start = time.perf_counter()
+            weighted = counted.microbatch(self._share.loss_weights[index])
+            path = CodePath() if self._traces_calls else None
+            with runner.around_step(), context(), draws, self.logs.microbatch(self._root, index), weighted:
+                with path or contextlib.nullcontext():
+                    output = step(microbatch)
+                if self._gathers:
+                    output = _gathered(self._root, output)
+            if path is not None:
+                self.calls |= calls_of(set(path.steps)).keys()
+            middle = time.perf_counter()
+            self.spans.append(Span(0, Action(Kind.F, 0, index), start, middle))
+            if train is not None:
+                with runner.guards.off():
+                    self.losses.append(backward_of(output, train, seeds[index], is_last=index == last))
+                self.spans.append(Span(0, Action(Kind.B, 0, index), middle, time.perf_counter()))
+            self.outputs.append(map_leaves(detached, output) if trains else output)
+            if appended is not None:
+                appended.after_microbatch()
+            del output, microbatch
+
+
+def _gathered(root: nn.Module, output: Any) -> Any:
+    """Gather the sharded tensors in the output of a step, and those that it has stored on modules."""
+    stored = [(path, leaf) for path, leaf in reachable(root, plain=False) if isinstance(leaf, Deferred)]
+    put(root, [path for path, _ in stored], [whole_of(leaf).detach() for _, leaf in stored])
+    return map_leaves(whole_of, output)
