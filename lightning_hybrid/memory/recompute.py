@@ -152,8 +152,7 @@ class Recomputation:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             state = _ModuleState(layer)
-            leaves = pytree.tree_leaves((args, kwargs))
-            versions = [(leaf, leaf._version) for leaf in leaves if type(leaf) in _TENSOR_TYPES]
+            versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if type(x) in _TENSOR_TYPES]
             inputs: tuple[Any, Any] = args, kwargs
             if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
                 inputs = copied((args, kwargs), lambda tensor: tensor, modules=False)

@@ -20,8 +20,7 @@ from lightning_hybrid.step.objects.lru_cache import Recent
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
 _WORK_PER_DRAWN_BYTE = {"cpu": 64.0, "cuda": 100.0}
-# Size of the cache of choices.
-_MAX_CHOICES = 512
+_MAX_CHOICES = 512  # size of the cache of choices
 
 
 class SelectiveCheckpointing:
