@@ -74,7 +74,7 @@ class ExpertCalls:
             yield
 
     def find(
-        self, root: nn.Module, size: int, tensor_size: int = 1, uncut: Callable[[str], str] = lambda fqn: ""
+        self, root: nn.Module, size: int, tensor_size: int = 1, why_unsharded: Callable[[str], str] = lambda fqn: ""
     ) -> FoundExperts:
         """Finds the modules whose experts can be sharded over ``size`` ranks, or over tensor ranks.
 
@@ -82,7 +82,7 @@ class ExpertCalls:
             root: The user's module, with full parameters.
             size: Number of expert-parallel ranks.
             tensor_size: Number of tensor ranks.
-            uncut: Returns why the experts of a module (by FQN) cannot be sharded over tensor ranks; "" if they might.
+            why_unsharded: Returns why the experts of a module cannot be sharded over tensor ranks, by FQN; "" if they can.
         """
         found: dict[str, ExpertsAdapter] = {}
         whole: dict[str, str] = {}
@@ -109,7 +109,7 @@ class ExpertCalls:
             elif choice:
                 whole[fqn] = choice
             if tensor_size > 1 and stacked_experts(module) is not None:
-                reason = uncut(fqn)
+                reason = why_unsharded(fqn)
                 if (key, reason) not in chosen_widths:
                     tried = [(choice, size)] if isinstance(choice, ExpertsAdapter) else [(c, 1) for c in candidates]
                     chosen_widths[key, reason] = reason or _pick_width(module, tried, call, tensor_size)
