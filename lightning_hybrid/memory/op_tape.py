@@ -90,7 +90,7 @@ class Tape(TorchDispatchMode):
         Args:
             inputs: Inputs of the layer, which are no weights even if they are leaves that require a gradient.
             written: Addresses of storages from outside that a run of such a layer writes to; grows.
-            gather_function: ``Lender.giver`` for this layer, if no recipe may hold tensors of its parameters.
+            gather_function: ``Lender.giver`` for this layer, if no recipe may hold its parameters.
         """
         super().__init__()
         self._written = set() if written is None else written

@@ -82,7 +82,7 @@ class ExpertCalls:
             root: The user's module, with full parameters.
             size: Number of expert-parallel ranks.
             tensor_size: Number of tensor ranks.
-            why_unsharded: Returns why the experts of a module cannot be sharded over tensor ranks, by FQN; "" if they can.
+            why_unsharded: Returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
         """
         found: dict[str, ExpertsAdapter] = {}
         whole: dict[str, str] = {}
