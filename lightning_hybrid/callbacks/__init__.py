@@ -1,4 +1,4 @@
-"""Lightning callbacks: activation checkpointing, sparse upcycling, the load of experts, timelines, and AdaScale."""
+"""Lightning callbacks: activation checkpointing, sparse upcycling, expert load, pipeline timelines, and AdaScale."""
 
 from typing import TYPE_CHECKING
 

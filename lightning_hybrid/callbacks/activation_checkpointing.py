@@ -1,4 +1,4 @@
-"""Activation checkpointing picked as a callback; `Hybrid3DStrategy(recompute=...)` is the same."""
+"""Callback that enables activation checkpointing; `Hybrid3DStrategy(recompute=...)` is equivalent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_hybrid.memory.recompute import Recompute, check_recompute
 
 
 class ActivationCheckpointing(Callback):
-    """Layers keep little for the backward and compute the rest again there; nothing in the module changes.
+    """Enables activation checkpointing of layers; the module itself is not changed.
 
     Args:
-        recompute: "full" or "selective" for all layers, or the share of bytes that selective ones keep; n for every
+        recompute: "full" or "selective" for all layers, or the share of bytes that selective ones save; n for every
             n-th; names of layers, with wildcards; or a mapping of names to such policies or "keep".
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: ``recompute`` is none of these.
     """
 
     def __init__(self, recompute: Recompute = "full") -> None:
@@ -25,10 +25,10 @@ class ActivationCheckpointing(Callback):
         self.recompute = recompute
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tell the strategy.
+        """Passes the option to the strategy.
 
         Raises:
-            TypeError: It is no strategy of this package.
+            TypeError: The strategy is not of this package.
         """
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "ask_to_recompute"):

@@ -1,12 +1,12 @@
-"""AdaScale: a learning rate that follows how much a larger batch really helps.
+"""AdaScale: scales learning rates by the gain of a larger batch.
 
 A step over S times as many samples averages the noise of the gradient away, but not its mean. From the gradients of
 the single batches, before they are averaged, the callback estimates both, and the gain between 1 (only mean: the larger
-batch tells nothing new) and S (only noise: it is worth S small steps). See Johnson et al., "AdaScale SGD"
+batch adds no information) and S (only noise: it is worth S small steps). Johnson et al., "AdaScale SGD"
 (arXiv 2007.05105), section 3 and appendix B.3.
 
-fairscale has the algorithm as an optimizer that wraps another. It sums over the default process group, also where that
-holds pipeline stages, and needs a gradient for every parameter; so the estimate is made here, and tested against it.
+fairscale implements it as an optimizer that wraps another. It sums over the default process group, which here includes
+pipeline stages, and needs a gradient for every parameter; so the estimate is made here, and tested against it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MIN_VARIANCE = 1e-6  # fairscale's
 
 
 class AdaScale(Callback):
-    """Multiplies the learning rates with AdaScale's gain, in the optimizer's step only.
+    """Multiplies the learning rates by AdaScale's gain, in the optimizer's step only.
 
     The single batches are those of gradient accumulation and of the data-parallel ranks. Schedulers see the rates that
     they set; every parameter group has its own gain. The gain over all groups is logged as "adascale_gain". A step
-    whose gradients are not finite counts for nothing.
+    whose gradients are not finite is ignored.
 
     It is a `GradientObserver`: a strategy with data-parallel ranks calls `connect_mesh` and makes it the observer of
     its reducer. In one process Lightning's hooks are enough.
 
     Args:
-        scale: S, how many times larger the batch is than the one that the learning rates were chosen for; by default
+        scale: S, ratio of the batch size to the one that the learning rates were chosen for; by default
             data_parallel_size * accumulate_grad_batches.
         smoothing: weight of the past in the moving averages, 0 <= smoothing < 1; by default 1 - batches / 1000, where
             `batches` is the number of single batches per step.
@@ -63,57 +63,57 @@ class AdaScale(Callback):
     def connect_mesh(
         self, mesh: Mesh, owned_parameters: Callable[[], tuple[Set[int], Set[int]]], *, each_batch: bool = False
     ) -> None:
-        """Learn which ranks see other batches and which hold other parameters.
+        """Connects the mesh, over which batches and parameters are distributed.
 
         Args:
             mesh: the ranks.
-            owned_parameters: answers the ids of the parameters that this rank counts, before gradients are averaged
+            owned_parameters: returns the ids of the parameters that this rank counts, before gradients are averaged
                 and after that.
-            each_batch: whether replicas share gradients out (ZeRO), so that each batch is shown by itself, by
+            each_batch: whether gradients are sharded over replicas (ZeRO), so that each batch is observed by itself, by
                 `before_share` and `after_share`.
         """
         self._mesh, self._each_batch = mesh, each_batch
         self._owned_parameters = owned_parameters
 
     def gains(self, scale: float) -> list[float]:
-        """The gain of every parameter group for a batch that is `scale` times as large."""
+        """Returns the gain of every parameter group for a batch that is `scale` times as large."""
         return [_gain(square, variance, scale) for square, variance in zip(*self._debiased().tolist(), strict=True)]
 
     # --- single gradients --------------------------------------------------------------------------------------------
 
     def before_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the last batch of this rank, parameter by parameter."""
+        """Records the local gradients of the last batch of this rank."""
         self._has_last = True
-        self._note_batch(parameters, is_last=True)
+        self._record_batch(parameters, is_last=True)
 
     def after_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the gradient that the step will use."""
-        self._note_total(parameters)
+        """Records the gradient that the step will use."""
+        self._record_total(parameters)
 
     def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take what a batch of this rank gives a parameter, of which others keep parts."""
+        """Records a batch's local gradient of a parameter, in full, before it is reduce-scattered over replicas."""
         self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(_dense(gradient))
 
     def after_share(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """Take this rank's part of the gradient that the step will use, unless further batches come."""
+        """Records this rank's shard of the gradient that the step will use, unless further batches follow."""
         self._total[id(parameter)] = _square(_dense(part))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the batch that was just accumulated."""
+        """Records the batch that was just accumulated."""
         if self._each_batch:
             self._num_batches += 1
             return
         is_last = not trainer.fit_loop._should_accumulate()
         if is_last and self._data_parallel_size > 1:
-            return  # the reducer shows it before and after it is averaged
+            return  # the reducer passes it to before_average and after_average
         self._num_batches += 1
         parameters = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
-        self._note_batch(parameters, is_last=is_last)
+        self._record_batch(parameters, is_last=is_last)
         if is_last:
-            self._note_total(parameters)
+            self._record_total(parameters)
 
-    def _note_batch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> None:
-        """Square what a batch has added to the gradients since the one before."""
+    def _record_batch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> None:
+        """Records the squared norm of what a batch has added to the accumulated gradients."""
         for parameter in parameters:
             gradient = _values(parameter)
             if gradient is None:
@@ -125,7 +125,7 @@ class AdaScale(Callback):
             if not is_last:
                 self._before[id(parameter)] = gradient.clone()
 
-    def _note_total(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _record_total(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             gradient = _values(parameter)
             if gradient is not None:
@@ -141,7 +141,7 @@ class AdaScale(Callback):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that there is something to estimate from, and come after every step of the optimizer."""
+        """Checks that the gain can be estimated, and registers a hook after every step of the optimizer."""
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise ValueError(
                 f"AdaScale needs automatic optimization of one optimizer, but {type(pl_module).__qualname__} has "
@@ -160,13 +160,13 @@ class AdaScale(Callback):
         self._step_hook = trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self._restore(optimizer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the optimizer as it was."""
+        """Removes the hook from the optimizer."""
         self._step_hook.remove()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Update the estimates and scale the learning rates."""
+        """Updates the estimates and scales the learning rates."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # The gradients were noted as the backward left them: times the loss scale, over accumulate_grad_batches.
+        # The gradients were recorded after the backward: times the loss scale, over accumulate_grad_batches.
         accumulated = trainer.accumulate_grad_batches
         unscale = accumulated / (1.0 if scaler is None else scaler.get_scale())
         squares = self._squares(optimizer) * unscale**2
@@ -179,7 +179,7 @@ class AdaScale(Callback):
         if batches > 1:
             self._update(squares[0], squares[1] / num_batches**2, batches)
         if len(self._weights) < len(optimizer.param_groups):
-            return  # nothing is known yet
+            return  # there is no estimate yet
         scale = self.scale or float(self._data_parallel_size * accumulated)
         self._restore(optimizer)  # an optimizer may evaluate its closure more than once per step
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -195,14 +195,14 @@ class AdaScale(Callback):
             self._rates = None
 
     def _squares(self, optimizer: Optimizer) -> Tensor:
-        """Per group, the sum over single batches of their squared norms, and the squared norm of the total."""
+        """Returns [2, groups]: the sum of the squared norms of single batches, and the squared norm of the total."""
         both = (None, None) if self._owned_parameters is None else self._owned_parameters()
         rows = []
-        for noted, owned in zip((self._local, self._total), both, strict=True):
+        for norms, owned in zip((self._local, self._total), both, strict=True):
             row = []
             for group in optimizer.param_groups:
-                own = [noted[id(p)] for p in group["params"] if id(p) in noted and (owned is None or id(p) in owned)]
-                row.append(sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64))
+                terms = [norms[id(p)] for p in group["params"] if id(p) in norms and (owned is None or id(p) in owned)]
+                row.append(sum(terms[1:], terms[0]) if terms else torch.zeros((), dtype=torch.float64))
             rows.append(row)
         # One transfer from the device for all.
         values = [value for row in rows for value in row]
@@ -216,7 +216,7 @@ class AdaScale(Callback):
         return squares.cpu()
 
     def _update(self, local: Tensor, total: Tensor, batches: int) -> None:
-        """Appendix B.3, with averages that do not favour their first value, as fairscale has them."""
+        """Updates the moving averages (appendix B.3), without bias towards their first value, as in fairscale."""
         smoothing = max(1 - batches / 1000, 0.0) if self.smoothing is None else self.smoothing
         new = len(local) - len(self._weights)
         self._averages = torch.cat([self._averages, self._averages.new_zeros(2, new)], 1)
@@ -237,16 +237,16 @@ class AdaScale(Callback):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The moving averages."""
+        """Returns the moving averages."""
         return {"averages": self._averages.clone(), "weights": self._weights.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the moving averages of a checkpoint."""
+        """Restores the moving averages of a checkpoint."""
         self._averages, self._weights = state_dict["averages"].clone(), state_dict["weights"].clone()
 
 
 def _gain(square: float, variance: float, scale: float) -> float:
-    """The gain for a batch `scale` times as large, whose variance is `scale * variance` before it is averaged."""
+    """Returns the gain for a batch `scale` times as large, whose variance before averaging is `scale * variance`."""
     return (scale * variance + square) / (variance + square)
 
 

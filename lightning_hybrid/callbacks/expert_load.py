@@ -1,8 +1,8 @@
-"""Watch how evenly routers deal their tokens, in every layer of experts: log it, and draw it.
+"""Callback that logs and plots the load balance of experts in every MoE layer.
 
-Layers are `MoE`, upcycled ones among them, and routers of others' that return the indices of the experts they chose.
-What a layer says of a call is given aside (see `step.asides`), so that it is counted once: by the rank that computes
-the layer, and not again where a backward runs it a second time.
+Layers are `MoE`, upcycled ones included, and third-party routers that return the indices of the chosen experts. The
+load of a call is a side output (`step.tracing.side_outputs`), so that it is counted once: by the rank that computes the
+layer, and not again in a recomputation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class LayerLoad(NamedTuple):
-    """What a layer says of one call; given aside.
+    """Load statistics of one call of a layer, emitted as a side output.
 
     Attributes:
-        layer: Its name.
-        load: [E] pairs that asked for each expert.
-        dropped: [] pairs that an expert had no room for.
+        layer: Name of the layer.
+        load: [E] pairs (token, expert) routed to each expert, before drops.
+        dropped: [] pairs dropped for lack of capacity.
         entropy: [] mean entropy of the router, in nats.
     """
 
@@ -47,20 +47,20 @@ class LayerLoad(NamedTuple):
 
 
 class ExpertLoadMonitor(Callback):
-    """Logs the load of the experts in training, and draws it as a heat map at the end.
+    """Logs the load of the experts in training, and plots it as a heat map at the end.
 
-    Every n steps it logs, over all that was routed since: "expert_balance", the load of the busiest expert over the
-    mean, of the worst layer; "expert_dropped", the share of pairs (token, expert) that was dropped; and for each layer
+    Every n steps it logs, over all tokens routed since: "expert_balance", the maximum load over the mean load, of the
+    worst layer; "expert_dropped", the share of pairs (token, expert) that was dropped; and for each layer
     "expert_load/LAYER/balance", ".../load_entropy", ".../router_entropy" and ".../dropped". The sums of all ranks are
-    brought together then, in one small reduction.
+    then added in one small all-reduce.
 
     Args:
-        path: Where the picture goes (PNG, SVG or PDF; needs matplotlib); none is drawn if None.
-        every_n_steps: Steps of the optimizer from one measurement to the next.
+        path: File of the plot (PNG, SVG or PDF; needs matplotlib); no plot if None.
+        every_n_steps: Steps of the optimizer between two measurements.
 
     Raises:
-        TypeError: The number of steps is no int.
-        ValueError: It is below 1, or the path has another suffix.
+        TypeError: ``every_n_steps`` is no int.
+        ValueError: ``every_n_steps`` is below 1, or the path has another suffix.
     """
 
     def __init__(self, path: str | Path | None = None, every_n_steps: int = 50) -> None:
@@ -73,17 +73,17 @@ class ExpertLoadMonitor(Callback):
             raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
         self.every_n_steps = every_n_steps
         self.history = LoadHistory()
-        self._sums: dict[str, Tensor] = {}  # of each layer: load of each expert, dropped, entropy, number of calls
-        self._watched: list[Callable[[], None]] = []
+        self._sums: dict[str, Tensor] = {}  # by layer [E + 3]: load of each expert, dropped, entropy, number of calls
+        self._unwraps: list[Callable[[], None]] = []
         self._last_step = 0
 
-    # -- watching -----------------------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Watch the layers of experts, before any strategy looks at the module.
+        """Wraps the MoE layers, before any strategy inspects the module.
 
         Raises:
-            ValueError: There are none.
+            ValueError: There are no such layers.
         """
         if stage != "fit":
             return
@@ -100,49 +100,49 @@ class ExpertLoadMonitor(Callback):
         self.history = LoadHistory()
         self._sums = {name: torch.zeros(size + 3, dtype=torch.float64) for name, (_, size, _) in layers.items()}
         for name, (layer, size, describe) in layers.items():
-            self._watch_layer(name, layer, size, describe)
-        self._watched.append(wrap_method(pl_module, "training_step", self._take))
+            self._wrap_layer(name, layer, size, describe)
+        self._unwraps.append(wrap_method(pl_module, "training_step", self._collect))
 
-    def _watch_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
-        def speak(layer: nn.Module, run: Callable[[], Any]) -> Any:
+    def _wrap_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
+        def emit(layer: nn.Module, run: Callable[[], Any]) -> Any:
             out = run()
-            if layer.training and (said := describe(out, size)) is not None:
-                give_aside(LayerLoad(name, *said))
+            if layer.training and (statistics := describe(out, size)) is not None:
+                give_aside(LayerLoad(name, *statistics))
             return out
 
-        self._watched.append(wrap_method(layer, "forward", speak))
+        self._unwraps.append(wrap_method(layer, "forward", emit))
 
-    def _take(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        with taking_asides(LayerLoad) as taken:
+    def _collect(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        with taking_asides(LayerLoad) as side_outputs:
             output = run()
-        for aside in taken:
-            if not is_absent(aside.load):  # else another rank counts it, or the step is only recorded
-                with torch._C.DisableTorchFunction(), torch.no_grad():  # not seen as an operation of the step
-                    row = torch.cat([aside.load.double(), aside.load.new_tensor([1.0]).double()])
-                    row = torch.cat([row[:-1], torch.stack([aside.dropped, aside.entropy]).double(), row[-1:]])
-                    self._sums[aside.layer] = self._sums[aside.layer].to(row.device) + row
+        for call in side_outputs:
+            if not is_absent(call.load):  # else another rank counts it, or the step is only recorded
+                with torch._C.DisableTorchFunction(), torch.no_grad():  # not recorded as an operation of the step
+                    row = torch.cat([call.load.double(), call.load.new_tensor([1.0]).double()])
+                    row = torch.cat([row[:-1], torch.stack([call.dropped, call.entropy]).double(), row[-1:]])
+                    self._sums[call.layer] = self._sums[call.layer].to(row.device) + row
         return output
 
     def _stop(self) -> None:
-        while self._watched:
-            self._watched.pop()()
+        while self._unwraps:
+            self._unwraps.pop()()
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps from here."""
+        """Starts to count steps."""
         self._last_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure, if it is time; collective."""
+        """Logs the load every ``every_n_steps`` steps; collective."""
         step = trainer.global_step
         if step >= self._last_step + self.every_n_steps:
             self._measure(trainer, pl_module, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure what is left, and draw."""
+        """Logs the load of the remaining steps, and plots."""
         if trainer.global_step > self._last_step:
             self._measure(trainer, None, trainer.global_step)
         if self.path is not None and trainer.is_global_zero and self.history.steps:
@@ -151,11 +151,11 @@ class ExpertLoadMonitor(Callback):
             rank_zero_info(f"the load of the experts is drawn in {self.path}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the layers and the step as they were."""
+        """Unwraps the layers and the training step."""
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same."""
+        """Unwraps the layers and the training step."""
         self._stop()
 
     def _measure(self, trainer: Trainer, module: LightningModule | None, step: int) -> None:
@@ -166,15 +166,15 @@ class ExpertLoadMonitor(Callback):
         logged: dict[str, float] = {}
         balances, dropped, pairs = [], 0.0, 0.0
         for name, row in sums.items():
-            load, (lost, entropy, count) = row[:-3], row[-3:].tolist()
+            load, (layer_dropped, entropy, count) = row[:-3], row[-3:].tolist()
             if count == 0:
                 continue
             balances.append(float(balance_of(load)))
-            dropped, pairs = dropped + lost, pairs + float(load.sum())
+            dropped, pairs = dropped + layer_dropped, pairs + float(load.sum())
             prefix = f"expert_load/{name}"
             logged[f"{prefix}/balance"] = balances[-1]
             logged[f"{prefix}/load_entropy"] = float(entropy_of_load(load))
-            logged[f"{prefix}/dropped"] = lost / max(1.0, float(load.sum()))
+            logged[f"{prefix}/dropped"] = layer_dropped / max(1.0, float(load.sum()))
             if math.isfinite(entropy):
                 logged[f"{prefix}/router_entropy"] = entropy / count
         if not balances:
@@ -188,7 +188,7 @@ class ExpertLoadMonitor(Callback):
             logger.log_metrics(logged, step=step)
 
     def _gathered(self, trainer: Trainer) -> dict[str, Tensor]:
-        """The sums over all ranks. Copies of a layer count as often each, which no share depends on."""
+        """Sums over all ranks. Each replica of a layer is counted; the shares do not depend on their number."""
         strategy: Any = trainer.strategy
         flat = torch.cat([row.to(strategy.root_device) for row in self._sums.values()])
         mesh = getattr(strategy, "mesh", None)
@@ -200,13 +200,13 @@ class ExpertLoadMonitor(Callback):
         return dict(zip(self._sums, rows, strict=True))
 
 
-# -- what has experts -------------------------------------------------------------------------------------------------
+# -- layers with experts ----------------------------------------------------------------------------------------------
 
 Describe = Callable[[Any, int], "tuple[Tensor, Tensor, Tensor] | None"]
 
 
 def find_layers(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, int, Describe]]]:
-    """The layers of experts of a module: name, the module to watch, number of experts, what a call's result says.
+    """Yields the MoE layers: name, module to wrap, number of experts, function from a call's result to its load.
 
     Args:
         root: The user's module.
@@ -231,7 +231,7 @@ def _of_report(out: Any, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _experts_of_router(module: nn.Module) -> int | None:
-    """The number of experts of a module that looks like a router: one row of weights for each of them."""
+    """Returns the number of experts of a router: a module with one matrix, a row for each expert; None for others."""
     size, top_k = getattr(module, "num_experts", None), getattr(module, "top_k", None)
     weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
     is_router = isinstance(size, int) and isinstance(top_k, int) and len(weights) == 1 and weights[0].shape[0] == size
@@ -239,7 +239,7 @@ def _experts_of_router(module: nn.Module) -> int | None:
 
 
 def _of_indices(out: Any, size: int, top_k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The load by the indices [tokens, k] that a router returns, if it does."""
+    """Computes the load from the expert indices [tokens, k] that a router returns; None if it returns none."""
     for leaf in out if isinstance(out, tuple | list) else ():
         if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.dim() and leaf.shape[-1] == top_k:
             flat = leaf.reshape(-1)

@@ -1,7 +1,7 @@
-"""Sparse upcycling: turn dense MLPs of an unmodified LightningModule into mixtures of experts that begin as copies.
+"""Sparse upcycling: replaces dense MLPs of an unmodified LightningModule by experts initialized as copies of them.
 
-See Komatsuzaki et al. 2022, "Sparse upcycling" (arXiv 2212.05055). The modules are replaced before Lightning restores
-weights, builds optimizers, or hands the module to its strategy, so that all of these see the experts and nothing else.
+Komatsuzaki et al. 2022, "Sparse upcycling" (arXiv 2212.05055). The modules are replaced before Lightning restores
+weights, builds optimizers, or passes the module to its strategy, so that all of these see only the experts.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.wrapped_methods import wrap_method
-from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycled
+from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycle_mlp
 from lightning_hybrid.step.tracing.side_outputs import taking_asides
 
 
 class MoEUpcycle(Callback):
-    """Replaces dense MLPs by experts that begin as copies of them, and adds their balance loss to the step's.
+    """Replaces dense MLPs by experts initialized as copies of them, and adds their balance loss to the step's loss.
 
-    The first output is the dense module's: each router's weights sum to 1, and the experts are alike until they learn.
+    The first output is the dense module's: each router's weights sum to 1, and the experts are equal until trained.
     In `fit`, each layer's auxiliary losses are added to what `training_step` returns (a tensor, or a mapping with
     "loss") and logged as "balance_loss". The module stays upcycled afterwards; the same callback then changes nothing.
 
     Args:
-        pattern: Names of the MLPs, or several; `*` stands for one part of a name: "model.layers.*.mlp".
+        pattern: Pattern, or several, of MLP names; `*` matches one component of a name: "model.layers.*.mlp".
         num_experts: Copies of each MLP.
-        top_k: Experts that each position goes to.
+        top_k: Experts per position.
         every: Of the matching MLPs, each n-th is replaced: with 2 the second, the fourth, and so on.
-        capacity_factor: Of each expert, see `MoE`; None drops nothing.
-        balance_loss: Weight of the loss that evens out the experts' loads.
+        capacity_factor: Capacity factor of `MoE`; None drops nothing.
+        balance_loss: Weight of the loss that balances the experts' loads.
         z_loss: Weight of the loss that keeps the router's logits small.
-        jitter: Noise on the router's input in training, see `MoE`.
-        noise: Standard deviation of what is added to the weights of each copy, in parts of the weights' own; not
-            needed for the experts to part, and with it the first output is not the dense one.
-        router_std: Standard deviation of the routers' first weights.
+        jitter: Noise on the router's input in training, as in `MoE`.
+        noise: Standard deviation of noise on the weights of each copy, relative to that of the weights; not needed for
+            the experts to diverge, and with it the first output is not the dense one.
+        router_std: Standard deviation of the routers' initial weights.
 
     Raises:
-        ValueError: A number out of its range.
+        ValueError: A number is out of its range.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class MoEUpcycle(Callback):
         noise: float = 0.0,
         router_std: float = 0.02,
     ) -> None:
-        whole = {"num_experts": num_experts, "top_k": top_k, "every": every}
-        for name, number in whole.items():
+        integers = {"num_experts": num_experts, "top_k": top_k, "every": every}
+        for name, number in integers.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
         if top_k > num_experts:
             raise ValueError(f"top_k={top_k} is more than num_experts={num_experts}; set top_k={num_experts} or less")
-        parts = {"balance_loss": balance_loss, "z_loss": z_loss, "jitter": jitter, "noise": noise}
-        for name, part in {**parts, "router_std": router_std}.items():
-            if part < 0:
-                raise ValueError(f"{name}={part} must not be negative")
+        weights = {"balance_loss": balance_loss, "z_loss": z_loss, "jitter": jitter, "noise": noise}
+        for name, value in {**weights, "router_std": router_std}.items():
+            if value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
         if capacity_factor is not None and capacity_factor <= 0:
             raise ValueError(f"capacity_factor={capacity_factor} must be positive; leave it out to drop nothing")
         self.patterns = [pattern] if isinstance(pattern, str) else list(pattern)
@@ -80,11 +80,11 @@ class MoEUpcycle(Callback):
             "num_experts": num_experts,
             "top_k": top_k,
             "capacity_factor": capacity_factor,
-            **parts,
+            **weights,
             "router_std": router_std,
         }
         self.layers: list[str] = []
-        self._leave: Callable[[], None] = _nothing
+        self._unwrap: Callable[[], None] = _nothing
 
     @property
     def _adds_loss(self) -> bool:
@@ -93,18 +93,18 @@ class MoEUpcycle(Callback):
     # -- the module ---------------------------------------------------------------------------------------------------
 
     def upcycle(self, module: nn.Module) -> list[str]:
-        """Replace the MLPs of a module; those that were replaced before stay.
+        """Replaces the MLPs of a module; those that were replaced before are unchanged.
 
         Call it yourself to load weights with experts into a module outside of a Trainer.
 
         Args:
-            module: The user's module, with the weights that the experts are to begin with.
+            module: The user's module, with the initial weights of the experts.
 
         Returns:
-            The names of all that are experts now.
+            The names of all modules that are upcycled now.
 
         Raises:
-            ValueError: A pattern matches nothing, or something that cannot be an expert.
+            ValueError: A pattern matches nothing, or a module that cannot be an expert.
         """
         names = self._matching(module)
         chosen = names[self.every - 1 :: self.every]
@@ -120,21 +120,21 @@ class MoEUpcycle(Callback):
                 self._check_same(name, dense)
                 continue
             if id(dense) not in made:
-                self._check_apart(module, name, dense)
-                made[id(dense)] = upcycled(name, dense, **self.options)
+                self._check_untied(module, name, dense)
+                made[id(dense)] = upcycle_mlp(name, dense, **self.options)
         if made:
             before = _count(module)
             for name, other in list(module.named_modules(remove_duplicate=False)):
-                if id(other) in made:  # a module used in several places stays one
+                if id(other) in made:  # a module with several names remains one module
                     parent, _, attribute = name.rpartition(".")
                     setattr(module.get_submodule(parent), attribute, made[id(other)])
-            self._tell(module, chosen, before)
+            self._report(module, chosen, before)
         self.layers = chosen
         return chosen
 
     def _matching(self, module: nn.Module) -> list[str]:
         every = [name for name, _ in module.named_modules() if name]
-        # What lies inside what is upcycled already is ours.
+        # The submodules of upcycled layers are not the user's.
         done = tuple(f"{name}." for name, inner in module.named_modules() if isinstance(inner, UpcycledMLP))
         every = [name for name in every if not name.startswith(done)]
         found: dict[str, None] = {}
@@ -151,7 +151,7 @@ class MoEUpcycle(Callback):
                     )
                 )
             found.update(dict.fromkeys(matched))
-        order = {name: place for place, name in enumerate(every)}
+        order = {name: index for index, name in enumerate(every)}
         return sorted(found, key=order.__getitem__)
 
     def _check_same(self, name: str, layer: UpcycledMLP) -> None:
@@ -162,18 +162,18 @@ class MoEUpcycle(Callback):
                 f" set num_experts={has}, or begin with the dense module"
             )
 
-    def _check_apart(self, module: nn.Module, name: str, dense: nn.Module) -> None:
-        own = {id(parameter): fqn for fqn, parameter in dense.named_parameters()}
+    def _check_untied(self, module: nn.Module, name: str, dense: nn.Module) -> None:
+        fqns = {id(parameter): fqn for fqn, parameter in dense.named_parameters()}
         inside = {id(inner) for inner in dense.modules()}
-        for other, holder in module.named_modules():
-            shared = next((own[id(p)] for p in holder.parameters(recurse=False) if id(p) in own), None)
-            if id(holder) not in inside and shared is not None:
+        for other, outer in module.named_modules():
+            tied = next((fqns[id(p)] for p in outer.parameters(recurse=False) if id(p) in fqns), None)
+            if id(outer) not in inside and tied is not None:
                 raise ValueError(
-                    f"MoEUpcycle: {name}.{shared} is a parameter of {other or 'the root'} too, and copies of it would"
+                    f"MoEUpcycle: {name}.{tied} is a parameter of {other or 'the root'} too, and copies of it would"
                     " not be; untie it, or leave this MLP out"
                 )
 
-    def _tell(self, module: nn.Module, chosen: list[str], before: int) -> None:
+    def _report(self, module: nn.Module, chosen: list[str], before: int) -> None:
         listed = [name for name in chosen if not module.get_submodule(name).is_grouped]
         lines = [
             f"MoEUpcycle: {len(chosen)} MLPs have {self.options['num_experts']} experts each now,"
@@ -190,17 +190,17 @@ class MoEUpcycle(Callback):
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Upcycle the module, whatever is run, so that weights with experts can be loaded; in fit, adopt the step.
+        """Upcycles the module in any stage, so that weights with experts can be loaded; in fit, wraps the step.
 
         Raises:
-            ValueError: As `upcycle`; or the user's own backward would miss the balance loss.
+            ValueError: As `upcycle`; or with manual optimization, which would miss the balance loss.
         """
         try:
             self.upcycle(pl_module)
         except ValueError:
             if not is_overridden("configure_model", pl_module):
                 raise
-            call._call_configure_model(trainer)  # which may be called again, by its contract
+            call._call_configure_model(trainer)  # its contract allows that it is called again
             self.upcycle(pl_module)
         if stage != "fit" or not self._adds_loss:
             return
@@ -209,26 +209,26 @@ class MoEUpcycle(Callback):
                 "MoEUpcycle adds the balance loss to what training_step returns, which manual optimization does not"
                 " use; set balance_loss=0 and z_loss=0, or use automatic optimization"
             )
-        self._leave()
-        self._leave = wrap_method(pl_module, "training_step", _add_losses)
+        self._unwrap()
+        self._unwrap = wrap_method(pl_module, "training_step", _add_losses)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the module its own `training_step` back."""
-        self._leave()
+        """Unwraps the module's `training_step`."""
+        self._unwrap()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same."""
-        self._leave()
+        """Unwraps the module's `training_step`."""
+        self._unwrap()
 
     def state_dict(self) -> dict[str, Any]:
-        """Which layers are experts, so that resuming without this callback is warned of."""
+        """Returns the names of the upcycled layers, so that Lightning warns if resumed without this callback."""
         return {"layers": list(self.layers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that the checkpoint is of the same layers.
+        """Checks that the checkpoint has the same upcycled layers.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The layers differ.
         """
         if state_dict["layers"] != self.layers:
             raise ValueError(
@@ -242,8 +242,8 @@ def _nothing() -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    components, patterns = name.split("."), pattern.split(".")
+    return len(components) == len(patterns) and all(map(fnmatch.fnmatchcase, components, patterns))
 
 
 def _late(module: nn.Module) -> bool:
@@ -262,17 +262,17 @@ def _count(module: nn.Module) -> int:
 
 
 def _add_losses(module: LightningModule, run: Callable[[], Any]) -> Any:
-    """A training step whose loss has the auxiliary losses of the layers that ran in it."""
-    with taking_asides(AuxiliaryLoss) as taken:
+    """Runs a training step, and adds the auxiliary losses of its layers to the loss."""
+    with taking_asides(AuxiliaryLoss) as side_outputs:
         output = run()
-    return _with_losses(module, output, [aside.value for aside in taken])
+    return _with_losses(module, output, [loss.value for loss in side_outputs])
 
 
 def _with_losses(module: LightningModule, output: Any, losses: list[Tensor]) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not losses or not isinstance(loss, Tensor):
         return output
-    # One after the other: in a pipeline the sum so far goes along with the activations.
+    # One after the other: in a pipeline the partial sum is sent along with the activations.
     total = functools.reduce(torch.add, losses)
     if torch.is_grad_enabled() and loss.requires_grad and not total.requires_grad and _learns(module):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Draw what the pipeline really did in one training step, and compare it with what its schedule allows.
+"""Callback that plots the measured timeline of a pipeline in one training step, and compares it to its schedule.
 
-Each rank notes when its actions ran. This callback brings the notes of one pipeline together, on one clock, and draws
-them as swim-lanes, each action from when what it needs was there. The bound is the same actions, each as long as it
-took, with nothing lost between them: what is lost beyond it went to transfers, dispatch and waiting for a core.
+Each rank records when its actions ran. This callback gathers the records of one pipeline, on one clock, and plots them
+as swim-lanes, each action from the time when its inputs were available. The bound is the same actions, with the same
+durations, without gaps between them: time lost beyond it went to transfers, dispatch and waiting for a core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SUFFIXES = (".svg", ".png")
 
 
 class PipelineTimeline(Callback):
-    """Writes the swim-lane picture of a training step and logs its bubble.
+    """Writes a swim-lane plot of a training step and logs its bubble.
 
     The bubble and the schedule's own bound are printed, and logged as "pipeline_bubble" and "pipeline_bubble_bound"
     where the trainer has loggers. A measurement is taken between two steps and costs one small collective; all other
@@ -35,11 +35,11 @@ class PipelineTimeline(Callback):
         path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). With
             `every_n_steps` the step's number is put before the suffix.
         step: the optimizer step to measure, counted from 1; the first ones are slower than the others.
-        every_n_steps: measure further steps too, this many apart.
+        every_n_steps: interval of further steps to measure.
 
     Raises:
         TypeError: a number of steps is no int.
-        ValueError: a number of steps below 1, or another suffix.
+        ValueError: a number of steps is below 1, or the path has another suffix.
     """
 
     def __init__(self, path: str | Path = "timeline.svg", step: int = 10, every_n_steps: int | None = None) -> None:
@@ -58,14 +58,14 @@ class PipelineTimeline(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so where there is nothing to draw; the ranks measure the steps that the first one has been told."""
+        """Broadcasts the steps to measure from the first rank; reports a run without pipeline stages."""
         self._last_step = trainer.global_step
         if not _is_pipeline(trainer.strategy):
             rank_zero_info(
                 "PipelineTimeline draws nothing: this run has one pipeline stage; set pipeline_parallel_size=2 or more"
             )
             return
-        # Whoever waited for a rank with another step would wait for ever.
+        # A rank that waited for one with another step would hang.
         self.step, self.every_n_steps = trainer.strategy.broadcast((self.step, self.every_n_steps))
         if trainer.strategy.root_device.type != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
             rank_zero_warn(
@@ -76,7 +76,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the step that has just ended, if it is its turn; collective over the first pipeline."""
+        """Measures the step that has just ended, if it was requested; collective over the first pipeline."""
         step, strategy = trainer.global_step, trainer.strategy
         is_new, self._last_step = step > self._last_step, step  # batches that are only accumulated end no step
         if not (is_new and self._is_wanted(step) and _is_pipeline(strategy)):
@@ -89,7 +89,7 @@ class PipelineTimeline(Callback):
         self._report(trainer, *work_and_bound(timeline, strategy.run.plan.first.assignment), step)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so where training ended before the step."""
+        """Warns if training ended before the step."""
         if _is_pipeline(trainer.strategy) and trainer.global_step < self.step:
             rank_zero_warn(
                 f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step="
@@ -128,11 +128,11 @@ def _is_pipeline(strategy: Any) -> bool:
 
 
 def _gather(strategy: Any) -> Timeline | None:
-    """The spans of all ranks of this pipeline on one clock, on the first of them; None elsewhere."""
+    """Gathers the spans of all ranks of this pipeline on one clock; returns them on the first rank, None elsewhere."""
     group = strategy.mesh.group("pp")
-    mine = time() - perf_counter(), strategy.spans
+    local = time() - perf_counter(), strategy.spans
     rows: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(mine, rows, group=group, group_dst=0)
+    dist.gather_object(local, rows, group=group, group_dst=0)
     if rows is None:
         return None
     spans = [span._replace(start=span.start + offset, end=span.end + offset) for offset, row in rows for span in row]
@@ -143,11 +143,11 @@ def _gather(strategy: Any) -> Timeline | None:
 
 
 def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
-    """The measured actions without the time in which they waited, and as they would have run without any loss.
+    """Returns the measured actions without waiting times, and the same actions as if run without gaps.
 
     Args:
-        timeline: measured, of all ranks of one pipeline.
-        assignment: which stages hand values to which (`portals`, `gradient_portals()`, `num_stages`).
+        timeline: measured spans of all ranks of one pipeline.
+        assignment: transfers between stages (`portals`, `gradient_portals()`, `num_stages`).
     """
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in sorted(timeline.spans, key=lambda span: span.start):
@@ -165,7 +165,7 @@ def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timel
 
 
 def _write_png(svg: str, path: Path) -> None:
-    """Draw the SVG of a timeline, which has only boxes, lines and lines of text, with matplotlib."""
+    """Renders the SVG of a timeline, which has only boxes, lines and lines of text, with matplotlib."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import FancyBboxPatch

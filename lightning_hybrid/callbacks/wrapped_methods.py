@@ -1,4 +1,4 @@
-"""Run something around a method of one module, for as long as a callback is at work."""
+"""Wrappers around a method of one module instance, removable in any order."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ Around: TypeAlias = Callable[[Any, Callable[[], Any]], Any]
 
 
 def wrap_method(module: nn.Module, name: str, around: Around) -> Callable[[], None]:
-    """Call ``around(module, run)`` where the method was called; what it returns is the result.
+    """Wraps a method of an instance: calls of it return ``around(module, run)``.
 
-    The method keeps its signature, and on a deep copy of the module it is a method of the copy. Several may wrap the
-    same method, and leave in any order.
+    The method keeps its signature, and on a deep copy of the module it is a method of the copy. Several wrappers may be
+    on the same method, and be removed in any order.
 
     Args:
-        module: Whose method, on the instance alone.
-        name: Of the method.
-        around: Calls ``run``, which has the arguments; the last one to come is the outermost.
+        module: Instance whose method is wrapped.
+        name: Name of the method.
+        around: Calls ``run``, which has the arguments; the last wrapper is the outermost.
 
     Returns:
-        Takes ``around`` away; more than once does no harm.
+        A function that removes ``around``; further calls do nothing.
     """
-    ours = _wrapped(module, name)
-    arounds: list[Around] = ours.arounds
+    wrapper = _wrapper_of(module, name)
+    arounds: list[Around] = wrapper.arounds
     arounds.append(around)
 
     def leave() -> None:
         if around in arounds:
             arounds.remove(around)
-        is_there = module.__dict__.get(name) is ours
-        if is_there and not arounds:
+        is_installed = module.__dict__.get(name) is wrapper
+        if is_installed and not arounds:
             del module.__dict__[name]
-            if ours.own is not None:
-                module.__dict__[name] = ours.own
+            if wrapper.original is not None:
+                module.__dict__[name] = wrapper.original
 
     return leave
 
 
-def _wrapped(module: nn.Module, name: str) -> Any:
-    """Our method on the instance, which is put there if there is none."""
-    ours = module.__dict__.get(name)
-    if ours is None or not hasattr(ours, "arounds"):
-        ours = module.__dict__[name] = MethodType(_wrapping(module, name), module)
-    return ours
+def _wrapper_of(module: nn.Module, name: str) -> Any:
+    """Returns the wrapper method on the instance; installs it if there is none."""
+    wrapper = module.__dict__.get(name)
+    if wrapper is None or not hasattr(wrapper, "arounds"):
+        wrapper = module.__dict__[name] = MethodType(_wrapping(module, name), module)
+    return wrapper
 
 
 def _wrapping(module: nn.Module, name: str) -> Any:
-    own: Any = module.__dict__.get(name)
-    is_method = isinstance(own, MethodType) and own.__self__ is module
-    method: Any = own.__func__ if is_method else getattr(type(module), name) if own is None else None
+    original: Any = module.__dict__.get(name)
+    is_method = isinstance(original, MethodType) and original.__self__ is module
+    method: Any = original.__func__ if is_method else getattr(type(module), name) if original is None else None
     arounds: list[Around] = []
 
-    @functools.wraps(own if method is None else method)
+    @functools.wraps(original if method is None else method)
     def wrapping(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = (*args,) if method is None else (self, *args)
-        run: Callable[[], Any] = functools.partial(own if method is None else method, *given, **kwargs)
+        inputs = (*args,) if method is None else (self, *args)
+        run: Callable[[], Any] = functools.partial(original if method is None else method, *inputs, **kwargs)
         for around in tuple(arounds):
             run = functools.partial(around, self, run)
         return run()
 
     marked: Any = wrapping
-    if method is None:  # a function that somebody has put on the instance
-        takes = inspect.signature(own)
+    if method is None:  # a function that user code has set on the instance
+        signature = inspect.signature(original)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         del marked.__wrapped__
-        marked.__signature__ = takes.replace(parameters=[first, *takes.parameters.values()])
-    marked.arounds, marked.own = arounds, own
+        marked.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    marked.arounds, marked.original = arounds, original
     return marked

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers, experts with stacked weights, the layer made of them, and ranks that share experts."""
+"""Mixture of experts: routers, grouped experts, the MoE layer, and expert parallelism."""
 
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.moe_layer import MoE

@@ -1,12 +1,12 @@
-"""How evenly a router deals its tokens, as torchmetrics: each is fed the reports of one layer.
+"""Torchmetrics of expert load balance: each is updated with the reports of one layer.
 
     self.balance = LoadBalance(num_experts=8)
     y, report = self.moe(x)
     self.balance.update(report)
     self.log("balance", self.balance)
 
-All of them keep the same sums, which are added up over the ranks that see other samples; a `MetricCollection` keeps
-them once.
+All of them have the same state, sums that are reduced over the ranks with other samples; a `MetricCollection` keeps one
+copy of it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from lightning_hybrid.experts.moe.routers import Report
 
 
 def shares_of(load: Tensor) -> Tensor:
-    """Load [..., E] as shares that sum to 1; even where there is no load."""
+    """Normalizes load [..., E] to shares that sum to 1; uniform where there is no load."""
     total = load.sum(-1, keepdim=True)
     return torch.where(total > 0, load / total.clamp_min(1e-30), 1 / load.shape[-1])
 
 
 def balance_of(load: Tensor) -> Tensor:
-    """Load of the busiest expert over the mean: 1 is even, the number of experts is all on one. [..., E] -> [...]."""
+    """Computes max load / mean load, [..., E] -> [...]: 1 is balanced, E is all load on one expert."""
     return shares_of(load).amax(-1) * load.shape[-1]
 
 
 def entropy_of_load(load: Tensor) -> Tensor:
-    """Entropy of the shares in parts of the largest, log E: 1 is even, 0 is all on one. [..., E] -> [...]."""
+    """Computes the entropy of the shares relative to log E, [..., E] -> [...]: 1 is balanced, 0 is all on one."""
     if load.shape[-1] == 1:
         return torch.ones_like(load[..., 0])
     return torch.special.entr(shares_of(load)).sum(-1) / math.log(load.shape[-1])
 
 
 class OfReports(Metric, ABC):
-    """Sums over the reports of one layer.
+    """Base class: accumulates the reports of one layer.
 
     Attributes:
-        load: [E] pairs that asked for each expert.
-        dropped: Pairs dropped.
+        load: [E] number of (token, expert) pairs routed to each expert, before drops.
+        dropped: Number of dropped pairs.
         entropy: Sum over reports of the router's mean entropy, in nats.
         count: Number of reports.
     """
@@ -57,10 +57,10 @@ class OfReports(Metric, ABC):
     count: Tensor
 
     def __init__(self, num_experts: int, **options: Any) -> None:
-        """Args: num_experts: of the layer. options: of torchmetrics.
+        """Args: num_experts: of the layer. options: keyword arguments of ``torchmetrics.Metric``.
 
         Raises:
-            ValueError: Fewer than one expert.
+            ValueError: ``num_experts`` is below 1.
         """
         super().__init__(**options)
         if num_experts < 1:
@@ -70,10 +70,10 @@ class OfReports(Metric, ABC):
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, report: Report) -> None:
-        """Add one report.
+        """Adds one report to the sums.
 
         Raises:
-            ValueError: It is of another number of experts.
+            ValueError: The report has another number of experts.
         """
         if report.load.shape != self.load.shape:
             raise ValueError(
@@ -86,50 +86,50 @@ class OfReports(Metric, ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """The metric."""
+        """Returns the metric from the sums."""
 
 
 class ExpertLoad(OfReports):
-    """The share of each expert, [E]."""
+    """Share of the load of each expert, [E]."""
 
     def compute(self) -> Tensor:
-        """Shares that sum to 1."""
+        """Returns [E] shares that sum to 1."""
         return shares_of(self.load)
 
 
 class LoadBalance(OfReports):
-    """Load of the busiest expert over the mean; 1 is even."""
+    """Maximum load over mean load; 1 is balanced."""
 
     higher_is_better = False
 
     def compute(self) -> Tensor:
-        """From 1 to the number of experts."""
+        """Returns a scalar between 1 and the number of experts."""
         return balance_of(self.load)
 
 
 class LoadEntropy(OfReports):
-    """Entropy of the load in parts of the largest; 1 is even."""
+    """Entropy of the load relative to the maximum, log E; 1 is balanced."""
 
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        """From 0 to 1."""
+        """Returns a scalar between 0 and 1."""
         return entropy_of_load(self.load)
 
 
 class DroppedShare(OfReports):
-    """Share of the pairs (token, expert) that an expert had no room for."""
+    """Share of the (token, expert) pairs dropped for lack of capacity."""
 
     higher_is_better = False
 
     def compute(self) -> Tensor:
-        """From 0 to 1."""
+        """Returns a scalar between 0 and 1."""
         return self.dropped / self.load.sum().clamp_min(1)
 
 
 class RouterEntropy(OfReports):
-    """Mean entropy of what the router thinks of a token, in nats: 0 is sure, log E is undecided."""
+    """Mean entropy of the router's distribution over experts per token, in nats: 0 is one-hot, log E is uniform."""
 
     def compute(self) -> Tensor:
-        """Nats."""
+        """Returns a scalar in nats."""
         return self.entropy / self.count.clamp_min(1)

@@ -1,1 +1,1 @@
-"""What layers keep for their backward, and what they compute again."""
+"""Activation checkpointing: full recomputation of layers, and selective recomputation of operations."""

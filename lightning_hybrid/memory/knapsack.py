@@ -1,9 +1,9 @@
-"""A knapsack over a layer's operations: keep the results that cost most to make again, for each byte.
+"""Knapsack over a layer's operations: chooses the results to save that avoid the most recomputation per byte.
 
-What a layer would save is one set of bytes; a share of it is to be spent. Everything else is made again from what is
-kept, so an operation is dear together with all that must run before it. The choice is greedy: at each turn the
-operation that spares the most work per byte, given what is kept already. (Work and bytes of recomputation: Chen et al.
-2016; keeping by operation: Korthikanti et al. 2022, section 5; the choice is a knapsack with precedence.)
+The budget is a share of the bytes that autograd would save. All other results are recomputed from the saved ones, so
+the cost of an operation includes all that must run before it. The choice is greedy: each turn saves the operation that
+avoids the most work per byte, given what is saved already. (Work and bytes of recomputation: Chen et al. 2016; saving
+by operation: Korthikanti et al. 2022, section 5; the choice is a knapsack with precedence.)
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of a layer, as far as the choice goes.
+    """Cost and size of one operation of a layer.
 
     Attributes:
-        work: What repeating it costs, in any unit.
-        reads: Numbers of the earlier steps whose results it reads.
-        nbytes: Of its results that somebody reads.
+        work: Cost of repeating it, in any unit.
+        reads: Indices of the earlier steps whose results it reads.
+        nbytes: Bytes of its results that are read or saved.
         is_saved: Whether autograd saves a result of it.
-        may_keep: Whether its results can be kept; one that another step overwrites cannot.
+        may_keep: Whether its results can be saved; one that another step overwrites cannot.
         is_free: Whether its results stay in memory anyway.
     """
 
@@ -34,11 +34,11 @@ class Step:
 
 
 def choose_kept(steps: Sequence[Step], budget: int) -> frozenset[int]:
-    """The numbers of steps whose results are kept.
+    """Returns the indices of the steps whose results are saved.
 
     Args:
-        steps: In the order in which they ran.
-        budget: Bytes that may be kept.
+        steps: Operations in the order in which they ran.
+        budget: Bytes that may be saved.
     """
     kept = {number for number, step in enumerate(steps) if step.is_free and step.may_keep}
     while True:
@@ -59,7 +59,7 @@ def choose_kept(steps: Sequence[Step], budget: int) -> frozenset[int]:
 
 
 def needed(steps: Sequence[Step], kept: Collection[int]) -> set[int]:
-    """The steps that must run again if the results of others are kept."""
+    """Returns the steps that the backward must repeat if the results of ``kept`` are saved."""
     found: set[int] = set()
     waiting = [number for number, step in enumerate(steps) if step.is_saved and number not in kept]
     while waiting:

@@ -1,7 +1,7 @@
 """Recomputable values: the operation that made each, its inputs, and its random numbers.
 
-A recipe repeats one operation with the arguments that it had, so its result has the same bits, and no code of the user
-runs a second time. Results live as long as somebody refers to them: autograd, or the recipe of another value.
+A recipe repeats one operation with the same arguments, so its result has the same bits and no user code runs twice.
+Results live as long as they are referenced: by autograd, or by the recipe of another value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """Where the elements of a tensor lie in its storage."""
+    """Size, stride and offset of a tensor in its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -24,19 +24,19 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """Of this tensor."""
+        """Returns the geometry of a tensor."""
         return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class Value:
-    """What a storage holds between two writes.
+    """Content of a storage between two writes.
 
     Attributes:
-        held: The tensor; None while there is only the recipe.
-        geometry: Of that tensor.
-        recipe: What makes it; None for what came from outside or cannot be made again.
-        is_weight: Whether it is a parameter, which is there anyway.
-        is_pinned: Whether something else holds the tensor.
+        tensor: The tensor; None while there is only the recipe.
+        geometry: Geometry of that tensor.
+        recipe: Operation that made it; None for a value from outside, or one that cannot be recomputed.
+        is_weight: Whether it is a parameter, which takes memory anyway.
+        is_pinned: Whether something else refers to the tensor.
         is_returned: Whether the layer returns it.
         num_saved: How often autograd has saved it.
         num_reads: How many recipes read it.
@@ -47,7 +47,6 @@ class Value:
         "device",
         "dtype",
         "geometry",
-        "held",
         "is_pinned",
         "is_returned",
         "is_weight",
@@ -55,94 +54,95 @@ class Value:
         "num_reads",
         "num_saved",
         "recipe",
+        "tensor",
         "version",
     )
 
-    def __init__(self, held: Tensor, recipe: Operation | None, *, is_weight: bool = False) -> None:
-        self.held: Tensor | None = held
-        self.geometry, self.dtype, self.device, self.recipe = Geometry.of(held), held.dtype, held.device, recipe
-        self.nbytes = held.untyped_storage().nbytes()
+    def __init__(self, tensor: Tensor, recipe: Operation | None, *, is_weight: bool = False) -> None:
+        self.tensor: Tensor | None = tensor
+        self.geometry, self.dtype, self.device, self.recipe = Geometry.of(tensor), tensor.dtype, tensor.device, recipe
+        self.nbytes = tensor.untyped_storage().nbytes()
         self.is_weight, self.is_pinned, self.is_returned = is_weight, False, False
         self.num_saved = self.num_reads = 0
         self.version: int | None = None
 
     def lose(self) -> None:
-        """Hold the recipe alone."""
+        """Frees the tensor and keeps the recipe."""
         assert self.recipe is not None
-        self.held, self.version = None, None
+        self.tensor, self.version = None, None
 
     def keep(self) -> None:
-        """Hold the tensor alone."""
+        """Keeps the tensor and drops the recipe."""
         self.recipe = None
 
     def copy(self) -> None:
-        """Hold a copy, because the storage is about to be written to."""
-        assert self.held is not None
-        copied = torch.empty(0, dtype=self.dtype, device=self.held.device)
-        self.held = copied.set_(self.held.untyped_storage().clone(), self.geometry.offset, *self.geometry[:2])
+        """Replaces the tensor by a copy, because its storage is about to be written to."""
+        assert self.tensor is not None
+        copied = torch.empty(0, dtype=self.dtype, device=self.tensor.device)
+        self.tensor = copied.set_(self.tensor.untyped_storage().clone(), self.geometry.offset, *self.geometry[:2])
 
     def seal(self) -> None:
-        """From now on writes are seen by the tensor's version alone."""
-        if self.held is not None:
-            self.version = self.held._version
+        """Records the tensor's version: writes from now on are detected by it alone."""
+        if self.tensor is not None:
+            self.version = self.tensor._version
 
     @property
-    def is_there(self) -> bool:
-        """Whether it is held.
+    def is_available(self) -> bool:
+        """Whether the tensor is in memory.
 
         Raises:
-            RuntimeError: It is held, and was written to by code outside of the layer.
+            RuntimeError: Code outside of the layer wrote to the tensor.
         """
-        if self.held is None:
+        if self.tensor is None:
             return False
-        if self.version is not None and self.held._version != self.version:
+        if self.version is not None and self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.geometry.size)} that a recomputed layer reads in its backward was"
-                f" changed in place after the layer had run (version {self.held._version}, was {self.version}); write"
+                f" changed in place after the layer had run (version {self.tensor._version}, was {self.version}); write"
                 " `x = x + y` for `x += y`, or take this layer out of recompute"
             )
         return True
 
 
-class Lent(Value):
-    """A value that somebody else has, and gives whenever it is asked for: a parameter that is freed between times."""
+class GatheredValue(Value):
+    """A value that is gathered on each read: a tensor of a parameter that is freed between forward and backward."""
 
-    __slots__ = ("_copied", "_give")
+    __slots__ = ("_copied", "_gather")
 
-    def __init__(self, held: Tensor, give: Callable[[], Tensor]) -> None:
-        self._give, self._copied = give, False
-        super().__init__(held, None, is_weight=True)
+    def __init__(self, tensor: Tensor, gather: Callable[[], Tensor]) -> None:
+        self._gather, self._copied = gather, False
+        super().__init__(tensor, None, is_weight=True)
 
     @property
-    def held(self) -> Tensor:
-        """What it is now."""
-        return self._give()
+    def tensor(self) -> Tensor:
+        """The current tensor, gathered."""
+        return self._gather()
 
-    @held.setter
-    def held(self, tensor: Tensor) -> None:
+    @tensor.setter
+    def tensor(self, tensor: Tensor) -> None:
         if self._copied:
-            self._give = lambda: tensor
+            self._gather = lambda: tensor
 
     def copy(self) -> None:
-        """Hold a copy, because the storage is about to be written to."""
+        """Replaces the gathered tensor by a copy, because its storage is about to be written to."""
         self._copied = True
         super().copy()
 
     def seal(self) -> None:
-        """Who lends it sees to it that it stays what it was."""
+        """Does nothing: the owner of the parameter guarantees that it is unchanged."""
 
 
 class Lender(Protocol):
-    """Who has the parameters of layers whose wholes are freed between their forward and their backward."""
+    """Gathers parameters of layers whose full tensors are freed between their forward and their backward."""
 
     def inside(self, fqn: str) -> AbstractContextManager[None]:
-        """The layer's parameters are there inside."""
+        """Gathers the layer's parameters inside the context."""
 
     def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """What gives a tensor of the layer's parameters at any time, and none of it holds; None for other tensors."""
+        """Returns a function that gathers a tensor of the layer's parameters and holds none; None for other tensors."""
 
     def come_to(self, fqn: str) -> None:
-        """The backward has come to the layer: its parameters are there until it comes to another one."""
+        """Gathers the parameters of a layer that the backward has reached, until it reaches another layer."""
 
 
 class Use(NamedTuple):
@@ -151,20 +151,20 @@ class Use(NamedTuple):
     value: Value
     geometry: Geometry | None  # None: as the value itself
 
-    def tensor(self) -> Tensor:
-        """What it stands for; the value is held."""
-        held = self.value.held
-        assert held is not None
-        return held if self.geometry is None else held.as_strided(*self.geometry)
+    def read(self) -> Tensor:
+        """Returns the tensor or view; the value must be available."""
+        tensor = self.value.tensor
+        assert tensor is not None
+        return tensor if self.geometry is None else tensor.as_strided(*self.geometry)
 
 
 class Operation:
-    """One that can be repeated.
+    """A recorded operation that can be repeated.
 
     Attributes:
-        function: Of torch's dispatcher.
+        function: Operator of torch's dispatcher.
         reads: Values among its arguments.
-        makes: Its results, in order, as long as anybody refers to them.
+        makes: Weak references to its results, in order.
         writes_first: Whether it writes to its first argument, which is then its result.
     """
 
@@ -178,12 +178,12 @@ class Operation:
         self.makes: list[weakref.ref[Value] | None] = []
 
     def call(self, args: Any = None) -> Any:
-        """Run it on what its values hold."""
+        """Runs the operation on the tensors of its values."""
         args = tensors_of(self.args) if args is None else args
         return self.function(*args, **tensors_of(self.kwargs))
 
     def repeat(self) -> None:
-        """Make its results again; all that it reads is there."""
+        """Recomputes its results; all that it reads must be available."""
         args = tensors_of(self.args)
         if self.writes_first:
             before: Value = self.args[0].value
@@ -200,42 +200,42 @@ class Operation:
                 generator.set_state(state)
         for made, tensor in zip(self.makes, out if isinstance(out, tuple | list) else (out,), strict=True):
             value = None if made is None else made()
-            if value is not None and value.held is None:
+            if value is not None and value.tensor is None:
                 if Geometry.of(tensor) != value.geometry:
                     raise RuntimeError(f"{self.function} gave {Geometry.of(tensor)} and, before, {value.geometry}")
-                value.held = tensor
+                value.tensor = tensor
         for value in self.reads:
             if value.recipe is not None and value.num_reads == 1 and not value.num_saved:
                 value.lose()
 
 
-def make(value: Value) -> Tensor:
-    """What a value holds; made again, with what it needs for it, where it holds nothing.
+def materialize(value: Value) -> Tensor:
+    """Returns the tensor of a value; recomputes it, and what its recipe reads, where they are not available.
 
     Raises:
-        RuntimeError: Code outside of the layer has changed what the recipe reads.
+        RuntimeError: Code outside of the layer has changed a tensor that the recipe reads.
     """
-    if value.is_there:
-        assert value.held is not None
-        return value.held
+    if value.is_available:
+        assert value.tensor is not None
+        return value.tensor
     assert value.recipe is not None
     with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
         waiting = [value.recipe]
         while waiting:
-            missing = [read.recipe for read in waiting[-1].reads if not read.is_there]
+            missing = [read.recipe for read in waiting[-1].reads if not read.is_available]
             if missing:
                 waiting += [recipe for recipe in missing if recipe is not None]
             else:
                 waiting.pop().repeat()
-    assert value.held is not None
-    return value.held
+    assert value.tensor is not None
+    return value.tensor
 
 
 def tensors_of(argument: Any) -> Any:
-    """Arguments of an operation with tensors for their uses."""
+    """Returns arguments of an operation with each ``Use`` replaced by its tensor."""
     kind = type(argument)
     if kind is Use:
-        return argument.tensor()
+        return argument.read()
     if kind is list or kind is tuple:
         return [tensors_of(each) for each in argument]
     if kind is dict:

@@ -1,10 +1,10 @@
-"""Activation checkpointing: layers that keep little for the backward, and compute the rest again there.
+"""Activation checkpointing of layers: policies, full recomputation, and selective recomputation.
 
-A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. With "full" a layer keeps
-its inputs alone and is run again as it ran: with the random numbers, the buffers and the parts of parameters of its
-first run, so results are bitwise those of a run that keeps everything (Chen et al. 2016, section 3; PyTorch's
-non-reentrant checkpoint). With "selective" single operations are repeated, and a layer keeps what is dear to make again
-(``recomputable_values``, ``knapsack``).
+A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver. With "full" a layer saves
+its inputs alone, and its forward is repeated in the backward with the random numbers, buffers and parameter shards of
+the first run, so results are bitwise those of a run that saves everything (Chen et al. 2016, section 3; PyTorch's
+non-reentrant checkpoint). With "selective" single operations are repeated, and a layer saves the results that are
+expensive to recompute (``recomputable_values``, ``knapsack``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.recomputable_values import Lender
-from lightning_hybrid.memory.selective_layer import Dear
+from lightning_hybrid.memory.selective_layer import SelectiveCheckpointing
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change
 
@@ -32,7 +32,7 @@ SELECTIVE_SHARE = 0.4
 
 
 def is_selective(policy: object) -> bool:
-    """Whether single operations are computed again, and not the layer as a whole."""
+    """Returns whether a policy repeats single operations instead of the layer's full forward."""
     return policy == "selective" or isinstance(policy, float)
 
 
@@ -40,21 +40,21 @@ def _is_policy(policy: Any) -> bool:
     return policy in POLICIES if isinstance(policy, str) else isinstance(policy, float) and 0 < policy <= 1
 
 
-_PLAIN = (Tensor, nn.Parameter)
+_TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
 class RecomputeError(ValueError):
-    """What is to be recomputed is not there, or cannot be."""
+    """The layers that ``recompute`` names do not exist, or cannot be recomputed."""
 
 
 def check_recompute(recompute: Any) -> None:
-    """Refuse what says nothing.
+    """Validates the ``recompute`` option.
 
     Args:
-        recompute: As ``layer_policies`` takes it, or None.
+        recompute: A value that ``layer_policies`` accepts, or None.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The value is neither.
     """
     if recompute is None or _is_policy(recompute):
         return
@@ -67,17 +67,17 @@ def check_recompute(recompute: Any) -> None:
         return
     raise ValueError(
         f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
-        " is dear to compute, a whole number n for every n-th, names of layers such as ['model.layers.*'], or a"
+        " is expensive to compute, an integer n for every n-th, names of layers such as ['model.layers.*'], or a"
         " mapping of names to 'full', 'selective', a share or 'keep'"
     )
 
 
 def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict[str, Policy]:
-    """What each layer does.
+    """Returns the policy of each layer by FQN.
 
     Args:
         recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
-            keeps); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of layers that are
+            saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of layers that are
             recomputed; or such patterns with a policy each, of which the last that matches a layer counts.
         layers: FQNs of all layers of the module, in order.
 
@@ -101,38 +101,38 @@ def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict
 
 
 class Recomputation:
-    """The layers of one module on this rank, some of which are computed again.
+    """Applies checkpointing policies to the layers of one module on this rank.
 
     Attributes:
-        policies: Of all layers of the module.
+        policies: Policy of each layer of the module by FQN.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], policies: Mapping[str, Policy], *, keyed: bool = False) -> None:
-        """Say what is recomputed.
+        """Selects the layers on this rank that are recomputed.
 
         Args:
-            layers: Of the module that are here, by FQN.
-            policies: Of all its layers.
-            keyed: Random numbers are keyed, so that no state of a generator need be kept.
+            layers: Layers of the module on this rank, by FQN.
+            policies: Policy of each layer of the module, by FQN.
+            keyed: Random numbers are keyed, so that generator states need not be saved.
         """
         self._keyed = keyed
         self.policies = dict(policies)
-        self._lender: Lender | None = None
-        self._lent: Collection[str] = ()
+        self._gatherer: Lender | None = None
+        self._gathered_layers: Collection[str] = ()
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
-        self._dear: dict[float, Dear] = {}  # by share; like layers are alike
+        self._selective: dict[float, SelectiveCheckpointing] = {}  # by share; layers of one structure share choices
 
-    def lend(self, lender: Lender, fqns: Collection[str]) -> None:
-        """Hold none of the parameters of selective layers between their forward and their backward.
+    def lend(self, gatherer: Lender, fqns: Collection[str]) -> None:
+        """Gathers parameters of selective layers on read, so that they are freed between forward and backward.
 
         Args:
-            lender: Of the parameters.
-            fqns: Of the layers.
+            gatherer: Gathers the parameters.
+            fqns: Selective layers whose parameters are freed.
         """
-        self._lender, self._lent = lender, frozenset(fqns)
+        self._gatherer, self._gathered_layers = gatherer, frozenset(fqns)
 
     def running(self) -> AbstractContextManager[None]:
-        """Inside, the layers' forwards keep what their policies say."""
+        """Replaces the layers' forwards inside the context by checkpointed ones."""
         return replaced_forwards(self._layers, self._recomputed)
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,10 +140,10 @@ class Recomputation:
         if policy == "full":
             return self._checkpointed(fqn, forward)
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
-        dear = self._dear.setdefault(share, Dear(share))
-        if self._lender is not None and fqn in self._lent:
-            return dear.keeping_none_of(self._lender, fqn, forward)
-        return dear.keeping(forward)
+        checkpointing = self._selective.setdefault(share, SelectiveCheckpointing(share))
+        if self._gatherer is not None and fqn in self._gathered_layers:
+            return checkpointing.wrap_gathered(self._gatherer, fqn, forward)
+        return checkpointing.wrap(forward)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]
@@ -151,57 +151,57 @@ class Recomputation:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = _Members(layer)
-            given = [(leaf, leaf._version) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
-            as_given: tuple[Any, Any] = args, kwargs
+            state = _ModuleState(layer)
+            versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if type(x) in _TENSOR_TYPES]
+            inputs: tuple[Any, Any] = args, kwargs
             if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
-                as_given = copied((args, kwargs), lambda tensor: tensor, modules=False)
-            is_again = False
+                inputs = copied((args, kwargs), lambda tensor: tensor, modules=False)
+            is_repeated = False
 
             def once() -> Any:
-                nonlocal is_again
-                if not is_again:
-                    is_again = True
+                nonlocal is_repeated
+                if not is_repeated:
+                    is_repeated = True
                     return forward(*args, **kwargs)
-                for number, (tensor, version) in enumerate(given):
+                for number, (tensor, version) in enumerate(versions):
                     if tensor._version != version:
                         raise RuntimeError(
                             f"{fqn} is computed again in the backward, and its input {number} of shape"
                             f" {list(tensor.shape)} was changed in place since it ran (version {tensor._version}, was"
                             f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
                         )
-                with first.put():
-                    return forward(*as_given[0], **as_given[1])
+                with state.restored():
+                    return forward(*inputs[0], **inputs[1])
 
             return torch.utils.checkpoint.checkpoint(once, use_reentrant=False, preserve_rng_state=not self._keyed)
 
         return run
 
 
-class _Members:
-    """What lies on a layer before it runs, and must for its second run.
+class _ModuleState:
+    """Snapshot of a layer's buffers, and of tensors in place of parameters, for its recomputation.
 
-    Buffers are copied: the second run writes to none of the layer's own. What lies where a parameter belongs, and is
-    none (``torch.func.functional_call``), is gone by then.
+    Buffers are copied, so the layer's own are not written again. Tensors that ``torch.func.functional_call`` puts in
+    place of parameters are removed again before the recomputation.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._held: list[tuple[dict[str, Any], str, Tensor, bool]] = []
+        self._entries: list[tuple[dict[str, Any], str, Tensor, bool]] = []  # dict, name, tensor, whether it is a copy
         for module in layer.modules():
             for name, tensor in module._parameters.items():
                 if tensor is not None and type(tensor) is not nn.Parameter:
-                    self._held.append((module._parameters, name, tensor, False))
+                    self._entries.append((module._parameters, name, tensor, False))
             for name, buffer in module._buffers.items() if layer.training else ():
                 if buffer is not None:
-                    self._held.append((module._buffers, name, buffer.detach().clone(), True))
+                    self._entries.append((module._buffers, name, buffer.detach().clone(), True))
 
     @contextmanager
-    def put(self) -> Iterator[None]:
-        now = [members[name] for members, name, *_ in self._held]
-        for members, name, before, is_copy in self._held:
+    def restored(self) -> Iterator[None]:
+        now = [members[name] for members, name, *_ in self._entries]
+        for members, name, before, is_copy in self._entries:
             members[name] = before.clone() if is_copy else before
         try:
             yield
         finally:
-            for (members, name, *_), tensor in zip(self._held, now, strict=True):
+            for (members, name, *_), tensor in zip(self._entries, now, strict=True):
                 members[name] = tensor

@@ -1,4 +1,4 @@
-"""Number formats of a run, and what a mesh adds to them: one loss scale and one gradient norm for all ranks."""
+"""Precision plugin, gradient scaler and gradient norm over a mesh: one loss scale and one norm for all ranks."""
 
 from typing import TYPE_CHECKING
 

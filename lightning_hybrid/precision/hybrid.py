@@ -1,4 +1,4 @@
-"""One Lightning precision plugin for all number formats, which a strategy can connect to a mesh."""
+"""Lightning precision plugin for all number formats, which a strategy can connect to a mesh."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-tr
 
 
 class HybridPrecision(MixedPrecision):
-    """What `Trainer(precision=...)` does, over a mesh.
+    """Precision plugin that implements `Trainer(precision=...)` over a mesh.
 
-    The strategies make one out of the plugin that the Trainer chose, so nobody needs to name it; except for float16
+    The strategies convert the plugin that the Trainer chose, so users need not name this class; except for float16
     with a loss scale on the CPU, which Lightning turns into bfloat16: `Trainer(plugins=[HybridPrecision("16-mixed")])`.
 
     Until `connect_mesh` it is Lightning's own plugin of the same precision.
@@ -35,12 +35,12 @@ class HybridPrecision(MixedPrecision):
         scaler: the settings of the loss scale, for "16-mixed" only.
 
     Attributes:
-        mesh: what `connect_mesh` was given.
-        around_clipping: entered around what works on shards of gradients inside a step.
+        mesh: the mesh of `connect_mesh`.
+        around_clipping: returns a context that is entered around the clipping of gradients.
 
     Raises:
-        ValueError: an unknown precision, or a scaler for a precision that does not use one.
-        TypeError: a scaler that is no plain `GradScaler`.
+        ValueError: the precision is unknown, or has no scaler but one was passed.
+        TypeError: the scaler is no plain `GradScaler`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HybridPrecision(MixedPrecision):
         self.scaler: MeshGradScaler | None = None
         if precision == "16-mixed":
             self.scaler = MeshGradScaler(self.device) if scaler is None else MeshGradScaler.of(scaler)
-        # Parameters and inputs of these have the dtype of the name; the others compute in it at most.
+        # Parameters and inputs of the "-true" precisions have that dtype; the others only autocast to it.
         self._format: Precision = Precision()
         if precision in ("bf16-true", "16-true"):
             self._format = HalfPrecision(precision)
@@ -74,7 +74,7 @@ class HybridPrecision(MixedPrecision):
 
     @classmethod
     def is_other(cls, plugin: Precision) -> bool:
-        """Whether a plugin has behaviour of its own, which would be lost if it were converted."""
+        """Returns whether a plugin is of a custom class, whose behaviour a conversion would lose."""
         move(plugin, namespace_of(__name__))
         return not isinstance(plugin, cls) and type(plugin) not in (
             Precision,
@@ -85,10 +85,10 @@ class HybridPrecision(MixedPrecision):
 
     @classmethod
     def of(cls, plugin: Precision) -> HybridPrecision:
-        """Convert the plugin that Lightning chose; one of this class is returned as it is.
+        """Converts the plugin that Lightning chose; one of this class is returned unchanged.
 
         Raises:
-            TypeError: a plugin with behaviour of its own.
+            TypeError: the plugin is of a custom class.
         """
         move(plugin, namespace_of(__name__))
         if isinstance(plugin, cls):
@@ -97,9 +97,9 @@ class HybridPrecision(MixedPrecision):
             return cls(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
             return cls(plugin.precision)  # type: ignore[arg-type]
-        given = f"{type(plugin).__module__}.{type(plugin).__qualname__}"
+        name = f"{type(plugin).__module__}.{type(plugin).__qualname__}"
         raise TypeError(
-            f"the precision plugin is a {given}; supported are Precision, MixedPrecision, HalfPrecision, "
+            f"the precision plugin is a {name}; supported are Precision, MixedPrecision, HalfPrecision, "
             f"DoublePrecision of {namespace_of(__name__).package} and {cls.__qualname__}, so set "
             f"Trainer(precision=...) to one of {', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
         )
@@ -111,13 +111,13 @@ class HybridPrecision(MixedPrecision):
         axes: Sequence[str] = ("pp", "cp", "parts"),
         parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None,
     ) -> None:
-        """Let loss scale and gradient norm cover all ranks; `unscale_`, `step` and clipping are collective from now.
+        """Extends loss scale and gradient norm to all ranks; makes `unscale_`, `step` and clipping collective.
 
         Args:
             mesh: the ranks.
-            owned_parameters: answers the ids of the parameters that this rank counts in a norm.
-            axes: over which parameters are spread.
-            parts: answers what of a parameter's gradient this rank counts, as in `MeshNorm`.
+            owned_parameters: returns the ids of the parameters that this rank counts in a norm.
+            axes: mesh axes over which parameters are distributed.
+            parts: returns the slices of a parameter's gradient that this rank counts, as in `MeshNorm`.
         """
         self.mesh = mesh
         self._norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
@@ -126,11 +126,11 @@ class HybridPrecision(MixedPrecision):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with at present; 1.0 without a scaler."""
+        """Current factor of the loss; 1.0 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """The 2-norm of the gradients, over all ranks if a mesh is connected; then collective."""
+        """Computes the 2-norm of the gradients, a scalar; over all ranks, and collective, if a mesh is connected."""
         if self._norm is None or self._norm.is_local:
             return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return self._norm.grad_norm(parameters)
@@ -140,9 +140,9 @@ class HybridPrecision(MixedPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Learn where the model is."""
+        """Sets the autocast device from the model's parameters."""
         if self._follows_model:
-            # Parameters of other stages may be on no device at all.
+            # Parameters of other stages may be on the meta device.
             devices = (parameter.device.type for parameter in model.parameters())
             self.device = next((device for device in devices if device != "meta"), self.device)
             if self.scaler is not None:
@@ -150,27 +150,27 @@ class HybridPrecision(MixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Give parameters and buffers the dtype of a "-true" precision."""
+        """Converts parameters and buffers to the dtype of a "-true" precision."""
         return self._format.convert_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        """Give a batch the dtype of a "-true" precision."""
+        """Converts a batch to the dtype of a "-true" precision."""
         return self._format.convert_input(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Give outputs the dtype that the user expects."""
+        """Converts outputs to the default dtype."""
         return self._format.convert_output(data)
 
     def tensor_init_context(self) -> AbstractContextManager:
-        """Make tensors in the dtype of a "-true" precision."""
+        """Creates tensors in the dtype of a "-true" precision."""
         return self._format.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager:
-        """Make modules in the dtype of a "-true" precision."""
+        """Creates modules in the dtype of a "-true" precision."""
         return self._format.module_init_context()
 
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Autocast for a "-mixed" precision, a default dtype for a "-true" one."""
+        """Autocasts for a "-mixed" precision; sets the default dtype for a "-true" one."""
         return super().forward_context() if self._is_mixed else self._format.forward_context()
 
     def clip_gradients(
@@ -179,7 +179,7 @@ class HybridPrecision(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by the norm over all ranks, or each value by itself.
+        """Clips gradients by the norm over all ranks, or by value.
 
         Raises:
             RuntimeError: a fused optimizer in a "-mixed" precision, which unscales the gradients only in its step.
@@ -188,28 +188,28 @@ class HybridPrecision(MixedPrecision):
             if self._is_mixed:
                 super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
             else:
-                # The refusal of fused optimizers is MixedPrecision's; without a scaler they clip as any other.
+                # MixedPrecision refuses fused optimizers; without a scaler their gradients are clipped as any other.
                 Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all ranks."""
+        """Clips gradients by the norm over all ranks."""
         if self._norm is None or self._norm.is_local:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             self._norm.clip(self.main_params(optimizer), clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """File the state under the name of Lightning's plugin, so that a run can go on without this package."""
+        """Saves the state under the name of Lightning's plugin, so that a run can be resumed without this package."""
         if type(self).__qualname__ in checkpoint:
             checkpoint[MixedPrecision.__qualname__] = checkpoint.pop(type(self).__qualname__)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the state that Lightning's plugin, or this one, has filed."""
+        """Loads the state that Lightning's plugin, or this one, has saved."""
         if MixedPrecision.__qualname__ in checkpoint:
             self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
     def teardown(self) -> None:
-        """Forget the mesh, whose process groups end with the run."""
+        """Disconnects the mesh, whose process groups end with the run."""
         super().teardown()
         self.mesh = self._norm = None
         self.around_clipping = nullcontext
@@ -217,7 +217,7 @@ class HybridPrecision(MixedPrecision):
             self.scaler.mesh = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The number format and the loss scale; process groups stay here."""
+        """Returns the number format and the loss scale, without process groups."""
         return {**vars(self), "mesh": None, "_norm": None}
 
     @property

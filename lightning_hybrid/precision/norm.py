@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks, each parameter counted once."""
+"""Gradient norm over a mesh: gradients are distributed over ranks, and each parameter counts once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_hybrid.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class MeshNorm:
-    """Gradient norms over a mesh.
+    """Computes gradient norms over a mesh, and clips by them.
 
     Attributes:
         mesh: the ranks.
-        owned_parameters: answers the ids of the parameters that this rank counts. One that several ranks hold (shared
-            by stages, replicated over "tp") is owned by one of them.
-        axes: where other ranks hold other parameters, or other parts of them.
-        parts: answers, for a parameter and its gradient, what of the gradient this rank counts; all of it if None.
+        owned_parameters: returns the ids of the parameters that this rank counts. One that several ranks have (tied
+            over stages, replicated over "tp") is owned by one of them.
+        axes: mesh axes along which ranks have other parameters, or other shards of them.
+        parts: returns, for a parameter and its gradient, the slices that this rank counts; the full gradient if None.
     """
 
     mesh: Mesh
@@ -32,25 +32,25 @@ class MeshNorm:
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank holds all there is to count."""
+        """Whether this rank has all gradients, so that no communication is needed."""
         return all(self.mesh.size(axis) == 1 for axis in self.axes)
 
     @torch.no_grad()
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The 2-norm of all ranks' gradients as one vector; collective over the axes.
+        """Computes the 2-norm of all ranks' gradients as one vector; collective over the axes.
 
         Args:
-            parameters: the parameters of this rank, others among them. Without a gradient one does not count.
+            parameters: parameters of this rank; those that it does not own, or without a gradient, do not count.
 
         Returns:
             A scalar of the gradients' dtype, at least float32, equal on all ranks that hold the same dtypes.
         """
         owned = self.owned_parameters()
-        held = [(p, _local(p.grad)) for p in parameters if p.grad is not None]
-        pairs = [(p, grad) for p, grad in held if id(p) in owned]
-        gradients = [part for p, grad in pairs for part in ([grad] if self.parts is None else self.parts(p, grad))]
+        local = [(p, _local(p.grad)) for p in parameters if p.grad is not None]
+        pairs = [(p, grad) for p, grad in local if id(p) in owned]
+        gradients = [x for p, grad in pairs for x in ([grad] if self.parts is None else self.parts(p, grad))]
         dtype = torch.float32
-        for _, grad in held:  # also of what another rank counts: those that hold the same find the same number
+        for _, grad in local:  # also those that another rank counts: ranks with the same parameters agree on the dtype
             dtype = torch.promote_types(dtype, grad.dtype)
         # The message has one dtype on all ranks; a rank whose stage is frozen cannot know theirs.
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_mesh.device_type)
@@ -62,13 +62,13 @@ class MeshNorm:
         return total.sqrt().to(dtype)
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients down so that their norm over all ranks is at most `max_norm`; collective over the axes.
+        """Scales gradients so that their norm over all ranks is at most `max_norm`; collective over the axes.
 
-        The formula is torch's, `max_norm / (norm + 1e-6)` and never above 1; so is what happens to a norm that is not
-        finite.
+        The factor is torch's, `max_norm / (norm + 1e-6)` and never above 1; a norm that is not finite is treated as in
+        torch.
 
         Returns:
-            The norm before.
+            The norm before clipping, a scalar.
         """
         parameters = list(parameters)
         norm = self.grad_norm(parameters)
@@ -77,6 +77,6 @@ class MeshNorm:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient, as real numbers."""
+    """Returns the local shard of a gradient, as real numbers."""
     gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

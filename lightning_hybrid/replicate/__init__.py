@@ -1,4 +1,4 @@
-"""Copies of a model on the data axes: their gradients are averaged here."""
+"""Data-parallel replicas: gradient averages, buffer broadcasts, synchronized BatchNorm."""
 
 from lightning_hybrid.replicate.gradient_reducer import GradientObserver, GradientReducer
 

@@ -1,4 +1,4 @@
-"""Where other ranks take no part: whoever asks them for something there gets an error instead of waiting for ever."""
+"""Patch of ``dist.ProcessGroup``: collectives raise an error where other ranks do not take part, instead of hanging."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _COLLECTIVES = (
 def refused_communication(
     error: Callable[[str], Exception | None], groups: Collection[dist.ProcessGroup] | None = None
 ) -> Iterator[None]:
-    """Refuse to talk to other ranks inside.
+    """Refuses collectives inside the context.
 
     Args:
-        error: Makes the exception, given the name of what was called; None lets the call pass.
-        groups: Over which nothing may be said; None for all of more than one rank.
+        error: Returns the exception for the name of the collective that was called; None lets the call pass.
+        groups: Process groups that are refused; None for all of more than one rank.
 
     Raises:
-        Exception: What ``error`` makes, at the call.
+        Exception: The result of ``error``, at the call.
     """
-    kind: Any = dist.ProcessGroup
-    # What the class itself holds: `getattr` gives a plain function that, put back, would not be bound.
-    originals = {name: vars(kind)[name] for name in _COLLECTIVES if name in vars(kind)}
+    group_class: Any = dist.ProcessGroup
+    # From the class's __dict__: `getattr` gives a plain function that, put back, would not be bound.
+    originals = {name: vars(group_class)[name] for name in _COLLECTIVES if name in vars(group_class)}
     names = None if groups is None else {group.group_name for group in groups}
 
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,9 +66,9 @@ def refused_communication(
         return call
 
     for name in originals:
-        setattr(kind, name, refusing(name, getattr(kind, name)))
+        setattr(group_class, name, refusing(name, getattr(group_class, name)))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(kind, name, original)
+            setattr(group_class, name, original)

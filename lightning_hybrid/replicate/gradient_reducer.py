@@ -5,14 +5,14 @@
     all_reduce             [... 0 ...]         [..... 1 .....][... 2 ...]
                                                          finish() waits for the rest
 
-A reducer that guesses from forwards and backwards which gradients are final guesses wrong as soon as a pipeline
-interleaves them. This one is told: `arm()` before the backward that completes the gradients, `finish()` after it.
+A reducer that infers from forwards and backwards which gradients are final is wrong as soon as a pipeline interleaves
+them. This one is called explicitly: `arm()` before the backward that completes the gradients, `finish()` after it.
 
 [Note: flags] Ranks may disagree about which parameters have a gradient: a branch that one batch did not take, a layer
-that was frozen on one rank only. No rank may decide alone what to send, or the others wait for ever. So what is sent is
+that was frozen on one rank only. No rank may decide by itself what to send, or the others hang. So the messages are
 agreed in advance, and every flat buffer ends with flags that are summed along with the gradients: one per parameter and
-one that says "I have a gradient that no bucket has room for". All ranks read the same sums, and draw the same
-conclusions from them.
+one for "this rank has a gradient that is in no bucket". All ranks read the same sums, and draw the same conclusions
+from them.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from lightning_hybrid.step.objects.gradient_hooks import GradientHook
 
 
 class GradientObserver(Protocol):
-    """Sees gradients on both sides of their average; each parameter once per step on either side."""
+    """Receives gradients before and after they are averaged; each parameter once per step on either side."""
 
     def before_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """`grad` of these parameters is the final one of this rank alone; None where it has none."""
+        """Receives parameters whose `grad` is this rank's final local gradient; None where it has none."""
 
     def after_average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """`grad` of these parameters is the average; None where no rank has one."""
+        """Receives parameters whose `grad` is the average; None where no rank has one."""
 
 
 class GradientReducer:
-    """Averages gradients over a process group, in buckets that travel during the backward.
+    """Averages gradients over a process group, in buckets that are all-reduced during the backward.
 
         reducer.arm()
         loss.backward()    # the last one before the optimizer's step; earlier ones accumulate unarmed
         reducer.finish()
 
-    What is guaranteed after `finish()`, on every rank alike:
+    Guarantees after `finish()`, on every rank:
 
     * `grad` is the sum of all ranks' gradients, each divided by the number of ranks (or `divisor`). What was
-      accumulated in earlier backwards counts in. A rank without a gradient counts as zeros.
+      accumulated in earlier backwards is included. A rank without a gradient counts as zeros.
     * A parameter that has a gradient on no rank has None, as in one process.
     * Ranks need not agree on which parameters are frozen or were used: nothing hangs, and `requires_grad` may change
       between steps. They do need the same parameters in the same order, and the same calls.
     * Sparse gradients (`nn.Embedding(sparse=True)`) stay sparse; they are gathered, not summed as dense zeros.
 
     Dense gradients are views of flat buffers that the reducer owns and reuses: clone what should outlive the
-    next step. With a group of one rank nothing happens at all.
+    next step. With a group of one rank all calls do nothing.
 
     Args:
         parameters: FQN and parameter, in the order of the forward. A parameter that is listed twice counts once.
-        group: the ranks that hold copies of the parameters, e.g. `mesh.group("data")`.
-        bucket_bytes: a bucket is sent once it holds that much.
-        first_bucket_bytes: the same for the first bucket; smaller, so that the first message leaves early.
-        observer: sees the gradients before and after they are averaged.
-        divisor: what sums are divided by, where gradients are sums over more ranks than those of the group; the number
+        group: the ranks that hold replicas of the parameters, e.g. `mesh.group("data")`.
+        bucket_bytes: a bucket is closed once it has that many bytes.
+        first_bucket_bytes: the same for the first bucket; smaller, so that the first all-reduce starts early.
+        observer: receives the gradients before and after they are averaged.
+        divisor: divisor of the sums, where gradients are sums over more ranks than those of the group; the number
             of ranks of the group if None.
     """
 
@@ -95,18 +95,18 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[_Bucket | None] = [None] * len(self._parameters)
         self._sparse: list[int] = []
-        self._outside = list(range(len(self._parameters)))
+        self._unbucketed = list(range(len(self._parameters)))
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
         self._armed = False
-        self._next = 0  # buckets before this one are on their way
-        self._seen = bytearray(len(self._parameters))
-        self._wants_room = False
+        self._next = 0  # the all-reduces of the buckets before this one are launched
+        self._has_gradient = bytearray(len(self._parameters))
+        self._has_unbucketed = False
 
     def arm(self) -> None:
-        """Say that the gradients which the next backward accumulates are final.
+        """Announces that the gradients accumulated by the next backward are final.
 
-        The first call is collective: the ranks agree on what is trained at all.
+        The first call is collective: the ranks agree on which parameters are trained.
 
         Raises:
             RuntimeError: armed already.
@@ -116,14 +116,14 @@ class GradientReducer:
         if self._armed:
             raise RuntimeError("GradientReducer.arm() was called twice; call finish() after the backward first")
         if not self._buckets:
-            self._add_buckets(self._agree())
-        self._wants_room = any(map(self._is_trained, self._outside))
-        self._seen = bytearray(len(self._parameters))
+            self._add_buckets(self._agree_on_trained())
+        self._has_unbucketed = any(map(self._is_trained, self._unbucketed))
+        self._has_gradient = bytearray(len(self._parameters))
         self._next = 0
         for bucket in self._buckets:
             bucket.num_missing = 0
             for index in bucket.indices:
-                # A frozen parameter takes no hook, so the hook comes with the first step in which it is trained.
+                # A frozen parameter accepts no hook, so the hook is registered in the first step that trains it.
                 if self._parameters[index].requires_grad:
                     bucket.num_missing += 1
                     if index not in self._hooks:
@@ -132,7 +132,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what is left, wait for everything, and leave the averages in `grad`; collective.
+        """Launches the remaining all-reduces, waits for all, and leaves the averages in `grad`; collective.
 
         Raises:
             RuntimeError: not armed.
@@ -148,30 +148,30 @@ class GradientReducer:
         self._armed = False
         while self._next < len(self._buckets):
             self._launch_next()
-        room_wanted, sparse = self._settle(self._buckets)
-        if room_wanted:
-            # A parameter was unfrozen since the ranks agreed; see [Note: flags].
-            self._add_buckets(self._agree())
+        any_unbucketed, sparse = self._wait_for(self._buckets)
+        if any_unbucketed:
+            # A parameter was unfrozen since the ranks agreed; [Note: flags].
+            self._add_buckets(self._agree_on_trained())
             added = self._buckets[self._next :]
             while self._next < len(self._buckets):
                 self._launch_next()
-            sparse |= self._settle(added)[1]
+            sparse |= self._wait_for(added)[1]
         self._average_sparse(sparse)
         if self.observer is not None:
             for bucket in self._buckets:
                 self.observer.after_average([self._parameters[i] for i in bucket.indices if i not in sparse])
         if sparse:
-            # They were found in a bucket; from now on they travel alone.
+            # Parameters of a bucket had sparse gradients; from now on they are averaged by themselves.
             self._sparse = sorted({*self._sparse, *sparse})
             self._rebuild()
 
     def reduce(self) -> None:
-        """Average the gradients that are there, without a backward; collective."""
+        """Averages the present gradients, without a backward; collective."""
         self.arm()
         self.finish()
 
     def close(self) -> None:
-        """Remove the hooks; the reducer is of no use afterwards, the gradients stay."""
+        """Removes the hooks; the reducer cannot be used afterwards, the gradients stay."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -190,14 +190,14 @@ class GradientReducer:
         bucket = self._bucket_of[index]
         if bucket is None:
             return
-        if self._seen[index]:
+        if self._has_gradient[index]:
             if bucket.work is None:
                 return
             raise RuntimeError(
                 f"{self._names[index]} got another gradient after its average was under way; arm only the last "
-                "backward, and set use_reentrant=False where a checkpointed part shares this parameter"
+                "backward, and set use_reentrant=False where a checkpointed module shares this parameter"
             )
-        self._seen[index] = 1
+        self._has_gradient[index] = 1
         bucket.num_missing -= 1
         if not bucket.num_missing:
             # Collectives match by their order, so a bucket that is full waits for the ones before it.
@@ -210,27 +210,27 @@ class GradientReducer:
         self._next += 1
         if self.observer is not None:
             self.observer.before_average(bucket.parameters)
-        bucket.fill(self._size, self._divisor, self._wants_room)
+        bucket.fill(self._size, self._divisor, self._has_unbucketed)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, buckets: Iterable[_Bucket]) -> tuple[bool, dict[int, Tensor]]:
-        """Wait for buckets and hand their averages out.
+    def _wait_for(self, buckets: Iterable[_Bucket]) -> tuple[bool, dict[int, Tensor]]:
+        """Waits for buckets and sets their averages as `grad`.
 
         Returns:
-            Whether some rank has a gradient outside all buckets, and where some rank's gradient is sparse: the average
-            of the dense rest by index.
+            Whether some rank has a gradient outside all buckets; and for parameters whose gradient is sparse on some
+            rank, the average of the dense gradients by index.
         """
-        room_wanted = False
+        any_unbucketed = False
         sparse = {}
         for bucket in buckets:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.work = None
-            *flags, wants_room = bucket.flags.tolist()
-            room_wanted |= wants_room > 0
-            if bucket.is_whole and max(flags, default=0) <= self._size:
+            *flags, has_unbucketed = bucket.flags.tolist()
+            any_unbucketed |= has_unbucketed > 0
+            if bucket.is_complete and max(flags, default=0) <= self._size:
                 continue
             for index, parameter, view, flag in zip(
                 bucket.indices, bucket.parameters, bucket.views, flags, strict=True
@@ -239,7 +239,7 @@ class GradientReducer:
                     sparse[index] = view
                 elif flag > 0:
                     parameter.grad = view
-        return room_wanted, sparse
+        return any_unbucketed, sparse
 
     def _average_sparse(self, found: dict[int, Tensor]) -> None:
         for index in sorted({*self._sparse, *found}):
@@ -262,13 +262,13 @@ class GradientReducer:
         parameter = self._parameters[index]
         return parameter.requires_grad or parameter.grad is not None
 
-    def _agree(self) -> list[int]:
-        """Which of the parameters outside all buckets are trained on some rank; collective."""
+    def _agree_on_trained(self) -> list[int]:
+        """Returns the parameters outside all buckets that are trained on some rank; collective."""
         trained = torch.tensor(
-            [float(self._is_trained(index)) for index in self._outside], device=self._parameters[0].device
+            [float(self._is_trained(index)) for index in self._unbucketed], device=self._parameters[0].device
         )
         dist.all_reduce(trained, group=self._group)
-        return [index for index, flag in zip(self._outside, trained.tolist(), strict=True) if flag]
+        return [index for index, flag in zip(self._unbucketed, trained.tolist(), strict=True) if flag]
 
     def _rebuild(self) -> None:
         indices = [i for i, bucket in enumerate(self._bucket_of) if bucket is not None and i not in self._sparse]
@@ -277,7 +277,7 @@ class GradientReducer:
         self._add_buckets(indices)
 
     def _add_buckets(self, indices: Sequence[int]) -> None:
-        """Put parameters into buckets behind the ones that exist; one dtype and device per bucket."""
+        """Appends buckets with these parameters; one dtype and device per bucket."""
         open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
         groups: list[list[int]] = []
@@ -291,27 +291,27 @@ class GradientReducer:
                 del num_bytes[key]
         groups.extend(open_buckets.values())
         if not groups and not self._buckets:
-            groups.append([])  # nothing is trained yet; the flag that says otherwise needs a bucket all the same
+            groups.append([])  # no parameter is trained yet; the flag for unbucketed gradients needs a bucket anyway
         for group in groups:
             bucket = _Bucket(group, [self._parameters[index] for index in group], self._parameters[0])
             self._buckets.append(bucket)
             for index in group:
                 self._bucket_of[index] = bucket
         inside = {*self._sparse, *(i for i, bucket in enumerate(self._bucket_of) if bucket is not None)}
-        self._outside = [index for index in range(len(self._parameters)) if index not in inside]
+        self._unbucketed = [index for index in range(len(self._parameters)) if index not in inside]
 
 
 class _Bucket:
-    """Parameters whose gradients travel in one message.
+    """Parameters whose gradients are all-reduced in one message.
 
     Attributes:
-        indices: where the parameters are in the reducer's order.
+        indices: positions of the parameters in the reducer's order.
         flat: the message: the gradients, then the flags.
-        views: the place of each gradient in `flat`, with the shape and strides of its parameter.
-        flags: one per parameter (0 no gradient, 1 a dense one, 2 * ranks a sparse one) and the wish for room.
-        num_missing: parameters that the armed backward has not reached.
-        is_whole: this rank had a dense gradient for every parameter.
-        work: the message under way.
+        views: view of each gradient in `flat`, with the shape and strides of its parameter.
+        flags: one per parameter (0 no gradient, 1 dense, 2 * ranks sparse), and one for unbucketed gradients.
+        num_missing: number of parameters that the armed backward has not reached.
+        is_complete: this rank had a dense gradient for every parameter.
+        work: the all-reduce in flight.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], example: Tensor) -> None:
@@ -321,33 +321,33 @@ class _Bucket:
         self.parameters = parameters
         self.flat = torch.zeros(numel + len(parameters) + 1, dtype=first.dtype, device=first.device)
         self.views: list[Tensor] = []
-        self._places: list[tuple[tuple[int, ...], int]] = []
+        self._layouts: list[tuple[tuple[int, ...], int]] = []
         offset = 0
         for parameter in parameters:
-            # What `empty_like` answers has no gaps, even where the parameter has some.
+            # The strides of `empty_like` have no gaps, even where the parameter's have.
             strides = torch.empty_like(parameter, device="meta").stride()
-            self._places.append((strides, offset))
+            self._layouts.append((strides, offset))
             self.views.append(self.flat.as_strided(parameter.shape, strides, offset))
             offset += parameter.numel()
         self.flags = self.flat[offset:].real
         self.num_missing = 0
-        self.is_whole = False
+        self.is_complete = False
         self.work: dist.Work | None = None
 
-    def fill(self, size: int, divisor: int, wants_room: bool) -> None:
-        """Copy the gradients of this rank in, divided; `grad` becomes the view at once.
+    def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
+        """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
 
-        Dividing on the way costs no pass of its own, and half precision does not overflow in the sum.
+        Dividing while copying costs no separate pass, and half precision does not overflow in the sum.
         """
-        self.is_whole = True
+        self.is_complete = True
         flags = []
         storage = self.flat.untyped_storage().data_ptr()
         for index, parameter in enumerate(self.parameters):
             view, gradient = self.views[index], parameter.grad
             if view.untyped_storage().data_ptr() != storage:  # the user wrote `parameter.grad.data = ...`
-                view = self.views[index] = self.flat.as_strided(parameter.shape, *self._places[index])
+                view = self.views[index] = self.flat.as_strided(parameter.shape, *self._layouts[index])
             if gradient is None or gradient.is_sparse:
-                self.is_whole = False
+                self.is_complete = False
                 view.zero_()
                 # More than all dense ones together, also after rounding: bfloat16 cannot count beyond 256.
                 flags.append(0.0 if gradient is None else 2.0 * size)
@@ -357,8 +357,8 @@ class _Bucket:
             torch.div(gradient, divisor, out=view)
             if gradient is not view:
                 parameter.grad = view
-        if self.is_whole:
+        if self.is_complete:
             self.flags.fill_(1.0)  # no copy from the host, for which a GPU would stop
-            self.flags[-1] = float(wants_room)
+            self.flags[-1] = float(has_unbucketed)
         else:
-            self.flags.copy_(torch.tensor([*flags, float(wants_room)]))
+            self.flags.copy_(torch.tensor([*flags, float(has_unbucketed)]))

@@ -1,4 +1,4 @@
-"""Several reducers as one: parameters of which different ranks hold copies are averaged over different groups."""
+"""Gradient reducer over several process groups: parameters with replicas on different ranks are averaged together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lightning_hybrid.replicate.gradient_reducer import GradientObserver, Gradie
 
 
 class JointReducer:
-    """Reducers that are armed and finished together; as `GradientReducer`."""
+    """Arms and finishes several `GradientReducer`s together, with the interface of one."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        """Args: reducers: of disjoint parameters; in the same order on every rank."""
+        """Args: reducers: reducers of disjoint parameters, in the same order on every rank."""
         self._reducers = list(reducers)
 
     @property
     def observer(self) -> GradientObserver | None:
-        """Who sees the gradients before and after they are averaged."""
+        """The observer of gradients before and after they are averaged."""
         return self._reducers[0].observer
 
     @observer.setter
@@ -25,21 +25,21 @@ class JointReducer:
             reducer.observer = observer
 
     def arm(self) -> None:
-        """Say that the gradients which the next backward accumulates are final."""
+        """Announces that the gradients accumulated by the next backward are final."""
         for reducer in self._reducers:
             reducer.arm()
 
     def finish(self) -> None:
-        """Wait for everything."""
+        """Waits for all reducers; the averages are then in `grad`."""
         for reducer in self._reducers:
             reducer.finish()
 
     def reduce(self) -> None:
-        """Average the gradients that are there, without a backward."""
+        """Averages the present gradients, without a backward."""
         self.arm()
         self.finish()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Removes the hooks."""
         for reducer in self._reducers:
             reducer.close()

@@ -1,4 +1,4 @@
-"""The average of sparse gradients: every rank's rows are gathered, since a sum of dense zeros would cost the table."""
+"""Average of sparse gradients: gathers the rows of all ranks, since a dense sum would send the full table."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.distributed import ProcessGroup
 
 
 def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGroup) -> Tensor | None:
-    """The average over all ranks of gradients that are sparse in their first dim; collective.
+    """Averages gradients that are sparse in their first dim over all ranks; collective.
 
     Args:
         gradient: the gradient of this rank, sparse or dense, or None.
-        parameter: what it belongs to; gives shape, dtype and device to ranks without a gradient.
+        parameter: its parameter; gives shape, dtype and device to ranks without a gradient.
         group: the ranks to average over. A rank without a gradient counts as zeros.
 
     Returns:
-        A coalesced sparse tensor, the same on all ranks; None where no rank has a gradient.
+        A coalesced sparse tensor of the parameter's shape, the same on all ranks; None if no rank has a gradient.
     """
     size = group.size()
     rows = None if gradient is None else _rows(gradient)
@@ -28,7 +28,7 @@ def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGro
     if max(counts) < 0:
         return None
 
-    # Messages of one collective have one length; the rows behind a rank's own count are padding.
+    # Messages of one collective have one length; the rows after a rank's count are padding.
     indices = torch.zeros(max(counts), dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros(max(counts), *parameter.shape[1:])
     if rows is not None:
@@ -38,10 +38,10 @@ def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGro
     all_values = [torch.empty_like(values) for _ in range(size)]
     dist.all_gather(all_indices, indices, group=group)
     dist.all_gather(all_values, values, group=group)
-    kept = [slice(max(count, 0)) for count in counts]
+    unpadded = [slice(max(count, 0)) for count in counts]
     return torch.sparse_coo_tensor(
-        torch.cat([part[own] for part, own in zip(all_indices, kept, strict=True)])[None],
-        torch.cat([part[own] for part, own in zip(all_values, kept, strict=True)]),
+        torch.cat([padded[rows] for padded, rows in zip(all_indices, unpadded, strict=True)])[None],
+        torch.cat([padded[rows] for padded, rows in zip(all_values, unpadded, strict=True)]),
         parameter.shape,
         check_invariants=False,
     ).coalesce()

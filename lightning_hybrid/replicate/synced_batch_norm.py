@@ -1,7 +1,7 @@
-"""BatchNorm over the replicas: each microbatch is normalised by the statistics of all replicas' microbatches.
+"""Synchronized BatchNorm: each microbatch is normalized by the statistics of all replicas' microbatches.
 
-What a layer does is left to it (subclasses, activations, how averages are updated); only the operation below all of
-them, ``torch.batch_norm``, is another one while a training step and its backward run.
+The layers run unchanged (subclasses, activations, updates of averages); only the operation that all of them call,
+``torch.batch_norm``, is replaced while a training step and its backward run.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.step.instrument.autograd_functions import Unwatched
 
-# Bound here: while a step runs, those of the module are watched for calls of the user's.
+# Bound at import: while a step runs, the functions of torch.distributed are replaced to intercept user calls.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_reduce = dist.all_reduce
 
 
 class SyncedBatchNorm:
-    """What ``sync_batchnorm=True`` of a Trainer asks for, over the replicas alone.
+    """Synchronizes BatchNorm over the replicas for ``Trainer(sync_batchnorm=True)``.
 
     All replicas must call the same layers equally often: each call in training waits for the others', forward and
-    backward. That holds where their steps are alike and they cut their batches into as many microbatches.
+    backward. That holds where they run the same step and split their batches into as many microbatches.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Not active yet.
+        """Stores the group; ``running`` activates the synchronization.
 
         Args:
-            group: The replicas of this rank's part of the module.
+            group: The ranks that hold the same shard of the module on each replica.
         """
         self._group = group
         self._original = torch.batch_norm
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Training steps and backwards inside see the statistics of all replicas."""
+        """Uses the statistics of all replicas in training steps and backwards inside the context."""
         before = torch.batch_norm
         self._original = before
         torch.batch_norm = self._batch_norm
@@ -62,7 +62,7 @@ class SyncedBatchNorm:
         eps: float,
         cudnn_enabled: bool,
     ) -> Tensor:
-        if not training or isinstance(input, FakeTensor):  # nothing is asked of others while a step is recorded
+        if not training or isinstance(input, FakeTensor):  # no communication while a step is recorded
             return self._original(
                 input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
             )
@@ -77,26 +77,26 @@ class SyncedBatchNorm:
 
 
 def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance by channel, and the number of values of each, of all replicas (Chan et al. 1983)."""
+    """All-replica mean and biased variance by channel ([C] each), and the count of each (Chan et al. 1983)."""
     channels = x.shape[1]
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(_accumulation_dtype(x.dtype))
     if x.numel():
-        variance, mean = torch.var_mean(wide, _but_channels(x), correction=0)
+        variance, mean = torch.var_mean(wide, _reduced_dims(x), correction=0)
     else:
         variance = mean = wide.new_zeros(channels)
-    mine = torch.cat([mean, variance, wide.new_full((1,), x.numel() // channels)])
-    everyone = mine.new_empty(group.size() * len(mine))
-    _all_gather(everyone, mine, group=group)
-    means, variances, counts = everyone.view(group.size(), -1).split([channels, channels, 1], dim=1)
+    local = torch.cat([mean, variance, wide.new_full((1,), x.numel() // channels)])
+    gathered = local.new_empty(group.size() * len(local))
+    _all_gather(gathered, local, group=group)
+    means, variances, counts = gathered.view(group.size(), -1).split([channels, channels, 1], dim=1)
     count = counts.sum()
-    shares = counts / count
-    mean = (means * shares).sum(0)
-    variance = ((variances + (means - mean).square()) * shares).sum(0)
+    weights = counts / count
+    mean = (means * weights).sum(0)
+    variance = ((variances + (means - mean).square()) * weights).sum(0)
     return mean, variance, count
 
 
 class _Normalize(Unwatched, torch.autograd.Function):
-    """``(x - mean) / deviation * weight + bias``, where mean and deviation are functions of all replicas' x."""
+    """Computes ``(x - mean) / deviation * weight + bias``; mean and deviation are functions of all replicas' x."""
 
     @staticmethod
     def forward(
@@ -111,7 +111,7 @@ class _Normalize(Unwatched, torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group = group
-        shape = _by_channel(x)
+        shape = _channel_shape(x)
         scale = inverse if weight is None else inverse * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         return torch.addcmul(shift.view(shape), x.to(scale.dtype), scale.view(shape)).to(x.dtype)
@@ -120,13 +120,13 @@ class _Normalize(Unwatched, torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
-        shape, dims = _by_channel(x), _but_channels(x)
+        shape, dims = _channel_shape(x), _reduced_dims(x)
         wide = grad.to(mean.dtype)
         centered = x.to(mean.dtype) - mean.view(shape)
         sums = torch.stack([wide.sum(dims), (wide * centered).sum(dims)])
         grad_weight = (sums[1] * inverse).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sums[0].to(grad.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
-        # Also where this rank needs no gradient: others may.
+        # Also if this rank needs no gradient: others may.
         totals = sums.clone()
         _all_reduce(totals, group=ctx.group)
         if not ctx.needs_input_grad[0]:
@@ -139,13 +139,13 @@ class _Normalize(Unwatched, torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _but_channels(x: Tensor) -> list[int]:
+def _reduced_dims(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _by_channel(x: Tensor) -> list[int]:
+def _channel_shape(x: Tensor) -> list[int]:
     return [1, -1, *(1 for _ in range(x.dim() - 2))]

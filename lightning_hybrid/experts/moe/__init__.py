@@ -1,1 +1,1 @@
-"""The mixture-of-experts layer: routers, dispatch of tokens, grouped MLPs."""
+"""Mixture-of-experts layer: routers, token dispatch, grouped MLPs, upcycling of dense MLPs."""

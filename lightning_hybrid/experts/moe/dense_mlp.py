@@ -1,8 +1,8 @@
-"""What a dense MLP of the user's is: a plain two-linear or a gated three-linear one, whatever its class.
+"""Recognizes dense MLPs of any class: plain ones of two linears, and gated ones of three.
 
-Nothing is read off names or source. The matrices of a module are found by feeding each linear its inputs; how they
-make up the module is tried, and believed when a copy with random float64 weights gives the same numbers. (With the
-real weights a projection of zeros would agree with anything.)
+Neither names nor source code are inspected. The weight matrices of a module are found by running each linear by
+itself; candidate structures are tried, and one is accepted if it matches the module on a copy with random float64
+weights. (With the real weights, a projection initialized to zeros would match anything.)
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lightning_hybrid.experts.moe.grouped_gemm import ACTIVATIONS
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 
 _BATCH, _LENGTH = 2, 3
-_CLOSE = 1e-9
+_TOLERANCE = 1e-9
 
 
 class NotAnMLP(ValueError):
-    """A module that cannot be an expert."""
+    """The module cannot be an expert."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """One linear map of a dense MLP.
+    """Location of one weight matrix of a dense MLP.
 
     Attributes:
-        weight: Name of the parameter that holds it.
+        weight: Name of the parameter.
         bias: Name of its bias, if it has one.
         transposed: Whether the weight is laid out [inputs, outputs].
-        rows: Outputs of the parameter that are meant, from and to; all if None.
+        rows: Output rows [start, stop) of the parameter that belong to this matrix; all if None.
     """
 
     weight: str
@@ -43,7 +43,7 @@ class Matrix:
     rows: tuple[int, int] | None = None
 
     def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Its weight [outputs, inputs] and bias in a module."""
+        """Returns weight [outputs, inputs] and bias [outputs] of a module."""
         weight: Tensor = module.get_parameter(self.weight)
         weight = weight.t() if self.transposed else weight
         bias: Tensor | None = None if self.bias is None else module.get_parameter(self.bias)
@@ -55,12 +55,12 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class DenseMLP:
-    """What is known of a dense MLP.
+    """Recognized structure of a dense MLP.
 
     Attributes:
         dim: Size of its inputs and outputs.
-        takes_rows: Whether it takes inputs [rows, dim] as they are, or [1, rows, dim].
-        up, gate, down: Its matrices; None where it is no MLP of a known form.
+        takes_rows: Whether it takes inputs [rows, dim] or needs [1, rows, dim].
+        up, gate, down: Its matrices; None if its structure is not recognized.
         activation: Name of the activation between them.
         dropout: Share of its outputs that are dropped in training.
     """
@@ -76,14 +76,14 @@ class DenseMLP:
 
 @torch.no_grad()
 def recognise(module: nn.Module) -> DenseMLP:
-    """Find out what a dense MLP is.
+    """Recognizes the structure of a dense MLP.
 
     Args:
-        module: As the user wrote it; it is left alone.
+        module: The user's module; it is not changed.
 
     Raises:
-        NotAnMLP: It is no function of one tensor that keeps its shape and treats every position alike; the message goes
-            on after "it ".
+        NotAnMLP: It is no function of one tensor that keeps its shape and applies to each position separately; the
+            message is a continuation of "it ".
     """
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     probe = copy.deepcopy(module).to("cpu", torch.float64).eval()
@@ -100,19 +100,19 @@ def recognise(module: nn.Module) -> DenseMLP:
     dropout = _output_dropout(probe, x, expected)
     if dropout is None:
         return unknown
-    for found in _forms(probe, unknown):
-        if _agrees(found, probe, x, expected):
-            return dataclasses.replace(found, dropout=dropout)
+    for candidate in _candidates(probe, unknown):
+        if _matches(candidate, probe, x, expected):
+            return dataclasses.replace(candidate, dropout=dropout)
     return unknown
 
 
 @torch.no_grad()
 def experts_of(dense: DenseMLP, modules: Sequence[nn.Module]) -> GroupedExperts:
-    """Grouped experts with the weights of dense MLPs of one known form.
+    """Stacks the weights of dense MLPs of one recognized structure into grouped experts.
 
     Args:
-        dense: What they are.
-        modules: One per expert; the first one says dtype and device.
+        dense: Structure of the MLPs.
+        modules: One per expert; the first one determines dtype and device.
     """
     assert dense.up is not None and dense.down is not None
     first = [matrix for matrix in (dense.gate, dense.up) if matrix is not None]
@@ -136,7 +136,7 @@ def experts_of(dense: DenseMLP, modules: Sequence[nn.Module]) -> GroupedExperts:
 
 
 def _find_dim(probe: nn.Module, generator: torch.Generator) -> tuple[int, bool]:
-    """The size of inputs and outputs, and whether rows are taken as they are."""
+    """Returns the size of inputs and outputs, and whether inputs [rows, dim] are accepted."""
     sizes = sorted({size for parameter in probe.parameters() for size in parameter.shape})
     if not sizes:
         raise NotAnMLP("has no parameters")
@@ -153,60 +153,60 @@ def _find_dim(probe: nn.Module, generator: torch.Generator) -> tuple[int, bool]:
         if y.shape != x.shape:
             reason = f"returns shape {list(y.shape)} for {list(x.shape)}"
             continue
-        rows, wanted = x.flatten(0, 1).flip(0), y.flatten(0, 1).flip(0)
+        rows, expected = x.flatten(0, 1).flip(0), y.flatten(0, 1).flip(0)
         for takes_rows in (True, False):
             try:
-                given = probe(rows) if takes_rows else probe(rows[None])[0]
+                output = probe(rows) if takes_rows else probe(rows[None])[0]
             except Exception:
                 continue
-            if given.shape == wanted.shape and _same(given, wanted):
+            if output.shape == expected.shape and _allclose(output, expected):
                 return dim, takes_rows
         raise NotAnMLP("does not treat every position by itself")
     raise NotAnMLP(f"takes no tensor [batch, length, dim] for any dim among {sizes} ({reason})")
 
 
 def _output_dropout(probe: nn.Module, x: Tensor, expected: Tensor) -> float | None:
-    """What is dropped of the outputs alone; None where something is dropped or drawn elsewhere."""
+    """Returns the dropout probability of the outputs; None if something else is dropped or drawn."""
     dropouts = [m for m in probe.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     shares = [dropout.p for dropout in dropouts]
     for dropout in dropouts:
         handle = dropout.register_forward_hook(lambda module, args, out: 2 * out)
-        is_at_the_end = _same(probe(x), 2 * expected)
+        is_at_the_end = _allclose(probe(x), 2 * expected)
         handle.remove()
         if not is_at_the_end:
             return None
         dropout.p = 0.0
-    # Whatever else training changes (a functional dropout, noise) is unknown to us.
+    # Other effects of training mode (a functional dropout, noise) are not recognized.
     with torch.random.fork_rng(devices=[]):
-        unchanged = _same(probe.train()(x), expected)
+        unchanged = _allclose(probe.train()(x), expected)
     probe.eval()
     return sum(shares) if unchanged and len(shares) < 2 else None
 
 
 def _matrices(probe: nn.Module) -> Iterator[tuple[Matrix, int, int]]:
-    """Every linear inside, with its numbers of inputs and outputs."""
+    """Yields every linear inside, with its numbers of inputs and outputs."""
     for name, module in probe.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if set(own) not in ({"weight"}, {"weight", "bias"}) or own["weight"].dim() != 2 or any(module.children()):
+        local = dict(module.named_parameters(recurse=False))
+        if set(local) not in ({"weight"}, {"weight", "bias"}) or local["weight"].dim() != 2 or any(module.children()):
             continue
         prefix = f"{name}." if name else ""
         for transposed in (False, True):
-            weight = own["weight"].t() if transposed else own["weight"]
+            weight = local["weight"].t() if transposed else local["weight"]
             x = torch.linspace(-1, 1, _LENGTH * weight.shape[1], dtype=torch.float64).view(_LENGTH, -1)
             try:
                 y = module(x)
             except Exception:
                 continue
-            bias = own.get("bias")
-            wanted = nn.functional.linear(x, weight, bias if bias is None or len(bias) == len(weight) else None)
-            if isinstance(y, Tensor) and y.shape == wanted.shape and _same(y, wanted):
+            bias = local.get("bias")
+            expected = nn.functional.linear(x, weight, bias if bias is None or len(bias) == len(weight) else None)
+            if isinstance(y, Tensor) and y.shape == expected.shape and _allclose(y, expected):
                 biased = None if bias is None else f"{prefix}bias"
                 yield Matrix(f"{prefix}weight", biased, transposed), weight.shape[1], weight.shape[0]
                 break
 
 
-def _forms(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
-    """What the module may be, by the sizes of its matrices."""
+def _candidates(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
+    """Yields the structures that the sizes of the module's matrices allow."""
     found = list(_matrices(probe))
     named = {name for matrix, _, _ in found for name in (matrix.weight, matrix.bias)}
     if not {name for name, _ in probe.named_parameters(remove_duplicate=False)} <= named:
@@ -220,7 +220,7 @@ def _forms(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
         if sizes == [width]:
             pairs: list[tuple[Matrix, Matrix | None]] = [(into[0][0], None)]
         elif sizes == [2 * width]:
-            first, second = (dataclasses.replace(into[0][0], rows=(at, at + width)) for at in (0, width))
+            first, second = (dataclasses.replace(into[0][0], rows=(row, row + width)) for row in (0, width))
             pairs = [(second, first), (first, second)]
         elif sizes == [width, width]:
             pairs = [(into[0][0], into[1][0])]
@@ -231,14 +231,14 @@ def _forms(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
                 yield dataclasses.replace(unknown, up=up, gate=gate, down=down, activation=activation)
 
 
-def _agrees(dense: DenseMLP, probe: nn.Module, x: Tensor, expected: Tensor) -> bool:
+def _matches(dense: DenseMLP, probe: nn.Module, x: Tensor, expected: Tensor) -> bool:
     matrices = [matrix for matrix in (dense.up, dense.gate, dense.down) if matrix is not None]
     if len({matrix.bias is None for matrix in matrices}) > 1:
-        return False  # biases of some of them
+        return False  # only some of them have a bias
     rows = x.flatten(0, 1)
-    given = experts_of(dense, [probe])(rows, torch.tensor([len(rows)]))
-    return _same(given, expected.flatten(0, 1))
+    output = experts_of(dense, [probe])(rows, torch.tensor([len(rows)]))
+    return _allclose(output, expected.flatten(0, 1))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a, b, rtol=_CLOSE, atol=_CLOSE))
+def _allclose(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE))

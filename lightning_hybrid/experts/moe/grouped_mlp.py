@@ -1,4 +1,4 @@
-"""Many MLPs of one shape, with stacked weights, each of which sees its own rows."""
+"""Grouped experts: MLPs of one shape with stacked weights, each applied to its own rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GroupedExperts(nn.Module):
     """E MLPs, ``down(activation(up(x)))``; gated (SwiGLU: Shazeer 2020) ``down(activation(u) * v)`` with u, v = up(x).
 
     Attributes:
-        up: [E, H, D]; gated [E, 2H, D]: first u, then v. Each expert's part is a weight of ``nn.Linear``.
+        up: [E, H, D]; gated [E, 2H, D]: first u, then v. Each expert's slice is a weight of ``nn.Linear``.
         down: [E, D, H].
         up_bias: [E, H or 2H], or None.
         down_bias: [E, D], or None.
@@ -30,15 +30,15 @@ class GroupedExperts(nn.Module):
         activation: str = "silu",
         bias: bool = False,
     ) -> None:
-        """Make the experts.
+        """Creates the experts.
 
         Args:
             num_experts: E.
-            dim: D, of rows and results.
-            hidden_dim: H, of what lies between the two products of an expert.
-            gated: Multiply the activation with a second product.
+            dim: D, features of rows and results.
+            hidden_dim: H, features between the two products of an expert.
+            gated: Multiply the activation by a second product.
             activation: "silu", "gelu", "gelu_tanh" or "relu".
-            bias: Add one to both products.
+            bias: Add a bias to both products.
 
         Raises:
             ValueError: A size is not positive, or the activation unknown.
@@ -60,7 +60,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights as ``nn.Linear`` draws them."""
+        """Initializes weights as ``nn.Linear`` does."""
         for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
@@ -68,11 +68,11 @@ class GroupedExperts(nn.Module):
                 nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Each expert on its own rows.
+        """Applies each expert to its rows.
 
         Args:
             rows: [P, D], sorted by expert.
-            counts: [E] whole numbers: rows of each expert, P in all.
+            counts: [E] integers: rows of each expert, P in all.
 
         Returns:
             [P, D], in the dtype of autocast if that is on.
@@ -80,16 +80,16 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError: The counts do not sum to P.
         """
-        given: list[Tensor | None] = [rows, self.up, self.up_bias, self.down, self.down_bias]
+        inputs: list[Tensor | None] = [rows, self.up, self.up_bias, self.down, self.down_bias]
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
-            given = [None if tensor is None else tensor.to(dtype) for tensor in given]
-        rows_, up, up_bias, down, down_bias = given
+            inputs = [None if tensor is None else tensor.to(dtype) for tensor in inputs]
+        rows_, up, up_bias, down, down_bias = inputs
         assert rows_ is not None and up is not None and down is not None
         return grouped_mlp(rows_, counts, up, up_bias, down, down_bias, activation=self.activation, gated=self.gated)
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(module)``."""
+        """Returns the sizes, for ``print(module)``."""
         return (
             f"num_experts={self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, gated={self.gated},"
             f" activation={self.activation!r}, bias={self.up_bias is not None}"

@@ -1,4 +1,4 @@
-"""The mixture of experts as a layer: route, sort rows by expert, run the experts, combine."""
+"""The MoE layer: routes tokens, sorts rows by expert, runs the experts, combines the results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Rou
 from lightning_hybrid.experts.moe.token_dispatch import (
     Dispatch,
     DropBy,
-    all_pairs,
     combine,
-    of_experts,
-    take_rows,
-    with_capacity,
+    dispatch_all_pairs,
+    dispatch_expert_choice,
+    dispatch_with_capacity,
+    gather_rows,
 )
 
 RouterKind: TypeAlias = Literal["token_choice", "expert_choice"]
@@ -25,7 +25,7 @@ Overflow: TypeAlias = Literal["drop", "pad"]
 
 
 class MoE(nn.Module):
-    """A layer of MLPs of which each token sees a few.
+    """Mixture-of-experts layer: each token is processed by a few of its MLPs.
 
         y, report = moe(x)              # in a block; y has the shape of x
         loss = loss + report.loss       # in training_step
@@ -33,8 +33,34 @@ class MoE(nn.Module):
     Attributes:
         router: ``TopKRouter`` or ``ExpertChoiceRouter``.
         experts: ``GroupedExperts``; called with the rows of this rank, sorted by expert, and their counts.
-        shared: An MLP that all tokens see, or None.
-        name: What errors call this layer.
+        shared: The shared expert, an MLP for all tokens, or None.
+        name: Name of this layer in errors.
+
+    Args:
+        dim: D, features of a token.
+        hidden_dim: H, of each expert.
+        num_experts: E.
+        top_k: k, experts per token; with ``router="expert_choice"`` on average.
+        router: Who chooses: "token_choice" or "expert_choice".
+        capacity_factor: An expert takes at most ``ceil(T * k / E * capacity_factor)`` of T tokens; None, the
+            default, takes all (dropless). A token whose pairs are all dropped gets zeros (plus the shared expert).
+        overflow: Rows under a capacity: "drop" computes those that fit; "pad" computes exactly the capacity for every
+            expert, so that no shape depends on data.
+        drop_by: Priority of pairs under a capacity: "position", first choices before second ones, each in the order of
+            tokens; "weight", the pairs of largest weight.
+        gated: Experts are ``down(activation(u) * v)`` with u, v = up(x), and not ``down(activation(up(x)))``.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        bias: Experts have biases.
+        shared_experts: Size of the shared expert in multiples of ``hidden_dim``; all tokens see it, with weight 1.
+        jitter: Range of the noise on the router's inputs in training, as in ``TopKRouter``.
+        balance_loss: Coefficient; not used with ``router="expert_choice"``, which is balanced.
+        z_loss: Coefficient.
+        bias_update_rate: Balances without a loss; call ``update_bias`` once per step of the optimizer.
+        score: "softmax" or "sigmoid".
+        normalize: Weights of a token sum to 1. Not used with ``router="expert_choice"``.
+
+    Raises:
+        ValueError: An argument is out of its range, or two are incompatible.
     """
 
     def __init__(
@@ -59,34 +85,6 @@ class MoE(nn.Module):
         score: Score = "softmax",
         normalize: bool = True,
     ) -> None:
-        """Make the layer.
-
-        Args:
-            dim: D, features of a token.
-            hidden_dim: H, of each expert.
-            num_experts: E.
-            top_k: k, experts per token; with ``router="expert_choice"`` on average.
-            router: Who chooses: "token_choice" or "expert_choice".
-            capacity_factor: An expert takes at most ``ceil(T * k / E * capacity_factor)`` of T tokens; None, the
-                default, takes all (dropless). A token whose pairs are all dropped gets zeros (and what is shared).
-            overflow: What a capacity does to rows: "drop" computes those that fit; "pad" computes exactly as many as
-                fit for every expert, so that no shape depends on contents.
-            drop_by: Who keeps a place: "position", first choices before second ones, each in the order of tokens;
-                "weight", the pairs of largest weight.
-            gated: Experts are ``down(activation(u) * v)`` with u, v = up(x), and not ``down(activation(up(x)))``.
-            activation: "silu", "gelu", "gelu_tanh" or "relu".
-            bias: Experts have biases.
-            shared_experts: All tokens see an MLP of this many times ``hidden_dim`` as well, with weight 1.
-            jitter: See ``TopKRouter``, as for all that follows.
-            balance_loss: Coefficient; not used with ``router="expert_choice"``, which is even.
-            z_loss: Coefficient.
-            bias_update_rate: Balance without a loss; call ``update_bias`` once per step of the optimizer.
-            score: "softmax" or "sigmoid".
-            normalize: Weights of a token sum to 1. Not used where experts choose.
-
-        Raises:
-            ValueError: An argument is out of its range, or two do not go together.
-        """
         super().__init__()
         _check(router, capacity_factor, overflow, drop_by, bias_update_rate, shared_experts)
         self.router: TopKRouter | ExpertChoiceRouter
@@ -116,7 +114,7 @@ class MoE(nn.Module):
 
     @property
     def name(self) -> str:
-        """What errors call this layer."""
+        """Name of this layer in errors."""
         return self.router.name
 
     @name.setter
@@ -124,13 +122,13 @@ class MoE(nn.Module):
         self.router.name = name
 
     def forward(self, x: Tensor) -> tuple[Tensor, Report]:
-        """Route tokens and combine what their experts say.
+        """Routes tokens and combines the results of their experts.
 
         Args:
             x: [..., D].
 
         Returns:
-            [..., D], and what there is to say of this call.
+            [..., D], and the report of this call.
 
         Raises:
             ValueError: The router's logits are not finite (on the CPU).
@@ -138,17 +136,17 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
         dispatch = self._dispatch(routing, tokens.shape[0])
-        results = self.experts(take_rows(tokens, dispatch), dispatch.counts)
+        results = self.experts(gather_rows(tokens, dispatch), dispatch.counts)
         y = combine(results, dispatch, tokens.shape[0])
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y.view(*x.shape[:-1], y.shape[-1]), routing.report._replace(dropped=dispatch.dropped.detach())
 
     def update_bias(self, load: Tensor | None = None) -> None:
-        """Once per step of the optimizer: see ``TopKRouter.update_bias``.
+        """Moves the router's biases towards an even load; to be called once per step of the optimizer.
 
         Args:
-            load: [E] pairs of the step, summed over replicas; those counted here, if None.
+            load: [E] pairs of the step, summed over replicas; those that this rank has counted, if None.
         """
         if isinstance(self.router, TopKRouter):
             self.router.update_bias(load)
@@ -156,18 +154,18 @@ class MoE(nn.Module):
     def _dispatch(self, routing: Routing, num_tokens: int) -> Dispatch:
         if routing.experts is None:
             assert routing.tokens is not None
-            return of_experts(routing.tokens, routing.weights)
+            return dispatch_expert_choice(routing.tokens, routing.weights)
         counts = routing.report.load.to(torch.int64)
         if self.capacity_factor is None:
-            return all_pairs(routing.experts, routing.weights, counts)
-        places = capacity(num_tokens, routing.experts.shape[1], counts.shape[0], self.capacity_factor)
-        return with_capacity(
-            routing.experts, routing.weights, counts, places, drop_by=self.drop_by, pad=self.overflow == "pad"
+            return dispatch_all_pairs(routing.experts, routing.weights, counts)
+        slots = capacity(num_tokens, routing.experts.shape[1], counts.shape[0], self.capacity_factor)
+        return dispatch_with_capacity(
+            routing.experts, routing.weights, counts, slots, drop_by=self.drop_by, pad=self.overflow == "pad"
         )
 
 
 def name_layers(root: nn.Module) -> None:
-    """Let errors of layers of experts call them by their FQN, where nobody named them.
+    """Names MoE layers by their FQN for error messages, unless the user has named them.
 
     Args:
         root: The user's module.
@@ -178,10 +176,9 @@ def name_layers(root: nn.Module) -> None:
 
 
 class SharedExpert(nn.Module):
-    """An MLP like one of the experts, of plain linear layers, that all tokens see."""
+    """Shared expert: an MLP of plain linear layers, with the structure of an expert, that all tokens see."""
 
     def __init__(self, dim: int, hidden_dim: int, *, gated: bool, activation: str, bias: bool) -> None:
-        """Make the MLP; arguments as of ``GroupedExperts``."""
         super().__init__()
         self.gated, self.activation = gated, activation
         self.up = nn.Linear(dim, hidden_dim, bias=bias)
@@ -189,7 +186,7 @@ class SharedExpert(nn.Module):
         self.down = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Applies the MLP: [..., D] -> [..., D]."""
         hidden = ACTIVATIONS[self.activation].plain(self.up(x))
         if self.multiplier is not None:
             hidden = hidden * self.multiplier(x)
@@ -205,13 +202,13 @@ def _check(
     bias_update_rate: float,
     shared_experts: int,
 ) -> None:
-    for name, given, known in (
+    for name, value, allowed in (
         ("router", router, RouterKind),
         ("overflow", overflow, Overflow),
         ("drop_by", drop_by, DropBy),
     ):
-        if given not in get_args(known):
-            raise ValueError(f"{name}={given!r}; use one of {', '.join(map(repr, get_args(known)))}")
+        if value not in get_args(allowed):
+            raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, get_args(allowed)))}")
     if capacity_factor is not None and capacity_factor <= 0:
         raise ValueError(f"capacity_factor={capacity_factor}; it must be positive, or None to drop nothing")
     if overflow == "pad" and capacity_factor is None:

@@ -1,8 +1,8 @@
-"""Routers: which experts see which tokens, with what weights, and what that says of balance.
+"""Routers of MoE layers: choice of experts and weights per token, balance losses, load statistics.
 
-Routers return what they find: losses and counts are values of the step like any other, so they are right under
-recomputation (nothing is appended anywhere) and travel between pipeline stages. Shapes: T tokens, D features, E
-experts, k experts per token, P pairs (token, expert).
+Losses and counts are returned as values of the step like any other, so they are right under recomputation (nothing is
+appended to attributes) and are sent between pipeline stages. Shapes: T tokens, D features, E experts, k experts per
+token, P pairs (token, expert).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SCORES = ("softmax", "sigmoid")
 
 
 class Report(NamedTuple):
-    """What a layer says of one call; all tensors, so that it can travel between stages.
+    """Losses and load statistics of one call; all tensors, so that it can be sent between stages.
 
     Attributes:
-        loss: [] auxiliary losses, already times their coefficients; takes gradients.
-        load: [E] floating point, detached: pairs that asked for each expert, before anything was dropped.
+        loss: [] auxiliary losses, already times their coefficients; differentiable.
+        load: [E] floating point, detached: pairs routed to each expert, before drops.
         dropped: [] floating point, detached: pairs dropped for lack of capacity.
         entropy: [] floating point, detached: mean entropy of the router's distribution over experts, in nats.
     """
@@ -35,13 +35,13 @@ class Report(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a router decides.
+    """Routing decision of one call.
 
     Attributes:
-        experts: [T, k] the experts of each token, most wanted first; None if experts choose.
-        tokens: [E, C] the tokens of each expert, most wanted first; None if tokens choose.
-        weights: Of the shape of whichever is given: what results are multiplied with; takes gradients.
-        report: Its ``dropped`` is 0 as yet.
+        experts: [T, k] the experts of each token, by decreasing score; None for expert choice.
+        tokens: [E, C] the tokens of each expert, by decreasing score; None for token choice.
+        weights: [T, k] or [E, C], factors of the experts' results; differentiable.
+        report: Its ``dropped`` is still 0.
     """
 
     experts: Tensor | None
@@ -52,7 +52,7 @@ class Routing(NamedTuple):
 
 @torch.library.custom_op("lightning_hybrid::check_logits", mutates_args=())
 def _check_logits(total: Tensor, name: str) -> None:
-    """An operation, so that values without contents pass."""
+    """Checks the sum of the logits; a custom operator, so that fake tensors pass."""
     if not math.isfinite(total.item()):
         raise ValueError(
             f"{name}: the router's logits are not finite; the tokens that it was given, or its weights, hold NaN or"
@@ -66,7 +66,7 @@ def _(total: Tensor, name: str) -> None:
 
 
 class _Router(nn.Module):
-    """Scores of tokens for experts, and what both kinds of router say of them. Computes in 32 bits at least."""
+    """Base class of routers: logits, scores and z-loss. Computes in float32 or float64."""
 
     def __init__(self, dim: int, num_experts: int, *, score: Score, jitter: float, z_loss: float) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class _Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as ``nn.Linear`` draws it."""
+        """Initializes the weight as ``nn.Linear`` does."""
         nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, E].
+        """Computes the logits, [T, D] -> [T, E].
 
         Raises:
-            ValueError: They are not finite. On the CPU only: elsewhere the check would make the host wait for the
+            ValueError: The logits are not finite. On the CPU only: elsewhere the check would make the host wait for the
                 device. There, ``Report.entropy`` of such a call is not finite.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -107,7 +107,7 @@ class _Router(nn.Module):
         return logits
 
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] scores by which experts are chosen, and probabilities over the experts of each token."""
+        """Returns [T, E] scores that rank the experts, and [T, E] probabilities over the experts of each token."""
         if self.score == "softmax":
             probabilities = logits.softmax(-1)
             return probabilities, probabilities
@@ -115,30 +115,30 @@ class _Router(nn.Module):
         return scores, scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def losses(self, logits: Tensor) -> Tensor:
-        """[] the z-loss, times its coefficient (ST-MoE: Zoph et al. 2022, eq. 5)."""
+        """Returns the z-loss times its coefficient, [] (ST-MoE: Zoph et al. 2022, eq. 5)."""
         if not self.z_loss or not logits.shape[0]:
             return logits.new_zeros(())
         return self.z_loss * logits.logsumexp(-1).square().mean()
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(module)``."""
+        """Returns the sizes, for ``print(module)``."""
         return f"dim={self.dim}, num_experts={self.num_experts}, score={self.score!r}"
 
 
 def entropy_of(probabilities: Tensor) -> Tensor:
-    """[T, E] -> [] mean entropy, in nats; 0 without tokens."""
+    """Computes the mean entropy in nats, [T, E] -> []; 0 without tokens."""
     with torch.no_grad():
         return -torch.xlogy(probabilities, probabilities).sum() / max(probabilities.shape[0], 1)
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """[...] numbers of experts -> [E] how often each occurs, as int64; of a shape that no contents decide."""
+    """Counts expert indices, [...] -> [E] int64; the shape does not depend on data, unlike ``bincount``'s."""
     flat = experts.reshape(-1)
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class TopKRouter(_Router):
-    """Each token chooses its k experts (k=1: Switch, Fedus et al. 2021; k=2: GShard, Lepikhin et al. 2020).
+    """Token choice: each token chooses k experts (k=1: Switch, Fedus et al. 2021; k=2: GShard, Lepikhin et al. 2020).
 
     Losses: balance, ``E * sum over e of (share of pairs that chose e) * (mean probability of e)``, which is 1 when both
     are even (Switch, eq. 4), and the z-loss. Both are means over the tokens of one call, a microbatch on one rank.
@@ -151,7 +151,7 @@ class TopKRouter(_Router):
 
     Attributes:
         weight: [E, D].
-        name: What errors call this router.
+        name: Name of this router in errors.
         bias: [E] buffer, or None without ``bias_update_rate``.
         load: [E] buffer, or None: the load since the last ``update_bias``.
     """
@@ -172,7 +172,7 @@ class TopKRouter(_Router):
         z_loss: float = 0.0,
         bias_update_rate: float = 0.0,
     ) -> None:
-        """Make the router.
+        """Creates the router.
 
         Args:
             dim: D.
@@ -184,7 +184,7 @@ class TopKRouter(_Router):
             jitter: In training, inputs of the router are multiplied by uniform numbers in [1 - jitter, 1 + jitter].
             balance_loss: Coefficient.
             z_loss: Coefficient.
-            bias_update_rate: How far one ``update_bias`` moves each expert's bias.
+            bias_update_rate: Step size of each expert's bias in ``update_bias``.
 
         Raises:
             ValueError: An argument is out of its range.
@@ -232,13 +232,13 @@ class TopKRouter(_Router):
 
     @torch.no_grad()
     def update_bias(self, load: Tensor | None = None) -> None:
-        """Move each expert's bias by ``bias_update_rate`` towards an even load, and begin to count anew.
+        """Moves each expert's bias by ``bias_update_rate`` towards an even load, and resets the counts.
 
         To be called once per step of the optimizer. Without ``bias_update_rate`` this does nothing.
 
         Args:
             load: [E] pairs of the step; those that this rank has counted, if None. Over replicas, pass the sum of
-                their ``load``, so that all move alike.
+                their ``load``, so that all biases stay equal.
         """
         if self.bias is None or self.load is None:
             return
@@ -248,19 +248,19 @@ class TopKRouter(_Router):
 
 
 def _in_backward() -> bool:
-    """Whether autograd is at work in this thread: then a forward is one that is computed again."""
+    """Returns whether autograd runs a backward in this thread: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ExpertChoiceRouter(_Router):
-    """Each expert chooses its tokens: as many for each, C = ceil(T * k / E * capacity_factor) (Zhou et al. 2022).
+    """Expert-choice router: each expert chooses C = ceil(T * k / E * capacity_factor) tokens (Zhou et al. 2022).
 
     The load is even and nothing is dropped; a token may be chosen by any number of experts, or by none. Which tokens an
     expert sees depends on the other tokens of the call, later positions included.
 
     Attributes:
         weight: [E, D].
-        name: What errors call this router.
+        name: Name of this router in errors.
     """
 
     def __init__(
@@ -274,13 +274,13 @@ class ExpertChoiceRouter(_Router):
         jitter: float = 0.0,
         z_loss: float = 0.0,
     ) -> None:
-        """Make the router.
+        """Creates the router.
 
         Args:
             dim: D.
             num_experts: E.
             top_k: k, the mean number of experts per token at a factor of 1.
-            capacity_factor: See C above.
+            capacity_factor: Factor of the number of tokens per expert, C.
             score: A softmax over the experts of each token, or a sigmoid.
             jitter: As in ``TopKRouter``.
             z_loss: Coefficient.
@@ -307,13 +307,13 @@ class ExpertChoiceRouter(_Router):
         logits = self.logits(x)
         scores, probabilities = self.scores(logits)
         num_tokens = x.shape[0]
-        places = min(capacity(num_tokens, self.top_k, self.num_experts, self.capacity_factor), num_tokens)
-        weights, tokens = scores.t().topk(places, dim=-1)
-        load = logits.new_full((self.num_experts,), float(places))
+        slots = min(capacity(num_tokens, self.top_k, self.num_experts, self.capacity_factor), num_tokens)
+        weights, tokens = scores.t().topk(slots, dim=-1)
+        load = logits.new_full((self.num_experts,), float(slots))
         report = Report(self.losses(logits), load, load.new_zeros(()), entropy_of(probabilities))
         return Routing(None, tokens, weights, report)
 
 
 def capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Rows that each expert has room for: ceil(T * k / E * factor), where 10 * 1.1 is 11."""
+    """Returns the capacity of each expert in rows: ceil(T * k / E * factor), where 10 * 1.1 is 11."""
     return math.ceil(num_tokens * top_k / num_experts * factor - 1e-9)

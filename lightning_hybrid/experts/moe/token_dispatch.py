@@ -1,8 +1,8 @@
-"""From tokens to rows sorted by expert, and back.
+"""Token dispatch: gathers rows sorted by expert from tokens, and combines the experts' results per token.
 
-Rows are gathered, by the place of each pair (token, expert) in the order of experts; no tensor over tokens x experts x
-capacity is made. Where each token has as many rows as any other, the way back is a gather too, forward and backward, so
-sums have one order on every device.
+Rows are gathered by the index of each pair (token, expert) in the order of experts; no tensor over tokens x experts x
+capacity is made. If each token has k rows, the combination is a gather too, forward and backward, so sums have one
+order on every device.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ DropBy: TypeAlias = Literal["position", "weight"]
 
 
 class Dispatch(NamedTuple):
-    """Which row is which pair. P rows, T tokens, E experts.
+    """Assignment of rows to pairs (token, expert). P rows, T tokens, E experts.
 
     Attributes:
         tokens: [P] the token of each row; rows are sorted by expert.
-        weights: [P] what results are multiplied with; takes gradients.
+        weights: [P] factors of the results; differentiable.
         counts: [E] int64: rows of each expert, P in all.
-        places: [T, k] the rows of each token, if each has k of them and no row is another's; None otherwise.
-        dropped: [] floating point: pairs without a row.
+        rows_of_token: [T, k] row indices of each token, if each token has k rows and each row one token; else None.
+        dropped: [] floating point: number of pairs without a row.
     """
 
     tokens: Tensor
     weights: Tensor
     counts: Tensor
-    places: Tensor | None
+    rows_of_token: Tensor | None
     dropped: Tensor
 
 
-def all_pairs(experts: Tensor, weights: Tensor, counts: Tensor) -> Dispatch:
-    """A row for each pair.
+def dispatch_all_pairs(experts: Tensor, weights: Tensor, counts: Tensor) -> Dispatch:
+    """Assigns a row to each pair (dropless).
 
     Args:
         experts: [T, k].
@@ -44,29 +44,29 @@ def all_pairs(experts: Tensor, weights: Tensor, counts: Tensor) -> Dispatch:
     """
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    rows_of_token = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     tokens = order // top_k
     rows_weights = weights.flatten().index_select(0, order)
-    return Dispatch(tokens, rows_weights, counts, places.view_as(experts), weights.new_zeros(()))
+    return Dispatch(tokens, rows_weights, counts, rows_of_token.view_as(experts), weights.new_zeros(()))
 
 
-def with_capacity(
+def dispatch_with_capacity(
     experts: Tensor, weights: Tensor, counts: Tensor, capacity: int, *, drop_by: DropBy, pad: bool
 ) -> Dispatch:
-    """At most ``capacity`` rows for each expert.
+    """Assigns at most ``capacity`` rows to each expert.
 
     Args:
-        experts: [T, k], most wanted first.
+        experts: [T, k], by decreasing score.
         weights: [T, k].
         counts: [E] pairs of each expert.
         capacity: C.
-        drop_by: Who keeps a place: "position", the first choices of all tokens in their order, then the second choices
+        drop_by: Priority of pairs: "position", the first choices of all tokens in their order, then the second choices
             (GShard); "weight", the pairs of largest weight.
-        pad: Exactly C rows for each expert, so that no shape depends on contents; those that nobody asked for are
-            copies of some token's, with weight 0.
+        pad: Exactly C rows for each expert, so that no shape depends on data; unused rows are copies of some token's,
+            with weight 0.
     """
     num_tokens, num_experts = experts.shape[0], counts.shape[0]
-    # Pairs in the order of their rank for a place: choice by choice, so that pair number p is of token p % T.
+    # Pairs in the order of their priority: choice by choice, so that pair number p is of token p % T.
     by_rank, weight_by_rank = experts.t().flatten(), weights.t().flatten()
     rank = None
     if drop_by == "weight":
@@ -82,20 +82,20 @@ def with_capacity(
     dropped = (counts - capacity).clamp_min(0).sum().to(weights.dtype)
     if not pad:
         order = order.masked_select(fits)
-        kept = counts.clamp_max(capacity)
-        return Dispatch(order % max(num_tokens, 1), weight_by_rank.index_select(0, order), kept, None, dropped)
-    # A place that nobody has asked for holds pair 0; the last place is for all pairs that are dropped.
-    num_places = num_experts * capacity
-    place = torch.where(fits, sorted_experts * capacity + positions, num_places)
-    pairs = order.new_zeros(num_places + 1).scatter_(0, place, order)[:num_places]
-    is_asked = fits.new_zeros(num_places + 1).scatter_(0, place, fits)[:num_places]
-    row_weights = weight_by_rank.index_select(0, pairs).where(is_asked, 0.0)
+        rows = counts.clamp_max(capacity)
+        return Dispatch(order % max(num_tokens, 1), weight_by_rank.index_select(0, order), rows, None, dropped)
+    # An unused slot contains pair 0; one additional slot at the end is for all dropped pairs.
+    num_slots = num_experts * capacity
+    slot = torch.where(fits, sorted_experts * capacity + positions, num_slots)
+    pairs = order.new_zeros(num_slots + 1).scatter_(0, slot, order)[:num_slots]
+    is_used = fits.new_zeros(num_slots + 1).scatter_(0, slot, fits)[:num_slots]
+    row_weights = weight_by_rank.index_select(0, pairs).where(is_used, 0.0)
     full = torch.full_like(counts, capacity)
     return Dispatch(pairs % max(num_tokens, 1), row_weights, full, None, dropped)
 
 
-def of_experts(tokens: Tensor, weights: Tensor) -> Dispatch:
-    """The rows that experts choose.
+def dispatch_expert_choice(tokens: Tensor, weights: Tensor) -> Dispatch:
+    """Assigns the rows that experts choose (expert choice).
 
     Args:
         tokens: [E, C].
@@ -105,61 +105,61 @@ def of_experts(tokens: Tensor, weights: Tensor) -> Dispatch:
     return Dispatch(tokens.flatten(), weights.flatten(), counts, None, weights.new_zeros(()))
 
 
-def take_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """The rows: [T, D] -> [P, D]."""
-    if dispatch.places is None:
+def gather_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Gathers the rows: [T, D] -> [P, D]."""
+    if dispatch.rows_of_token is None:
         return x.index_select(0, dispatch.tokens)
-    rows: Tensor = _TakeRows.apply(x, dispatch.tokens, dispatch.places)
+    rows: Tensor = _GatherRows.apply(x, dispatch.tokens, dispatch.rows_of_token)
     return rows
 
 
 def combine(results: Tensor, dispatch: Dispatch, num_tokens: int) -> Tensor:
-    """The weighted sum of each token's results: [P, D] -> [T, D]."""
+    """Computes the weighted sum of each token's results: [P, D] -> [T, D]."""
     weights = dispatch.weights.to(results.dtype)
-    if dispatch.places is None:
+    if dispatch.rows_of_token is None:
         y = results.new_zeros(num_tokens, results.shape[1])
         return y.index_add(0, dispatch.tokens, results * weights.unsqueeze(1))
-    combined: Tensor = _Combine.apply(results, weights, dispatch.tokens, dispatch.places)
+    combined: Tensor = _Combine.apply(results, weights, dispatch.tokens, dispatch.rows_of_token)
     return combined
 
 
-def _sum_of(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """For each token the (weighted) sum of its rows, in the order of its choices."""
+def _sum_of(rows: Tensor, weights: Tensor | None, rows_of_token: Tensor) -> Tensor:
+    """Computes the (weighted) sum of each token's rows in the order of its choices: [P, D] -> [T, D]."""
     if not torch.is_grad_enabled():
-        # Sums of gathered rows in one pass, whatever the rows mean.
-        per_row = None if weights is None else weights.index_select(0, places.flatten()).view_as(places)
-        return F.embedding_bag(places, rows, mode="sum", per_sample_weights=per_row)
-    assert weights is None  # only a backward is differentiated, and it sums gradients
-    return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[1]).sum(1)
+        # Gathers and sums the rows in one pass.
+        per_row = None if weights is None else weights.index_select(0, rows_of_token.flatten()).view_as(rows_of_token)
+        return F.embedding_bag(rows_of_token, rows, mode="sum", per_sample_weights=per_row)
+    assert weights is None  # only the backward is differentiated again, and it sums gradients
+    return rows.index_select(0, rows_of_token.flatten()).view(*rows_of_token.shape, rows.shape[1]).sum(1)
 
 
-class _TakeRows(torch.autograd.Function):
-    """Gather rows; back, gather the gradients of each token and sum them."""
+class _GatherRows(torch.autograd.Function):
+    """Gathers rows; the backward gathers the gradients of each token and sums them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, places)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, rows_of_token)
         return x.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _, places = ctx.saved_tensors
-        return _sum_of(grad, None, places), None, None
+        _, rows_of_token = ctx.saved_tensors
+        return _sum_of(grad, None, rows_of_token), None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Gather the results of each token and sum them, weighted."""
+    """Gathers the results of each token and computes their weighted sum."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, tokens: Tensor, rows_of_token: Tensor) -> Tensor:
         ctx.save_for_backward(results, weights, tokens)
-        return _sum_of(results, weights, places)
+        return _sum_of(results, weights, rows_of_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         results, weights, tokens = ctx.saved_tensors
         rows = grad.index_select(0, tokens)
         grad_weights = torch.linalg.vecdot(rows, results) if ctx.needs_input_grad[1] else None
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        if torch.is_grad_enabled():  # double backward
             return rows * weights.unsqueeze(1), grad_weights, None, None
         return rows.mul_(weights.unsqueeze(1)), grad_weights, None, None

@@ -1,7 +1,7 @@
-"""A dense MLP turned into experts that begin as copies of it (Komatsuzaki et al. 2022, "Sparse upcycling", section 3).
+"""Sparse upcycling: experts initialized as copies of a dense MLP (Komatsuzaki et al. 2022, section 3).
 
-The router's weights sum to 1 and the experts are alike, so the first output is the dense one, up to rounding. Experts
-part from each other because each learns from the positions that the router gives it.
+The router's weights sum to 1 and the experts are equal, so the first output is the dense one, up to rounding. Experts
+diverge because each is trained on the positions that the router sends to it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_hybrid.step.tracing.side_outputs import give_aside
 
 
 class AuxiliaryLoss(NamedTuple):
-    """What a layer adds to the loss of the step; given aside."""
+    """Side output of a layer: a loss that is added to the loss of the step."""
 
     value: Tensor
 
 
-class SumToOne(TopKRouter):
-    """A router whose weights sum to 1 for one expert per token too: then they are 1, and have the gradient of log p."""
+class NormalizedTopKRouter(TopKRouter):
+    """Top-k router whose weights sum to 1 for k=1 too: there they are 1, and have the gradient of log p."""
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose, as any router."""
+        """Routes tokens [T, D] as ``TopKRouter``."""
         routing = super().forward(x)
         if self.top_k > 1:
             return routing
@@ -37,40 +37,36 @@ class SumToOne(TopKRouter):
 
 
 class UpcycledMLP(nn.Module):
-    """Stands where a dense MLP stood; takes and returns what that did.
+    """Replaces a dense MLP, with the same input and output.
 
-    In training it gives its auxiliary losses aside, see `lightning_hybrid.step.tracing.side_outputs`.
+    In training it emits its auxiliary losses as side outputs (`lightning_hybrid.step.tracing.side_outputs`).
 
     Attributes:
         moe: The experts and their router.
-        num_experts: How many.
+        num_experts: Number of experts.
         is_grouped: Whether the experts are grouped, or a list of copies of the user's module.
     """
 
-    def __init__(self, moe: MoE, dense: DenseMLP, dense_names: tuple[str, ...], *, gives_loss: bool) -> None:
-        """Args: moe: with its weights. dense: what stood here. dense_names: of its parameters."""
+    def __init__(self, moe: MoE, dense: DenseMLP, dense_names: tuple[str, ...], *, emits_loss: bool) -> None:
+        """Args: moe: with its weights. dense: structure of the replaced MLP. dense_names: of its parameters."""
         super().__init__()
         self.moe = moe
         self.num_experts = moe.experts.num_experts
         self.is_grouped = dense.up is not None
         self.dropout = nn.Dropout(dense.dropout)
         self._dense_names = dense_names
-        self._gives_loss = gives_loss
+        self._emits_loss = emits_loss
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x: [..., dim]. Returns: the same shape."""
+        """Applies the experts: [..., dim] -> [..., dim]."""
         y, report = self.moe(x)
-        if self.training and self._gives_loss:
+        if self.training and self._emits_loss:
             give_aside(AuxiliaryLoss(report.loss))
         out: Tensor = self.dropout(y)
         return out
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse the state of the dense module by name.
-
-        Raises:
-            ValueError: It is that.
-        """
+        """Loads the state; raises ``ValueError`` for the state of the dense module."""
         dense = [prefix + name for name in self._dense_names if prefix + name in state_dict]
         if dense and not any(name.startswith(f"{prefix}moe.") for name in state_dict):
             raise ValueError(
@@ -82,25 +78,25 @@ class UpcycledMLP(nn.Module):
 
 
 class ListedExperts(nn.Module):
-    """Experts of any class, each called with its rows; takes and returns what `GroupedExperts` does."""
+    """Experts of any class, each called with its rows; has the interface of `GroupedExperts`."""
 
     def __init__(self, experts: list[nn.Module], *, takes_rows: bool) -> None:
-        """Args: experts: the modules. takes_rows: whether they take [rows, dim], or [1, rows, dim]."""
+        """Args: experts: the modules. takes_rows: whether they take [rows, dim], or need [1, rows, dim]."""
         super().__init__()
         self.num_experts = len(experts)
         self.experts = nn.ModuleList(experts)
         self._takes_rows = takes_rows
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Args: rows: [pairs, dim], sorted by expert. counts: rows of each expert. Returns: [pairs, dim]."""
+        """Args: rows: [pairs, dim], sorted by expert. counts: [E] rows of each expert. Returns: [pairs, dim]."""
         outputs = []
         # Experts without rows run too: all their parameters get gradients, as those of grouped ones do.
-        for expert, own in zip(self.experts, rows.split(counts.tolist()), strict=True):
-            outputs.append(expert(own) if self._takes_rows else expert(own[None])[0])
+        for expert, inputs in zip(self.experts, rows.split(counts.tolist()), strict=True):
+            outputs.append(expert(inputs) if self._takes_rows else expert(inputs[None])[0])
         return torch.cat(outputs)
 
 
-def upcycled(
+def upcycle_mlp(
     fqn: str,
     module: nn.Module,
     *,
@@ -113,19 +109,19 @@ def upcycled(
     noise: float,
     router_std: float,
 ) -> UpcycledMLP:
-    """Make experts of a dense MLP.
+    """Creates a mixture of experts from a dense MLP.
 
     Args:
         fqn: Its name, for messages.
-        module: The dense MLP, with its weights; it is left alone.
-        num_experts: How many copies.
-        top_k: As `MoE` takes it, and so the next four.
-        capacity_factor: None drops nothing.
-        balance_loss: Coefficient.
-        z_loss: Coefficient.
-        jitter: On the router's inputs, in training.
-        noise: Standard deviation of what is added to each weight of every copy, in parts of the weights' own.
-        router_std: Standard deviation of the router's first weights.
+        module: The dense MLP, with its weights; it is not changed.
+        num_experts: Number of copies.
+        top_k: Experts per token, as in `MoE`.
+        capacity_factor: Capacity factor of `MoE`; None drops nothing.
+        balance_loss: Coefficient of the balance loss.
+        z_loss: Coefficient of the z-loss.
+        jitter: Noise on the router's inputs, in training.
+        noise: Standard deviation of the noise on each weight of every copy, relative to that of the weight itself.
+        router_std: Standard deviation of the router's initial weights.
 
     Raises:
         ValueError: The module cannot be an expert, or has no weights yet.
@@ -144,23 +140,25 @@ def upcycled(
         ) from error
     copies = [copy.deepcopy(module) for _ in range(num_experts)]
     if noise:
-        _disturb(copies, noise)
+        _add_noise(copies, noise)
     like = next(module.parameters())
     width = 1 if dense.up is None else dense.up.of(module)[0].shape[0]
     moe = MoE(dense.dim, width, num_experts=num_experts, capacity_factor=capacity_factor)
-    moe.router = SumToOne(dense.dim, num_experts, top_k, balance_loss=balance_loss, z_loss=z_loss, jitter=jitter)
+    moe.router = NormalizedTopKRouter(
+        dense.dim, num_experts, top_k, balance_loss=balance_loss, z_loss=z_loss, jitter=jitter
+    )
     moe = moe.to(like.device, like.dtype)
     nn.init.normal_(moe.router.weight, 0.0, router_std)
     moe.name = fqn
     experts = ListedExperts(copies, takes_rows=dense.takes_rows) if dense.up is None else experts_of(dense, copies)
     moe.experts = experts  # type: ignore[assignment]
     names = tuple(name for name, _ in module.named_parameters())
-    made = UpcycledMLP(moe, dense, names, gives_loss=balance_loss > 0 or z_loss > 0)
+    made = UpcycledMLP(moe, dense, names, emits_loss=balance_loss > 0 or z_loss > 0)
     return made.train(module.training)
 
 
 @torch.no_grad()
-def _disturb(copies: list[nn.Module], noise: float) -> None:
+def _add_noise(copies: list[nn.Module], noise: float) -> None:
     for module in copies:
         for parameter in module.parameters():
             if parameter.dim() > 1:

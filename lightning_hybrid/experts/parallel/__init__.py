@@ -1,1 +1,1 @@
-"""Expert parallelism: detection of experts in a module, and their shards on ranks."""
+"""Expert parallelism: detects experts in a module and shards them over ranks."""

@@ -1,4 +1,4 @@
-"""Which adapters are tried, and how users add one for a module that calls its experts in another way."""
+"""Registry of expert adapters; users add one for a module with another calling convention."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import nn
 from lightning_hybrid.experts.parallel.expert_adapters import BatchedPairs, BatchedRows, Call, ExpertsAdapter
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 
-# The one list that changes while a program runs: adapters must be known on every rank before a strategy is set up.
+# Mutable global: adapters must be registered on every rank before a strategy is set up.
 _ADAPTERS: list[type[ExpertsAdapter]] = [BatchedPairs, BatchedRows, ExpertList]
 
 
 def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
-    """Try an adapter of the user's before all others; usable as a decorator.
+    """Registers an adapter of the user's, which is tried before all others; usable as a decorator.
 
     Args:
-        adapter: A class whose ``recognise`` answers for the modules that it knows.
+        adapter: A class whose ``recognise`` returns instances for the modules that it supports.
 
     Raises:
-        TypeError: It is no class of adapters.
+        TypeError: The argument is no subclass of ``ExpertsAdapter``.
     """
     if not (isinstance(adapter, type) and issubclass(adapter, ExpertsAdapter)):
         raise TypeError(f"register_experts({adapter!r}): give a subclass of lightning_hybrid.experts.ExpertsAdapter")
@@ -27,11 +27,11 @@ def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
     return adapter
 
 
-def recognised(module: nn.Module, call: Call) -> list[ExpertsAdapter]:
-    """Adapters that may fit a module, the likeliest first.
+def candidate_adapters(module: nn.Module, call: Call) -> list[ExpertsAdapter]:
+    """Returns adapters that may fit a module, the most likely first.
 
     Args:
-        module: Of the user, whole.
+        module: The user's module, with full parameters.
         call: Positional and keyword arguments of a call of it.
     """
-    return [found for adapter in _ADAPTERS for found in adapter.recognise(module, call)]
+    return [candidate for adapter in _ADAPTERS for candidate in adapter.recognise(module, call)]

@@ -1,13 +1,13 @@
-"""Rows go to the ranks that hold their experts, and come back: two all-to-alls forward, two backward.
+"""All-to-all dispatch of rows to the ranks of their experts, and back: two all-to-alls forward, two backward.
 
     rows of rank 0, by expert   e0 e0 e1 | e2 e3        experts 0 and 1 are on rank 0, 2 and 3 on rank 1
     rows of rank 1              e1 e1    | e2 e2 e3
     rank 0 computes             e0 e0 e1 e1 e1
     rank 1 computes             e2 e2 e2 e3 e3
 
-Each rank first says how many rows of each expert it has, so that messages have exact sizes. In several chunks of
-experts, the rows of the next chunk travel while this one is computed; the backward overlaps likewise, since autograd
-runs what was launched last first.
+The ranks first all-gather their row counts per expert, so that messages have exact sizes. With several chunks of
+experts, the rows of the next chunk are sent while this one is computed; the backward overlaps likewise, since autograd
+runs in reverse order of the launches.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of rows [R, D], sorted by expert, how many of each expert, and the first of these experts on this rank: [R, D'].
+# (rows [R, D] sorted by expert, row count of each expert, local index of the first of these experts) -> [R, D'].
 Compute = Callable[[Tensor, Sequence[int], int], Tensor]
 
 
 class RanksOfExperts:
-    """Ranks that share experts evenly: the first rank has the first experts.
+    """All-to-all over ranks with equal numbers of experts: the first rank has the first experts.
 
     Attributes:
-        num_exchanges: All-to-alls that this rank launched, forward and backward.
+        num_exchanges: Number of all-to-alls that this rank launched, forward and backward.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, chunks: int = 1) -> None:
-        """Args: group: the ranks. chunks: of the experts of each rank; their messages overlap with computation."""
+        """Args: group: the ranks. chunks: of each rank's experts, whose messages overlap with computation."""
         self._group, self._chunks = group, chunks
         self.num_exchanges = 0
 
     def run(self, rows: Tensor, counts: Tensor, compute: Compute, *, trains: bool) -> Tensor:
-        """Let each row be computed by the rank that holds its expert; collective.
+        """Computes each row on the rank that has its expert; collective.
 
         Args:
-            rows: [P, D], sorted by expert; what lies behind those that are counted is nobody's.
-            counts: [E], how many rows each expert gets.
-            compute: What the experts of this rank do; also called for no rows, to learn the form of the result.
-            trains: Whether something in it takes gradients; the same on every rank.
+            rows: [P, D], sorted by expert; rows after the counted ones are ignored.
+            counts: [E], the number of rows of each expert.
+            compute: Applies the experts of this rank; also called with no rows, to get the shape of the result.
+            trains: Whether a gradient is required; the same on every rank.
 
         Returns:
             [sum of counts, D'], in the order of ``rows``.
@@ -51,59 +51,59 @@ class RanksOfExperts:
         size, rank = self._group.size(), self._group.rank()
         all_counts = [torch.empty_like(counts) for _ in range(size)]
         dist.all_gather(all_counts, counts.contiguous(), group=self._group)
-        each = counts.numel() // size
-        numbers = torch.stack(all_counts).view(size, size, each).tolist()  # [source][holder][expert of the holder]
-        sent, received = numbers[rank], [of[rank] for of in numbers]
+        num_local = counts.numel() // size
+        numbers = torch.stack(all_counts).view(size, size, num_local).tolist()  # [source][owner][expert of the owner]
+        sent, received = numbers[rank], [by_owner[rank] for by_owner in numbers]
         rows = rows[: sum(map(sum, sent))]
-        bounds = _chunks_of(each, self._chunks)
-        flights = []
-        for part, (first, end) in zip(_by_chunk(rows, sent, bounds), bounds, strict=True):
-            flight = _Flight(self, [sum(n[first:end]) for n in sent], [sum(n[first:end]) for n in received])
-            flights.append((flight, flight.launch(part, trains)))
-        back = []
-        for (flight, arriving), (first, end) in zip(flights, bounds, strict=True):
-            arrived = flight.land(arriving)
+        bounds = _chunk_bounds(num_local, self._chunks)
+        dispatches = []
+        for chunk, (first, end) in zip(_split_by_chunk(rows, sent, bounds), bounds, strict=True):
+            message = _AsyncAllToAll(self, [sum(n[first:end]) for n in sent], [sum(n[first:end]) for n in received])
+            dispatches.append((message, message.launch(chunk, trains)))
+        returns = []
+        for (message, arriving), (first, end) in zip(dispatches, bounds, strict=True):
+            arrived = message.wait_for(arriving)
             sizes = [n[first:end] for n in received]
-            out = _computed(_swapped(arrived, sizes), [sum(n) for n in zip(*sizes, strict=True)], first, compute)
-            returning = flight.reversed()
-            by_source = _swapped(out, [list(n) for n in zip(*sizes, strict=True)])
-            back.append((returning, returning.launch(by_source, trains)))
-        outs = [flight.land(arriving) for flight, arriving in back]
-        return _joined(outs, sent, bounds)
+            out = _run_experts(_transpose(arrived, sizes), [sum(n) for n in zip(*sizes, strict=True)], first, compute)
+            reverse = message.reversed()
+            by_source = _transpose(out, [list(n) for n in zip(*sizes, strict=True)])
+            returns.append((reverse, reverse.launch(by_source, trains)))
+        outs = [message.wait_for(arriving) for message, arriving in returns]
+        return _merge_chunks(outs, sent, bounds)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, dist.Work | None]:
-        """Begin one exchange: what will hold the rows that arrive, and the work to wait for."""
+        """Launches one all-to-all; returns the buffer of the rows to receive, and the work to wait for."""
         self.num_exchanges += 1
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         work = dist.all_to_all_single(
             arriving, rows.contiguous(), list(received), list(sent), group=self._group, async_op=True
         )
-        if torch.is_anomaly_enabled() and work is not None:  # which looks at gradients as they are handed on
+        if torch.is_anomaly_enabled() and work is not None:  # anomaly mode reads gradients before they are waited for
             work.wait()
         return arriving, work
 
 
-class _Flight:
-    """Rows on their way in one direction, and their gradients in the other."""
+class _AsyncAllToAll:
+    """Asynchronous all-to-all of rows in one direction, and of their gradients in the other."""
 
     def __init__(self, ranks: RanksOfExperts, sent: Sequence[int], received: Sequence[int]) -> None:
         self.ranks, self.sent, self.received = ranks, sent, received
         self.work: dist.Work | None = None
-        self.leaving: Tensor | None = None  # gradients of the rows that were sent, on their way back
+        self.gradients: Tensor | None = None  # buffer of the gradients of the rows that were sent
 
-    def reversed(self) -> _Flight:
-        return _Flight(self.ranks, self.received, self.sent)
+    def reversed(self) -> _AsyncAllToAll:
+        return _AsyncAllToAll(self.ranks, self.received, self.sent)
 
     def launch(self, rows: Tensor, trains: bool) -> Tensor:
-        """The rows that arrive, before they have: nobody may read them until they land."""
-        # A rank whose experts get no rows has a graph of other operations: the exchange must be in it all the same.
+        """Launches the all-to-all; the result must not be read before ``wait_for``."""
+        # A rank whose experts get no rows has a graph of other operations: the all-to-all must be in it nevertheless.
         anchor = torch.zeros((), dtype=rows.dtype, device=rows.device, requires_grad=trains)
         arriving: Tensor = _Launch.apply(rows, anchor, self)
         return arriving
 
-    def land(self, arriving: Tensor) -> Tensor:
-        landed: Tensor = _Land.apply(arriving, self)
-        return landed
+    def wait_for(self, arriving: Tensor) -> Tensor:
+        arrived: Tensor = _Wait.apply(arriving, self)
+        return arrived
 
     def wait(self) -> None:
         if self.work is not None:
@@ -113,25 +113,25 @@ class _Flight:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        arriving, flight.work = flight.ranks.all_to_all(rows, flight.sent, flight.received)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, message: _AsyncAllToAll) -> Tensor:
+        ctx.message = message
+        arriving, message.work = message.ranks.all_to_all(rows, message.sent, message.received)
         return arriving
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        flight: _Flight = ctx.flight
-        flight.wait()
-        leaving, flight.leaving = flight.leaving, None
-        return leaving, None, None
+        message: _AsyncAllToAll = ctx.message
+        message.wait()
+        received, message.gradients = message.gradients, None
+        return received, None, None
 
 
-class _Land(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        flight.wait()
-        # A layer that is computed again stops once it has all that it saved: on every rank not before this exchange.
+    def forward(ctx: Any, arriving: Tensor, message: _AsyncAllToAll) -> Tensor:
+        ctx.message = message
+        message.wait()
+        # A recomputed layer stops once all its saved tensors are restored: on no rank before this all-to-all.
         ctx.save_for_backward(arriving.new_empty(()))
         ctx.mark_dirty(arriving)  # the same memory, which is written now
         return arriving
@@ -139,51 +139,51 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         _ = ctx.saved_tensors
-        flight: _Flight = ctx.flight
-        flight.leaving, flight.work = flight.ranks.all_to_all(gradients[0], flight.received, flight.sent)
-        # What is on its way has another shape than what autograd hands on here, so it goes by the flight.
+        message: _AsyncAllToAll = ctx.message
+        message.gradients, message.work = message.ranks.all_to_all(gradients[0], message.received, message.sent)
+        # The buffer has another shape than the gradient that autograd expects here, so it is passed by the message.
         return gradients[0].new_zeros(()).expand(gradients[0].shape), None
 
 
-def _computed(rows: Tensor, counts: Sequence[int], first: int, compute: Compute) -> Tensor:
+def _run_experts(rows: Tensor, counts: Sequence[int], first: int, compute: Compute) -> Tensor:
     out = compute(rows, counts, first)
     if not rows.shape[0] and torch.is_grad_enabled() and rows.requires_grad:
-        out = out + rows.sum().to(out.dtype)  # no row, yet its exchange must have a backward
+        out = out + rows.sum().to(out.dtype)  # no row, but its all-to-all must have a backward
     return out
 
 
-def _chunks_of(each: int, chunks: int) -> list[tuple[int, int]]:
-    """First and end of the experts of each chunk."""
-    chunks = max(1, min(chunks, each))
-    bounds = [each * number // chunks for number in range(chunks + 1)]
+def _chunk_bounds(num_experts: int, chunks: int) -> list[tuple[int, int]]:
+    """Returns start and stop of the experts of each chunk."""
+    chunks = max(1, min(chunks, num_experts))
+    bounds = [num_experts * number // chunks for number in range(chunks + 1)]
     return list(itertools.pairwise(bounds))
 
 
-def _by_chunk(rows: Tensor, sent: Sequence[Sequence[int]], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The rows of each chunk, by holder and expert."""
+def _split_by_chunk(rows: Tensor, sent: Sequence[Sequence[int]], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Returns the rows of each chunk, sorted by owner rank and expert."""
     if len(bounds) == 1:
         return [rows]
     pieces = rows.split([sum(n[first:end]) for n in sent for first, end in bounds])
     return [torch.cat(pieces[number :: len(bounds)]) for number in range(len(bounds))]
 
 
-def _joined(outs: Sequence[Tensor], sent: Sequence[Sequence[int]], bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """The inverse of ``_by_chunk``."""
+def _merge_chunks(outs: Sequence[Tensor], sent: Sequence[Sequence[int]], bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """Inverts ``_split_by_chunk``."""
     if len(outs) == 1:
         return outs[0]
     by_chunk = [out.split([sum(n[first:end]) for n in sent]) for out, (first, end) in zip(outs, bounds, strict=True)]
-    return torch.cat([pieces[holder] for holder in range(len(sent)) for pieces in by_chunk])
+    return torch.cat([pieces[owner] for owner in range(len(sent)) for pieces in by_chunk])
 
 
-def _swapped(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Rows by (a, b) in the order of (b, a).
+def _transpose(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Reorders blocks of rows from order (a, b) to order (b, a).
 
     Args:
-        rows: As they lie.
-        sizes: How many of them are of a and b, by a and b.
+        rows: [R, D], blocks in order (a, b).
+        sizes: Number of rows of each block, ``sizes[a][b]``.
     """
-    if sum(any(of) for of in sizes) <= 1 or len(sizes[0]) == 1:
+    if sum(any(row) for row in sizes) <= 1 or len(sizes[0]) == 1:
         return rows
-    pieces = rows.split([size for of in sizes for size in of])
-    each = len(sizes[0])
-    return torch.cat([pieces[a * each + b] for b in range(each) for a in range(len(sizes)) if sizes[a][b]])
+    pieces = rows.split([size for row in sizes for size in row])
+    width = len(sizes[0])
+    return torch.cat([pieces[a * width + b] for b in range(width) for a in range(len(sizes)) if sizes[a][b]])

@@ -1,9 +1,8 @@
-"""Prove on a copy that a module with experts means the same when ranks share its experts.
+"""Proof of equivalence: a module with sharded experts computes the same function as the full module.
 
-A copy of the module with random weights, in float64, is called with random values of the shapes that it was recorded
-with; then copies that hold the parts of each rank are, one rank after the other, each with its own tokens. Outputs, and
-gradients of every argument and parameter, must be the same. Where experts are cut over tensor ranks, the results of
-these are added up.
+A copy of the module with random float64 weights is called with random inputs of the recorded shapes; so are copies with
+the shards of each rank, one rank after the other, each with its own tokens. Outputs, and gradients of every argument
+and parameter, must be the same. Where experts are sharded over tensor ranks, the results of these are summed.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from lightning_hybrid.experts.parallel.expert_tensor_parallel import Width
 from lightning_hybrid.parts.placement import cut
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
-# By number format: how far outputs and gradients may differ, relative to the largest. Where kernels know no float64
-# (grouped_mm on CPUs), float32 must do.
+# By dtype: tolerance of outputs and gradients, relative to the largest element. float32 is used where kernels do not
+# support float64 (grouped_mm on CPUs).
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _MOST_IN_FLOAT64 = 10**8  # parameters; larger modules are proved in float32
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an adapter is right for a module; why not if it is not."""
+    """Result of a proof: whether an adapter is right for a module, and the reason if it is not."""
 
     is_right: bool
     reason: str = ""
 
 
 def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, width: Width | None = None) -> Verdict:
-    """Compare a module whose experts are shared out with the whole one.
+    """Compares a module with sharded experts to the full module.
 
     Args:
-        module: Of the user, whole; left as it is.
-        adapter: That may be right.
-        call: Arguments of a call of it, as they were recorded.
-        size: Number of ranks that share experts; of one its own code runs.
-        width: How each expert is cut over tensor ranks, if it is.
+        module: The user's module, with full parameters; it is not changed.
+        adapter: The adapter to prove.
+        call: Recorded arguments of a call of the module.
+        size: Number of expert-parallel ranks; with 1 the module's own code runs.
+        width: Sharding of each expert over tensor ranks, if any.
     """
     verdict = Verdict(False, "it was not tried")
     is_large = sum(parameter.numel() for parameter in module.parameters()) > _MOST_IN_FLOAT64
@@ -61,28 +60,26 @@ def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, wid
 
 
 class _Proof:
-    """The whole copy, and those of the ranks."""
+    """A full copy of a module, and one with the shards of each rank."""
 
     def __init__(
         self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: Width | None
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.whole = random_copy(module, self.generator, dtype).requires_grad_()
+        self.full = random_copy(module, self.generator, dtype).requires_grad_()
         self.adapter, self.size, self.dtype = adapter, size, dtype
         self.width = Width(1, 0, {}) if width is None else width
-        self.placements = adapter.placements(self.whole, size) if size > 1 else {}
-        self.ranks = [
-            [copy.deepcopy(self.whole) for _ in range(size)] for _ in range(self.width.size)
-        ]  # by tensor rank
-        for tensor_rank, parts in enumerate(self.ranks):
-            for rank, part in enumerate(parts):
-                for name, parameter in part.named_parameters():
-                    parameter.data = self._part_of(name, parameter.data, tensor_rank, rank).contiguous()
+        self.placements = adapter.placements(self.full, size) if size > 1 else {}
+        self.ranks = [[copy.deepcopy(self.full) for _ in range(size)] for _ in range(self.width.size)]  # by tensor rank
+        for tensor_rank, modules in enumerate(self.ranks):
+            for rank, local in enumerate(modules):
+                for name, parameter in local.named_parameters():
+                    parameter.data = self._local_shard(name, parameter.data, tensor_rank, rank).contiguous()
 
-    def _part_of(self, name: str, whole: Tensor, tensor_rank: int, rank: int) -> Tensor:
+    def _local_shard(self, name: str, tensor: Tensor, tensor_rank: int, rank: int) -> Tensor:
         if name in self.width.placements:
-            whole = cut(whole, self.width.placements[name], tensor_rank, self.width.size)
-        return cut(whole, self.placements[name], rank, self.size) if name in self.placements else whole
+            tensor = cut(tensor, self.width.placements[name], tensor_rank, self.width.size)
+        return cut(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
 
     def verdict(self, call: Call, tolerance: float) -> Verdict:
         worst, where = max([(0.0, ""), *self._differences(call)], key=lambda found: found[0])
@@ -94,63 +91,63 @@ class _Proof:
         for rank in range(max(2, self.size)):
             example = self.adapter.example(call, rank, max(2, self.size), self.generator)
             (out, gradients), (other, others) = (
-                self._run(forward, example) for forward in (self.whole.forward, partial(self._shared, rank % self.size))
+                self._run(forward, example) for forward in (self.full.forward, partial(self._sharded, rank % self.size))
             )
             yield from ((_difference(*pair), "the output") for pair in zip(out, other, strict=True))
             yield from ((_difference(*pair), "an argument's gradient") for pair in zip(gradients, others, strict=True))
-        for name, parameter in self.whole.named_parameters():
-            for found, places in self._gradients(name):
-                own = None if parameter.grad is None else self._part_of(name, parameter.grad, *places)
-                yield _difference(own, found), f"the gradient of {name}"
+        for name, parameter in self.full.named_parameters():
+            for gradient, coordinates in self._gradients(name):
+                expected = None if parameter.grad is None else self._local_shard(name, parameter.grad, *coordinates)
+                yield _difference(expected, gradient), f"the gradient of {name}"
 
     def _gradients(self, name: str) -> Iterator[tuple[Tensor | None, tuple[int, int]]]:
-        """What the ranks have of a parameter's gradient, summed over those that hold the same, and where these are."""
+        """Yields each shard's gradient, summed over the ranks with that shard, and the shard's coordinates."""
         grads = {
-            (tensor_rank, rank): part.get_parameter(name).grad
-            for tensor_rank, parts in enumerate(self.ranks)
-            for rank, part in enumerate(parts)
+            (tensor_rank, rank): local.get_parameter(name).grad
+            for tensor_rank, modules in enumerate(self.ranks)
+            for rank, local in enumerate(modules)
         }
-        alike: dict[tuple[int, int], list[Tensor]] = {}
+        replicas: dict[tuple[int, int], list[Tensor]] = {}
         for (tensor_rank, rank), gradient in grads.items():
-            places = tensor_rank * (name in self.width.placements), rank * (name in self.placements)
-            alike.setdefault(places, []).extend([] if gradient is None else [gradient])
-        for places, there in alike.items():
-            yield torch.stack(there).sum(0) if there else None, places
+            coordinates = tensor_rank * (name in self.width.placements), rank * (name in self.placements)
+            replicas.setdefault(coordinates, []).extend([] if gradient is None else [gradient])
+        for coordinates, gradients in replicas.items():
+            yield torch.stack(gradients).sum(0) if gradients else None, coordinates
 
-    def _shared(self, rank: int, *args: Any, **kwargs: Any) -> Any:
-        outs = [self._addend(tensor_rank, rank, args, kwargs) for tensor_rank in range(self.width.size)]
+    def _sharded(self, rank: int, *args: Any, **kwargs: Any) -> Any:
+        outs = [self._partial_output(tensor_rank, rank, args, kwargs) for tensor_rank in range(self.width.size)]
         return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
 
-    def _addend(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
-        """What one tensor rank makes of a call on one of the ranks that share experts."""
+    def _partial_output(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
+        """Runs a call on one tensor rank of one expert-parallel rank; returns its addend of the output."""
         module = self.ranks[tensor_rank][rank]
-        forward = partial(self._held, tensor_rank, rank)
+        forward = partial(self._local_forward, tensor_rank, rank)
         if self.size == 1:
             return forward(*args, **kwargs)
         return self.adapter.run(module, forward, args, kwargs, partial(self._exchange, tensor_rank))
 
-    def _held(self, tensor_rank: int, rank: int, *args: Any, **kwargs: Any) -> Any:
+    def _local_forward(self, tensor_rank: int, rank: int, *args: Any, **kwargs: Any) -> Any:
         module = self.ranks[tensor_rank][rank]
-        with self.width.held(module, tensor_rank, list):
+        with self.width.local_features(module, tensor_rank, list):
             return module.forward(*args, **kwargs)
 
     def _exchange(self, tensor_rank: int, rows: Tensor, counts: Tensor) -> Tensor:
-        """Without messages: every rank's part computes its rows here."""
+        """Replaces the all-to-all: the module of each rank computes its rows in this process."""
         numbers = counts.view(self.size, -1).tolist()
-        parts = rows[: int(counts.sum())].split([sum(of) for of in numbers])
+        blocks = rows[: int(counts.sum())].split([sum(of_rank) for of_rank in numbers])
         outs = [
-            self.adapter.compute(module, partial(self._held, tensor_rank, rank), part, of, 0)
-            for rank, (module, part, of) in enumerate(zip(self.ranks[tensor_rank], parts, numbers, strict=True))
+            self.adapter.compute(module, partial(self._local_forward, tensor_rank, rank), block, of_rank, 0)
+            for rank, (module, block, of_rank) in enumerate(zip(self.ranks[tensor_rank], blocks, numbers, strict=True))
         ]
         return torch.cat(outs)
 
     def _run(self, forward: Callable[..., Any], call: Call) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs, and gradients of the arguments; those of parameters are added up."""
+        """Returns outputs, and gradients of the arguments; gradients of parameters accumulate."""
         leaves, spec = flatten(call)
-        given = [leaf.detach().to(self.dtype).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
-        args, kwargs = unflatten([leaf * 1 if _is_float(leaf) else leaf for leaf in given], spec)
+        inputs = [leaf.detach().to(self.dtype).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
+        args, kwargs = unflatten([leaf * 1 if _is_float(leaf) else leaf for leaf in inputs], spec)
         exact = Exact(self.dtype)
-        before, self.adapter.again = self.adapter.again, partial(_drawn_again, exact)
+        before, self.adapter.again = self.adapter.again, partial(_same_draws, exact)
         try:
             with exact:
                 out = [leaf for leaf in flatten(forward(*args, **kwargs))[0] if _is_float(leaf)]
@@ -161,10 +158,10 @@ class _Proof:
         total = sum((leaf * weight).sum() for leaf, weight in zip(out, weights, strict=True))
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()
-        return [leaf.detach() for leaf in out], [leaf.grad for leaf in given if _is_float(leaf)]
+        return [leaf.detach() for leaf in out], [leaf.grad for leaf in inputs if _is_float(leaf)]
 
 
-def _drawn_again(exact: Exact, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _same_draws(exact: Exact, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with exact.drawn_again():
             return forward(*args, **kwargs)
@@ -173,10 +170,10 @@ def _drawn_again(exact: Exact, forward: Callable[..., Any]) -> Callable[..., Any
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    """The largest difference, relative to the largest number; no gradient is one of zeros."""
+    """Returns the largest difference relative to the largest element; a missing gradient equals zeros."""
     if one is None or other is None:
-        rest = other if one is None else one
-        return 0.0 if rest is None or not rest.numel() else float(rest.abs().max() > 0)
+        present = other if one is None else one
+        return 0.0 if present is None or not present.numel() else float(present.abs().max() > 0)
     if one.shape != other.shape:
         return float("inf")
     if not one.numel():

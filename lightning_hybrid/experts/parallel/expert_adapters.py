@@ -1,7 +1,7 @@
-"""How modules with experts are called, so that the rows of their tokens can be computed elsewhere.
+"""Adapters for the calling conventions of modules with experts, so that rows can be computed on other ranks.
 
-An adapter knows one way: how to get rows sorted by expert out of a call, how the experts of one rank compute rows, and
-how the results become what the call returns. Three are here, and users register further ones:
+An adapter implements one convention: it extracts rows sorted by expert from a call, applies the experts of one rank to
+rows, and turns the results into the call's return value. Three are here, and users register further ones:
 
     BatchedPairs    experts(hidden [T, D], which [T, k], weights [T, k])     weights stacked [E, ...], as transformers'
     BatchedRows     experts(rows [P, D] by expert, counts [E])               weights stacked; the package's own layer
@@ -20,96 +20,96 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.token_dispatch import all_pairs, combine, take_rows
+from lightning_hybrid.experts.moe.token_dispatch import combine, dispatch_all_pairs, gather_rows
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
-# Of rows [P, D] sorted by expert and how many there are of each expert [E]: what the experts make of them, [P, D'].
+# (rows [P, D] sorted by expert, row count of each expert [E]) -> results [P, D'], computed on the experts' ranks.
 Exchange = Callable[[Tensor, Tensor], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-_TOKENS = 13  # of each rank in a proof
+_TOKENS = 13  # tokens of each rank in a proof
 
 
 class ExpertsAdapter(ABC):
-    """One module with experts, and how it is called.
+    """Base class of adapters: one module with experts and its calling convention.
 
     Attributes:
-        num_experts: Of the module.
-        what: The way it is called, in words.
+        num_experts: Number of experts of the module.
+        what: Description of the calling convention.
         may_skip: Whether an expert that gets no row has no gradient.
-        again: Makes of the module's forward one that draws what the forward draws next; set for a run.
+        again: Wraps the module's forward so that it draws the random numbers of the next forward; set for a run.
     """
 
     what: ClassVar[str]
     may_skip: ClassVar[bool] = False
 
     def __init__(self, num_experts: int) -> None:
-        """Args: num_experts: of the module."""
+        """Args: num_experts: number of experts of the module."""
         self.num_experts = num_experts
-        self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
+        self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _identity
 
     @classmethod
     @abstractmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
-        """Adapters that may be right, the likeliest first; what is right is proved.
+        """Returns candidate adapters, the most likely first; the right one is found by a proof.
 
         Args:
-            module: Of the user, whole.
-            call: Positional and keyword arguments of a call of it; tensors have no content.
+            module: The user's module, with full parameters.
+            call: Positional and keyword arguments of a call of it; tensors have no data.
         """
 
     @abstractmethod
     def placements(self, module: nn.Module, size: int) -> dict[str, Shard]:
-        """Where the parts of its parameters lie, by name in the module.
+        """Returns how its parameters are sharded, by name in the module.
 
         Args:
-            module: Whole.
+            module: The module, with full parameters.
             size: Number of ranks; divides the number of experts.
         """
 
     @abstractmethod
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
-        """A small call with real values, for the proof; not all ranks' should meet all experts.
+        """Returns a small call with real data for the proof; on some rank, some experts should get no tokens.
 
         Args:
-            call: As it was recorded; its tensors may have no content.
-            rank: Whose it is; 0 is the first.
+            call: The recorded call; its tensors may have no data.
+            rank: The rank of the example, from 0.
             size: Number of ranks.
-            generator: For random numbers.
+            generator: Source of random numbers.
         """
 
     @abstractmethod
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Any:
-        """What a call of the module returns, where its experts are elsewhere.
+        """Runs a call of the module whose experts are sharded; returns the result of the call.
 
         Args:
-            module: With the parameters of this rank.
-            forward: Its own.
-            args: Of the call.
-            kwargs: Of the call.
-            exchange: Lets rows be computed where their experts are; called once.
+            module: The module, with the parameter shards of this rank.
+            forward: The module's forward.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            exchange: Computes rows on the ranks of their experts; called once.
         """
 
     @abstractmethod
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """What experts of this rank make of rows.
+        """Applies experts of this rank to rows, [R, D] -> [R, D'].
 
         Args:
-            module: With the parameters of this rank.
-            forward: Its own.
+            module: The module, with the parameter shards of this rank.
+            forward: The module's forward.
             rows: [R, D], sorted by expert.
-            counts: How many of each expert.
-            first: The first of these experts, among those of this rank.
+            counts: Number of rows of each expert.
+            first: Index of the first of these experts among those of this rank.
         """
 
 
 class _Batched(ExpertsAdapter):
-    """Weights are stacked along their first dim."""
+    """Base class for experts whose weights are stacked along their first dim."""
 
     def __init__(self, num_experts: int, attributes: Sequence[str], names: Mapping[str, str]) -> None:
-        """Args: attributes: that hold the number of experts. names: of the arguments, by what they are."""
+        """Args: attributes: that contain the number of experts. names: argument names by role."""
         super().__init__(num_experts)
         self.attributes, self.names = tuple(attributes), dict(names)
 
@@ -117,23 +117,23 @@ class _Batched(ExpertsAdapter):
         """As ``ExpertsAdapter``."""
         return {name: Shard.evenly(0, self.num_experts, size) for name, _ in module.named_parameters()}
 
-    def _called(self, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
-        """By place where that is possible: what is behind a decorated forward may have other names for them."""
-        given = {self.names[what]: value for what, value in arguments.items()}
-        by_place = []
+    def _call_forward(self, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
+        """Passes arguments by position where possible: the function in a decorated forward may name them otherwise."""
+        named = {self.names[role]: value for role, value in arguments.items()}
+        positional = []
         for parameter in list(_signature(type(module).forward).parameters.values())[1:]:
-            if parameter.name not in given or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            if parameter.name not in named or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 break
-            by_place.append(given.pop(parameter.name))
-        out: Tensor = forward(*by_place, **given)
+            positional.append(named.pop(parameter.name))
+        out: Tensor = forward(*positional, **named)
         return out
 
     @contextlib.contextmanager
-    def _as_many(self, module: nn.Module) -> Iterator[None]:
-        """The module has as many experts as weights inside."""
-        here = next(module.parameters()).shape[0]
+    def _local_expert_count(self, module: nn.Module) -> Iterator[None]:
+        """Sets the module's number of experts to that of its local shard inside the context."""
+        num_local = next(module.parameters()).shape[0]
         saved = {name: module.__dict__[name] for name in self.attributes}
-        module.__dict__.update(dict.fromkeys(self.attributes, here))
+        module.__dict__.update(dict.fromkeys(self.attributes, num_local))
         try:
             yield
         finally:
@@ -141,9 +141,9 @@ class _Batched(ExpertsAdapter):
 
 
 class BatchedPairs(_Batched):
-    """``experts(hidden [T, D], which [T, k], weights [T, k]) -> [T, D]``.
+    """Adapter for ``experts(hidden [T, D], which [T, k], weights [T, k]) -> [T, D]``.
 
-    A pair that names no expert (a number beyond theirs) counts for nothing.
+    A pair whose expert index is out of range is ignored.
     """
 
     what = "stacked weights, called with tokens, experts and weights"
@@ -152,7 +152,7 @@ class BatchedPairs(_Batched):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
         size = stacked_experts(module)
-        names = _pair_names(bound(module, call))
+        names = _pair_names(bound_arguments(module, call))
         if size is None or names is None:
             return []
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
@@ -161,26 +161,26 @@ class BatchedPairs(_Batched):
         """As ``ExpertsAdapter``; the last rank's tokens all go to the experts of the first one."""
         leaves, spec = flatten(call)
         tokens, (_, k) = _TOKENS, next(x.shape for x in leaves if not _is_float(x))
-        experts = max(k, _num_met(self.num_experts, rank, size))
+        experts = max(k, _num_reachable(self.num_experts, rank, size))
         which = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k]
-        given = [
+        inputs = [
             torch.randn(tokens, *leaf.shape[1:], generator=generator) if _is_float(leaf) else which.to(leaf.dtype)
             for leaf in leaves
         ]
-        example: Call = unflatten(given, spec)
+        example: Call = unflatten(inputs, spec)
         return example
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
         """As ``ExpertsAdapter``."""
-        given = bound(module, (args, kwargs))
-        hidden, which, weights = (given[self.names[what]] for what in ("hidden", "which", "weights"))
+        arguments = bound_arguments(module, (args, kwargs))
+        hidden, which, weights = (arguments[self.names[role]] for role in ("hidden", "which", "weights"))
         shape, k = hidden.shape, which.shape[-1]
         hidden = hidden.reshape(-1, shape[-1])
         numbers = which.reshape(-1).clamp(0, self.num_experts)
         counts = torch.bincount(numbers, minlength=self.num_experts + 1)[: self.num_experts]
-        pairs = all_pairs(numbers.view(-1, k), weights.reshape(-1, k), counts)
-        out = exchange(take_rows(hidden, pairs), counts)
-        if missing := numbers.shape[0] - out.shape[0]:  # pairs that name no expert lie behind all others
+        pairs = dispatch_all_pairs(numbers.view(-1, k), weights.reshape(-1, k), counts)
+        out = exchange(gather_rows(hidden, pairs), counts)
+        if missing := numbers.shape[0] - out.shape[0]:  # pairs without an expert come after all others
             out = torch.cat([out, out.new_zeros(missing, out.shape[-1])])
         return combine(out, pairs, hidden.shape[0]).view(*shape[:-1], out.shape[-1])
 
@@ -192,12 +192,12 @@ class BatchedPairs(_Batched):
         repeats = torch.tensor(counts, device=rows.device)
         which = numbers.repeat_interleave(repeats, output_size=rows.shape[0])[:, None]
         arguments = {"hidden": rows, "which": which, "weights": rows.new_ones(rows.shape[0], 1)}
-        with self._as_many(module):
-            return self._called(module, forward, arguments)
+        with self._local_expert_count(module):
+            return self._call_forward(module, forward, arguments)
 
 
 class BatchedRows(_Batched):
-    """``experts(rows [P, D], counts [E]) -> [P, D']``, rows sorted by expert; counts a tensor or a list."""
+    """Adapter for ``experts(rows [P, D], counts [E]) -> [P, D']``, rows sorted by expert; counts a tensor or a list."""
 
     what = "stacked weights, called with rows by expert and their numbers"
 
@@ -205,7 +205,7 @@ class BatchedRows(_Batched):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
         size = stacked_experts(module)
-        found = rows_and_counts(bound(module, call), size)
+        found = rows_and_counts(bound_arguments(module, call), size)
         if size is None or found is None:
             return []
         names = dict(zip(("rows", "counts"), found, strict=True))
@@ -217,8 +217,8 @@ class BatchedRows(_Batched):
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
         """As ``ExpertsAdapter``."""
-        given = bound(module, (args, kwargs))
-        rows, counts = given[self.names["rows"]], given[self.names["counts"]]
+        arguments = bound_arguments(module, (args, kwargs))
+        rows, counts = arguments[self.names["rows"]], arguments[self.names["counts"]]
         self._as_list = not isinstance(counts, Tensor)
         return exchange(rows, torch.as_tensor(counts, device=rows.device))
 
@@ -226,20 +226,20 @@ class BatchedRows(_Batched):
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
         """As ``ExpertsAdapter``."""
-        here = next(module.parameters()).shape[0]
-        numbers = [0] * first + list(counts) + [0] * (here - first - len(counts))
-        given = numbers if self._as_list else torch.tensor(numbers, device=rows.device)
-        with self._as_many(module):
-            return self._called(module, forward, {"rows": rows, "counts": given})
+        num_local = next(module.parameters()).shape[0]
+        numbers = [0] * first + list(counts) + [0] * (num_local - first - len(counts))
+        local_counts = numbers if self._as_list else torch.tensor(numbers, device=rows.device)
+        with self._local_expert_count(module):
+            return self._call_forward(module, forward, {"rows": rows, "counts": local_counts})
 
 
 def small_call(call: Call, num_experts: int, generator: torch.Generator) -> Call:
-    """A call with few tokens and real values.
+    """Returns a call with few tokens and real data.
 
     Args:
-        call: As it was recorded.
-        num_experts: Whole numbers without content are drawn below it.
-        generator: For random numbers.
+        call: The recorded call.
+        num_experts: Upper bound of the integers that are drawn for integer tensors.
+        generator: Source of random numbers.
     """
     leaves, spec = flatten(call)
     first = next((leaf for leaf in leaves if _is_float(leaf)), None)
@@ -261,16 +261,16 @@ def small_call(call: Call, num_experts: int, generator: torch.Generator) -> Call
 
 
 def small_rows(call: Call, num_experts: int, rank: int, size: int, generator: torch.Generator) -> Call:
-    """A call with few rows, sorted by expert, of which some have none.
+    """Returns a call with few rows, sorted by expert; some experts have none.
 
     Args:
-        call: As it was recorded: rows, and a tensor or a list of their numbers.
-        num_experts: Of the module.
-        rank: Whose it is; most experts get nothing on the last one.
+        call: The recorded call: rows, and a tensor or a list of row counts.
+        num_experts: Number of experts of the module.
+        rank: The rank of the example; most experts get no row on the last one.
         size: Number of ranks.
-        generator: For random numbers.
+        generator: Source of random numbers.
     """
-    which = torch.randint(_num_met(num_experts, rank, size), (_TOKENS,), generator=generator)
+    which = torch.randint(_num_reachable(num_experts, rank, size), (_TOKENS,), generator=generator)
     numbers = torch.bincount(which, minlength=num_experts)
 
     def small(leaf: Any) -> Any:
@@ -284,20 +284,20 @@ def small_rows(call: Call, num_experts: int, rank: int, size: int, generator: to
     return tuple(map(small, args)), {name: small(value) for name, value in kwargs.items()}
 
 
-def _num_met(num_experts: int, rank: int, size: int) -> int:
-    """How many of the first experts the tokens of a rank may meet in a proof: on the last rank those of the first."""
+def _num_reachable(num_experts: int, rank: int, size: int) -> int:
+    """Number of experts that a rank's tokens may choose in a proof: on the last rank, those of the first rank."""
     return num_experts if rank < size - 1 or rank == 0 else num_experts // size
 
 
-def rows_and_counts(given: Mapping[str, Any], size: int | None) -> tuple[str, str] | None:
-    """Which arguments are rows sorted by expert and their numbers; None if that is not how it is called.
+def rows_and_counts(arguments: Mapping[str, Any], size: int | None) -> tuple[str, str] | None:
+    """Returns the names of the arguments with rows sorted by expert and with their counts; None if there are none.
 
     Args:
-        given: Arguments by name.
+        arguments: Arguments by name.
         size: Number of experts.
     """
-    rows = [name for name, value in given.items() if _is_float(value) and value.dim() == 2]
-    counts = [name for name, value in given.items() if _is_counts(value, size)]
+    rows = [name for name, value in arguments.items() if _is_float(value) and value.dim() == 2]
+    counts = [name for name, value in arguments.items() if _is_counts(value, size)]
     return (rows[0], counts[0]) if size is not None and len(rows) == len(counts) == 1 else None
 
 
@@ -305,39 +305,39 @@ def rows_and_counts(given: Mapping[str, Any], size: int | None) -> tuple[str, st
 
 
 def stacked_experts(module: nn.Module) -> int | None:
-    """The number of experts whose weights a module holds stacked, if all of its parameters are such.
+    """Returns the number of experts of a module whose parameters are all stacked weights of experts; None otherwise.
 
     Args:
-        module: Of the user, whole.
+        module: The user's module, with full parameters.
     """
-    own = list(module.parameters(recurse=False))
-    if not own or len(own) != len(list(module.parameters())) or not any(p.dim() >= 3 for p in own):
+    direct = list(module.parameters(recurse=False))
+    if not direct or len(direct) != len(list(module.parameters())) or not any(p.dim() >= 3 for p in direct):
         return None
-    sizes = {p.shape[0] if p.dim() else 0 for p in own}
+    sizes = {p.shape[0] if p.dim() else 0 for p in direct}
     return sizes.pop() if len(sizes) == 1 and min(sizes) >= 2 else None
 
 
 def _attributes_of(module: nn.Module, size: int) -> list[tuple[str, ...]]:
-    """Attributes that may hold the number of experts, the likeliest choice first."""
+    """Returns sets of attributes that may contain the number of experts, the most likely first."""
     equal = [name for name, value in vars(module).items() if type(value) is int and value == size]
     named = [name for name in equal if "expert" in name.lower()]
-    alone = [(name,) for name in equal]
-    return list(dict.fromkeys([tuple(named), tuple(equal), *alone, ()]))
+    single = [(name,) for name in equal]
+    return list(dict.fromkeys([tuple(named), tuple(equal), *single, ()]))
 
 
-def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# Asked in every call of a layer; what a class is called with does not change.
+# Used in every call of a layer; the signature of a class does not change.
 _signature = functools.cache(inspect.signature)
 
 
-def bound(module: nn.Module, call: Call) -> dict[str, Any]:
-    """The arguments of a call by name; nothing if they have none.
+def bound_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
+    """Returns the arguments of a call by name; an empty dict if they cannot be named.
 
     Args:
-        module: That is called.
+        module: The called module.
         call: Positional and keyword arguments.
     """
     args, kwargs = call
@@ -347,15 +347,15 @@ def bound(module: nn.Module, call: Call) -> dict[str, Any]:
         return {}
     kinds = {name: parameter.kind for name, parameter in matched.signature.parameters.items()}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = {name: value for name, value in list(matched.arguments.items())[1:] if kinds[name] not in variadic}
+    named = {name: value for name, value in list(matched.arguments.items())[1:] if kinds[name] not in variadic}
     others = [value for name, value in matched.arguments.items() if kinds[name] in variadic and value]
-    return {} if others else given
+    return {} if others else named
 
 
-def _pair_names(given: Mapping[str, Any]) -> dict[str, str] | None:
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+def _pair_names(arguments: Mapping[str, Any]) -> dict[str, str] | None:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     which = [name for name, value in tensors.items() if not _is_float(value) and value.dim() == 2]
-    if len(which) != 1 or len(tensors) != len(given) or len(tensors) != 3:
+    if len(which) != 1 or len(tensors) != len(arguments) or len(tensors) != 3:
         return None
     shape = tensors[which[0]].shape
     floats = [name for name, value in tensors.items() if _is_float(value) and value.shape[-1:] != ()]

@@ -1,4 +1,4 @@
-"""Find the modules with experts, as a recorded step shows them, and prove that ranks may share their experts."""
+"""Detection of modules with experts in a recorded step, with a proof that their experts can be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.adapter_registry import recognised
+from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
 from lightning_hybrid.experts.parallel.equivalence_proof import prove
 from lightning_hybrid.experts.parallel.expert_adapters import Call, ExpertsAdapter, stacked_experts
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import Width, possible_widths
@@ -24,13 +24,13 @@ from lightning_hybrid.step.recording.unit_dedup import UnitKinds, each_alone
 
 @dataclass(frozen=True)
 class FoundExperts:
-    """What was found, the same on every rank.
+    """Result of the detection, the same on every rank.
 
     Attributes:
-        adapters: By FQN of the module.
-        whole: Why the experts of others stay whole on every rank, by FQN.
-        widths: How experts are cut over tensor ranks, by FQN of the module.
-        uncut: Why those of others are not, by FQN.
+        adapters: Adapter of each module with sharded experts, by FQN.
+        replicated: Reason why the experts of another module are replicated on every rank, by FQN.
+        widths: Sharding of experts over tensor ranks, by FQN of the module.
+        unsharded_widths: Reason why the experts of another module are not sharded over tensor ranks, by FQN.
     """
 
     adapters: Mapping[str, ExpertsAdapter] = field(default_factory=dict)
@@ -40,19 +40,18 @@ class FoundExperts:
 
 
 class ExpertCalls:
-    """How modules are called while a step is recorded."""
+    """Records how modules are called while a step is recorded, and finds experts among them."""
 
     def __init__(self) -> None:
-        """Before the recording."""
         self._calls: dict[str, Call] = {}
-        self._rows: dict[str, int | None] = {}  # of each module, in its last call: numbers of vectors that it got
+        self._rows: dict[str, int | None] = {}  # number of vectors in the last call of each module
 
     @contextlib.contextmanager
     def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
-        """A step is recorded inside.
+        """Records the calls of the modules in ``units`` while a step is recorded inside the context.
 
         Args:
-            units: What the recording runs as one operation, by FQN; what lies in them is watched.
+            units: Modules that the recording runs as one operation, by FQN.
         """
         inside = {
             f"{fqn}.{name}" if name else fqn: module
@@ -62,67 +61,67 @@ class ExpertCalls:
         }
 
         def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def seen(*args: Any, **kwargs: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
                 tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
                 first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
-                self._calls[fqn] = copied(args, _form), copied(kwargs, _form)
+                self._calls[fqn] = copied(args, _without_data), copied(kwargs, _without_data)
                 self._rows[fqn] = None if first is None else first.shape[:-1].numel()
                 return forward(*args, **kwargs)
 
-            return seen
+            return recorded
 
         with each_alone(units), replaced_forwards(inside, wrap):
             yield
 
     def find(
-        self, root: nn.Module, size: int, tensor_size: int = 1, uncut: Callable[[str], str] = lambda fqn: ""
+        self, root: nn.Module, size: int, tensor_size: int = 1, why_unsharded: Callable[[str], str] = lambda fqn: ""
     ) -> FoundExperts:
-        """The modules whose experts ``size`` ranks can share, or tensor ranks.
+        """Finds the modules whose experts can be sharded over ``size`` ranks, or over tensor ranks.
 
         Args:
-            root: The user's module, whole.
-            size: Number of ranks that share experts.
+            root: The user's module, with full parameters.
+            size: Number of expert-parallel ranks.
             tensor_size: Number of tensor ranks.
-            uncut: Why tensor ranks cannot share those of a module, given its FQN; nothing if they might.
+            why_unsharded: Returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
         """
         found: dict[str, ExpertsAdapter] = {}
         whole: dict[str, str] = {}
         widths: dict[str, Width] = {}
-        not_cut: dict[str, str] = {}
-        known: dict[int, ExpertsAdapter | str] = {}
-        known_widths: dict[tuple[int, str], Width | str] = {}
+        reasons: dict[str, str] = {}
+        chosen: dict[int, ExpertsAdapter | str] = {}  # by structure of the module, as the next
+        chosen_widths: dict[tuple[int, str], Width | str] = {}
         kinds = UnitKinds()
-        shared = _held_twice(root)
+        tied = _tied_parameters(root)
         for fqn, call in self._calls.items():
             module = root.get_submodule(fqn)
-            candidates = [c for c in recognised(module, call) if not self._is_a_stack(fqn, c)]
+            candidates = [c for c in candidate_adapters(module, call) if not self._is_layer_stack(fqn, c)]
             if not candidates:
                 continue
-            if any(id(parameter) in shared for parameter in module.parameters()):
-                whole[fqn] = not_cut[fqn] = "other modules hold its parameters too"
+            if any(id(parameter) in tied for parameter in module.parameters()):
+                whole[fqn] = reasons[fqn] = "its parameters are tied to those of other modules"
                 continue
             key = kinds.kind_of(fqn, module)
-            if size > 1 and key not in known:
-                known[key] = _chosen(module, candidates, call, size)
-            answer = known.get(key, "")
-            if isinstance(answer, ExpertsAdapter):
-                found[fqn] = answer
-            elif answer:
-                whole[fqn] = answer
+            if size > 1 and key not in chosen:
+                chosen[key] = _choose_adapter(module, candidates, call, size)
+            choice = chosen.get(key, "")
+            if isinstance(choice, ExpertsAdapter):
+                found[fqn] = choice
+            elif choice:
+                whole[fqn] = choice
             if tensor_size > 1 and stacked_experts(module) is not None:
-                reason = uncut(fqn)
-                if (key, reason) not in known_widths:
-                    tried = [(answer, size)] if isinstance(answer, ExpertsAdapter) else [(c, 1) for c in candidates]
-                    known_widths[key, reason] = reason or _width_of(module, tried, call, tensor_size)
-                width = known_widths[key, reason]
+                reason = why_unsharded(fqn)
+                if (key, reason) not in chosen_widths:
+                    tried = [(choice, size)] if isinstance(choice, ExpertsAdapter) else [(c, 1) for c in candidates]
+                    chosen_widths[key, reason] = reason or _pick_width(module, tried, call, tensor_size)
+                width = chosen_widths[key, reason]
                 if isinstance(width, Width):
                     widths[fqn] = width
                 else:
-                    not_cut[fqn] = width
-        return FoundExperts(found, whole, widths, not_cut)
+                    reasons[fqn] = width
+        return FoundExperts(found, whole, widths, reasons)
 
-    def _is_a_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
-        """Whether the modules of a list all get everything, as layers do."""
+    def _is_layer_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
+        """Returns whether the modules of a list all get all tokens, as layers do."""
         if not isinstance(adapter, ExpertList):
             return False
         rows = [self._rows.get(f"{fqn}.{name}") for name in adapter.names]
@@ -130,14 +129,14 @@ class ExpertCalls:
         return None not in rows and len(set(rows)) == 1 and tokens in (None, rows[0])
 
 
-def _form(tensor: Tensor) -> Tensor:
-    """Something of its shape and dtype without content: what units are called with may be large."""
+def _without_data(tensor: Tensor) -> Tensor:
+    """Returns a meta tensor of the same shape and dtype: inputs of units may be large."""
     with torch._C.DisableTorchFunction():
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
-def _chosen(module: nn.Module, candidates: list[ExpertsAdapter], call: Call, size: int) -> ExpertsAdapter | str:
-    """The first adapter that is right, or why none is."""
+def _choose_adapter(module: nn.Module, candidates: list[ExpertsAdapter], call: Call, size: int) -> ExpertsAdapter | str:
+    """Returns the first adapter whose proof succeeds, or the reason why there is none."""
     reason = ""
     for adapter in candidates:
         if adapter.num_experts % size:
@@ -150,8 +149,10 @@ def _chosen(module: nn.Module, candidates: list[ExpertsAdapter], call: Call, siz
     return reason
 
 
-def _width_of(module: nn.Module, tried: list[tuple[ExpertsAdapter, int]], call: Call, tensor_size: int) -> Width | str:
-    """The first way to cut each expert that is right, or why none is."""
+def _pick_width(
+    module: nn.Module, tried: list[tuple[ExpertsAdapter, int]], call: Call, tensor_size: int
+) -> Width | str:
+    """Returns the first sharding of each expert whose proof succeeds, or the reason why there is none."""
     possible, reason = possible_widths(module, tensor_size)
     for width, (adapter, size) in itertools.product(possible, tried[:1]):
         verdict = prove(module, adapter, call, size, width)
@@ -162,7 +163,7 @@ def _width_of(module: nn.Module, tried: list[tuple[ExpertsAdapter, int]], call: 
 
 
 def has_stacked_experts(root: nn.Module) -> bool:
-    """Whether some module may hold the weights of experts stacked.
+    """Returns whether some module may have stacked weights of experts.
 
     Args:
         root: The user's module.
@@ -170,12 +171,12 @@ def has_stacked_experts(root: nn.Module) -> bool:
     return any(stacked_experts(module) is not None for module in root.modules())
 
 
-def _held_twice(root: nn.Module) -> set[int]:
-    """Ids of parameters that several modules hold."""
-    seen: set[int] = set()
-    twice: set[int] = set()
+def _tied_parameters(root: nn.Module) -> set[int]:
+    """Returns the ids of parameters that several modules have."""
+    visited: set[int] = set()
+    tied: set[int] = set()
     for module in root.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                (twice if id(parameter) in seen else seen).add(id(parameter))
-    return twice
+                (tied if id(parameter) in visited else visited).add(id(parameter))
+    return tied

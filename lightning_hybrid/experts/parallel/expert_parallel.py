@@ -1,4 +1,4 @@
-"""The modules of one rank whose experts are shared: how they are cut, and how they run."""
+"""Expert parallelism of one rank: runs modules whose experts are sharded, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lightning_hybrid.step.tracing.recording import StepError
 def placements_of(
     root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, cuts: Sequence[AxisCut] = ()
 ) -> dict[str, Shard]:
-    """Where the parts of the experts lie, by FQN of the parameter in the root.
+    """Returns how the parameters of experts are sharded, by FQN in the root.
 
     Args:
-        root: The user's module, whole.
-        adapters: By FQN of the module with experts.
+        root: The user's module, with full parameters.
+        adapters: Adapters by FQN of the module with experts.
         size: Number of ranks.
-        cuts: What is cut before.
+        cuts: Shardings that are applied before.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found = {}
@@ -41,7 +41,7 @@ def placements_of(
         for name, placement in adapter.placements(module, size).items():
             parameter = module.get_parameter(name)
             fqn_of = names[id(parameter)]
-            if placement.is_owned:  # all that is left
+            if placement.is_owned:  # one rank has all that the other shardings leave
                 owner = placement.pieces[0].owner
                 placement = Shard.owned(part_of(cuts, fqn_of, parameter.shape).shape[0], size, owner or 0)
             found[fqn_of] = placement
@@ -49,32 +49,32 @@ def placements_of(
 
 
 class ContextRows(Protocol):
-    """Context ranks that share experts, whose layers see rows of their own positions, or all of them the same rows."""
+    """Context ranks among the expert-parallel ranks: layers see the rows of local positions, or replicated rows."""
 
     def see_own(self, names: Iterable[str]) -> bool:
-        """Whether what uses these parameters in the forward under way sees the positions of this rank alone."""
+        """Returns whether the module with these parameters sees only this rank's positions in the current forward."""
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """First and end of this rank's share of so many rows."""
+        """Returns start and stop of this rank's shard of ``number`` rows."""
 
     def share(self, rows: Tensor) -> Tensor:
-        """This rank's share of rows that all have; the gradient comes from all."""
+        """Returns this rank's shard of replicated rows [R, D]; the backward gathers the gradients of all ranks."""
 
     def joined(self, share: Tensor, number: int) -> Tensor:
-        """So many rows, of which each rank has its share."""
+        """All-gathers ``number`` rows from the shards of the ranks."""
 
 
 class RanksOfExpertsDiffer(RuntimeError):
-    """Ranks that share experts are about to run their layers a different number of times."""
+    """Expert-parallel ranks have different numbers of microbatches."""
 
 
 class SharedExperts:
-    """The modules with experts of one rank.
+    """Runs the modules with sharded experts of one rank.
 
     Attributes:
-        adapters: By FQN.
-        cut: What this rank holds of each parameter.
-        ranks: That share the experts.
+        adapters: Adapters by FQN of the module.
+        cut: Sharding of the parameters over the expert-parallel ranks.
+        ranks: All-to-all over the expert-parallel ranks.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class SharedExperts:
         guards: Guards,
         context: ContextRows | None = None,
     ) -> None:
-        """Before the parameters are cut.
+        """Prepares the modules before their parameters are sharded.
 
         Args:
             root: The user's module.
-            adapters: By FQN.
-            cut: What this rank holds of each parameter.
-            chunks: Of the experts of each rank, whose messages overlap with computation.
-            randomness: Keys what modules draw.
-            guards: Of the run.
+            adapters: Adapters by FQN of the module.
+            cut: Sharding of the parameters over the expert-parallel ranks.
+            chunks: Number of chunks of each rank's experts, whose messages overlap with computation.
+            randomness: Keyed random numbers of the modules.
+            guards: Guards of the run.
             context: The context ranks, if there are several.
         """
         self._context = context
@@ -105,41 +105,41 @@ class SharedExperts:
         self.ranks = RanksOfExperts(cut.group, chunks=chunks)
         self._root = root
         self._modules: dict[str, nn.Module] = {}
-        self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # that are cut, by module and their own FQN
-        self._wholes: dict[str, dict[nn.Parameter, Tensor]] | None = None
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # sharded ones, by module and FQN
+        self._full: dict[str, dict[nn.Parameter, Tensor]] | None = None
         for adapter in self.adapters.values():
             adapter.again = randomness.again
 
     @property
     def not_gathered_by_layer(self) -> frozenset[str]:
-        """FQNs of parameters that not all ranks use as often: nobody may wait for others when a layer runs."""
+        """FQNs of parameters that ranks use unequally often: no layer may gather them by a collective."""
         lists = {fqn for fqn, adapter in self.adapters.items() if adapter.may_skip}
         return frozenset(name for name in self.cut.placements if any(name.startswith(f"{fqn}.") for fqn in lists))
 
     def be_ready(self) -> None:
-        """Be ready to run, now that each parameter holds this rank's part."""
+        """Collects the modules of this rank, once each parameter is this rank's local shard."""
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         for fqn in self.adapters:
             module = self._root.get_submodule(fqn)
-            mine = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.cut.placements}
-            if not any(map(is_absent, mine.values())):
-                self._modules[fqn], self._parameters[fqn] = module, mine
+            sharded = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.cut.placements}
+            if not any(map(is_absent, sharded.values())):
+                self._modules[fqn], self._parameters[fqn] = module, sharded
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The modules run with shared experts inside; in evaluation, code around them finds all experts."""
-        cut = [parameter for mine in self._parameters.values() for parameter in mine.values()]
-        around = self._outside.on(cut) if self._wholes is None else self.all_held()
+        """Runs the modules with sharded experts inside; in evaluation, code outside of them sees full experts."""
+        sharded = [parameter for named in self._parameters.values() for parameter in named.values()]
+        around = self._outside.on(sharded) if self._full is None else self.all_held()
         with around, replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward)):
             yield
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:
-        """Other ranks may be at another line, and would not answer a gather of their experts.
+        """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather.
 
         Raises:
             StepError: Always.
         """
-        named = [(name, p) for mine in self._parameters.values() for name, p in mine.items()]
+        named = [(name, p) for parameters in self._parameters.values() for name, p in parameters.items()]
         name = next(name for name, p in named if p is parameter)
         raise StepError(
             f"the training step reads '{name}' outside of its layer, but {self.cut.group.size()} ranks share these"
@@ -148,8 +148,8 @@ class SharedExperts:
         )
 
     def _run(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._wholes is not None:
-            with _holding(self._wholes[fqn]):
+        if self._full is not None:
+            with _swapped_data(self._full[fqn]):
                 return forward(*args, **kwargs)
         with self._outside.inside(self._parameters[fqn].values()):
             return self._exchanged(fqn, forward, args, kwargs)
@@ -163,13 +163,13 @@ class SharedExperts:
             return self.ranks.run(rows, counts, partial(adapter.compute, module, forward), trains=trains)
 
         def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
-            """Context ranks have the same rows: each row is to be computed, and to give a gradient, once."""
+            """Exchanges a shard of rows that are replicated over context ranks: each row is computed only once."""
             assert self._context is not None
             number = int(counts.sum())
             first, end = self._context.range_of(number)
             ends = counts.cumsum(0)
-            mine = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
-            return self._context.joined(exchange(self._context.share(rows[:number]), mine), number)
+            local_counts = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
+            return self._context.joined(exchange(self._context.share(rows[:number]), local_counts), number)
 
         if self._context is None or self._context.see_own(self._parameters[fqn]):
             return adapter.run(module, forward, args, kwargs, exchange)
@@ -178,13 +178,13 @@ class SharedExperts:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def meet(self, num_microbatches: int) -> None:
-        """See that all ranks are about to run the layers as often; collective over the ranks that share experts.
+        """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks.
 
         Args:
-            num_microbatches: Of the step on this rank.
+            num_microbatches: Number of microbatches of the step on this rank.
 
         Raises:
-            RanksOfExpertsDiffer: They are not; on every rank.
+            RanksOfExpertsDiffer: The numbers differ; raised on every rank.
         """
         votes = where_sent(torch.tensor([num_microbatches, -num_microbatches]), self.cut.group)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cut.group)
@@ -198,11 +198,11 @@ class SharedExperts:
 
     @torch.no_grad()
     def agree_on_gradients(self) -> None:
-        """What one rank alone holds has a gradient on the others too, of no element; collective.
+        """Gives a parameter that one rank owns an empty gradient on the other ranks, if it has one there; collective.
 
-        So optimizers have a state for the same parameters on every rank.
+        So optimizers have states for the same parameters on every rank.
         """
-        owned = [p for fqn, mine in self._parameters.items() if self.adapters[fqn].may_skip for p in mine.values()]
+        owned = [p for fqn, named in self._parameters.items() if self.adapters[fqn].may_skip for p in named.values()]
         if not owned:
             return
         has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
@@ -215,38 +215,38 @@ class SharedExperts:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, parts: HeldParts) -> None:
-        """Hold all experts until ``end_evaluation``: replicas may have different numbers of batches; collective.
+        """All-gathers the experts until ``end_evaluation``: replicas may have unequal numbers of batches; collective.
 
         Args:
-            parts: What this rank holds of all parameters.
+            parts: Local shards of all parameters.
         """
         with torch.no_grad():
-            self._wholes = {
-                fqn: {p: parts.joined(name, p.detach(), over_tensor_ranks=False) for name, p in mine.items()}
-                for fqn, mine in self._parameters.items()
+            self._full = {
+                fqn: {p: parts.joined(name, p.detach(), over_tensor_ranks=False) for name, p in named.items()}
+                for fqn, named in self._parameters.items()
             }
 
     @contextlib.contextmanager
     def all_held(self) -> Iterator[None]:
-        """Inside an evaluation: also code that no layer of experts runs finds all experts."""
+        """Uses full experts inside an evaluation, also in code outside of their layers."""
         with contextlib.ExitStack() as stack:
-            for wholes in (self._wholes or {}).values():
-                stack.enter_context(_holding(wholes))
+            for tensors in (self._full or {}).values():
+                stack.enter_context(_swapped_data(tensors))
             yield
 
     def end_evaluation(self) -> None:
-        """Let them go."""
-        self._wholes = None
+        """Frees the full experts."""
+        self._full = None
 
 
 @contextlib.contextmanager
-def _holding(wholes: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Parameters are whole inside."""
-    parts = {parameter: parameter.data for parameter in wholes}
-    for parameter, whole in wholes.items():
-        parameter.data = whole
+def _swapped_data(full: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Replaces the data of parameters by the full tensors inside the context."""
+    local = {parameter: parameter.data for parameter in full}
+    for parameter, tensor in full.items():
+        parameter.data = tensor
     try:
         yield
     finally:
-        for parameter, part in parts.items():
-            parameter.data = part
+        for parameter, tensor in local.items():
+            parameter.data = tensor
