@@ -67,10 +67,7 @@ class Background:
                 self._to_remove.append(path)
 
     def wait(self, *, complain: Callable[[str], None] | None = None) -> None:
-        """Wait for the save in progress.
-
-        Args:
-            complain: Called with the error message instead of raising.
+        """Wait for the save in progress; if it failed, call ``complain`` with the message, or raise without it.
 
         Raises:
             CheckpointError: It could not be written.

@@ -80,17 +80,17 @@ def whole(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> He
     return Held(tuple(tensor.shape), tensor.dtype, boxes, written_by)
 
 
-def assign_boxes(held: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
+def assign_boxes(tensors: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
     """Select the boxes that this rank writes; boxes that several ranks have are balanced over them by bytes.
 
     Args:
-        held: All tensors to save, in the same order on every rank.
+        tensors: All tensors to save, in the same order on every rank.
         mesh: The process groups; None for one process.
     """
     positions: dict[str, tuple[int, int]] = {}
     assigned_bytes: dict[str, list[int]] = {}
     own = []
-    for each in held:
+    for each in tensors:
         for axis in {ANY, each.written_by} - positions.keys() - {FIRST}:
             positions[axis] = (1, 0) if mesh is None else _rank_among_copies(mesh, axis)
             assigned_bytes[axis] = [0] * positions[axis][0]
@@ -117,12 +117,12 @@ def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
 class Holdings:
     """The local state of one rank: its shards of the module and of the optimizers."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, parts: HeldParts | None) -> None:
-        """Args: root: the user's module. mesh: the process groups. plan, parts: owner stages and local shards."""
+    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: HeldParts | None) -> None:
+        """Args: root: the user's module. mesh: the process groups. plan, shards: owner stages and local shards."""
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_cut else None
-        self._axis_cuts = [] if parts is None else list(parts.cuts)
+        self._axis_cuts = [] if shards is None else list(shards.cuts)
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 

@@ -201,19 +201,19 @@ class SavedOptimizer(Mapping[str, Any]):
     def _torch_state(self) -> dict[str, Any]:
         return torch_state(self._named)
 
-    def own(self, optimizer: Optimizer, holdings: Holdings) -> dict[str, Any]:
+    def own(self, optimizer: Optimizer, local: Holdings) -> dict[str, Any]:
         """Read the state of this rank's parameters, or shards of them, by number.
 
         Args:
             optimizer: The optimizer that will load it.
-            holdings: The local state of this rank.
+            local: The local state of this rank.
 
         Raises:
             CheckpointError: It is the state of other parameters.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved_names = self._named["names"]
-        names = [holdings.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
+        names = [local.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
         if len(names) != len(saved_names):
             raise CheckpointError(
                 f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(saved_names)};"
@@ -226,7 +226,7 @@ class SavedOptimizer(Mapping[str, Any]):
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
             entry = self._named["state"].get(name if by_name else saved_names[number])
             if entry is not None and not is_absent(parameter):
-                states[number] = put_tensors(entry, partial(self._request_tensor, requests, holdings, name, parameter))
+                states[number] = put_tensors(entry, partial(self._request_tensor, requests, local, name, parameter))
         self._saved.read(requests)
         others = {key: self._saved.filled(entry) for key, entry in self._others()}
         groups = [dict(group) for group in self._named["param_groups"]]
@@ -239,15 +239,15 @@ class SavedOptimizer(Mapping[str, Any]):
         return [(key, entry) for key, entry in self._named["state"].items() if key not in names]
 
     def _request_tensor(
-        self, requests: list[ReadRequest], holdings: Holdings, name: str, parameter: Tensor, key: str
+        self, requests: list[ReadRequest], local: Holdings, name: str, parameter: Tensor, key: str
     ) -> Tensor:
         saved = self._saved.tensors.get(key)
         if saved is None:
             raise CheckpointError(f"{self._saved.path} has no {key}")
         shard = None
-        shape, full = saved.size, holdings.whole_shape(parameter)
-        if holdings.is_sharded(parameter) and tuple(saved.size) == full:
-            shard = holdings.local_shard(name, full)
+        shape, full = saved.size, local.whole_shape(parameter)
+        if local.is_sharded(parameter) and tuple(saved.size) == full:
+            shard = local.local_shard(name, full)
             shape = torch.Size(shard.shape)
         requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
         return requests[-1].target

@@ -25,14 +25,14 @@ _LISTED = 4
 
 
 def gather_module_state(
-    root: nn.Module, plan: StagePlan, parts: HeldParts | None = None, *, is_copy: bool = False, keep: bool = True
+    root: nn.Module, plan: StagePlan, shards: HeldParts | None = None, *, is_copy: bool = False, keep: bool = True
 ) -> dict[str, Any]:
     """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
 
     Args:
         root: The user's module, or a copy of it that is sharded like it.
         plan: Stage plan of the module.
-        parts: Local shards of the module.
+        shards: Local shards of the module.
         is_copy: Whether ``root`` is a copy.
         keep: Whether this pipeline needs it; other pipelines with shards of the same model copy only send them.
     """
@@ -51,8 +51,8 @@ def gather_module_state(
         else:
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
-            if parts is not None and tensor is not None:
-                value = parts.whole_of(names[id(tensor)], value)
+            if shards is not None and tensor is not None:
+                value = shards.whole_of(names[id(tensor)], value)
             if keep:
                 mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     if not keep:
@@ -71,21 +71,21 @@ def _gather_on_first(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]
 
 
 def load_module_state(
-    root: nn.Module, state: Mapping[str, Any], parts: HeldParts | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: HeldParts | None = None, *, strict: bool, prefix: str = ""
 ) -> None:
     """Load a full state dict into this rank's parameters, or shards of them.
 
     Args:
         root: The module.
         state: The full state dict.
-        parts: Local shards of the module.
+        shards: Local shards of the module.
         strict: Whether names must be the same.
         prefix: Prefix of the sharded module's names in ``root``, where that is a submodule of ``root``.
 
     Raises:
         CheckpointError: Names or shapes do not fit.
     """
-    if differing := misfits(root, state, parts, strict=strict, prefix=prefix):
+    if differing := misfits(root, state, shards, strict=strict, prefix=prefix):
         raise CheckpointError(differing)
     with torch.no_grad():
         for key, value in nn.Module.state_dict(root).items():
@@ -93,13 +93,13 @@ def load_module_state(
                 continue
             name = key.removeprefix(prefix)
             if not is_absent(value):
-                value.copy_(state[key] if parts is None else parts.part_of(name, value, state[key]))
+                value.copy_(state[key] if shards is None else shards.part_of(name, value, state[key]))
 
 
-def parts_instead(parts: HeldParts, root: nn.Module) -> Callable[..., None]:
+def parts_instead(shards: HeldParts, root: nn.Module) -> Callable[..., None]:
     """Make a hook for ``root.load_state_dict`` by which this rank loads its shards of a full state dict.
 
-    User code may call ``load_state_dict`` too. Args: parts: local shards of the module. root: the module.
+    User code may call ``load_state_dict`` too. Args: shards: local shards of the module. root: the module.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     keys = {key: names[id(p)] for key, p in root.named_parameters(remove_duplicate=False)}
@@ -111,21 +111,21 @@ def parts_instead(parts: HeldParts, root: nn.Module) -> Callable[..., None]:
             here = own.get(key)
             if not isinstance(value, Tensor) or here is None or is_absent(here):
                 continue
-            if value.shape == parts.whole_shape(name, here):
-                state[prefix + key] = parts.part_of(name, here, value)
+            if value.shape == shards.whole_shape(name, here):
+                state[prefix + key] = shards.part_of(name, here, value)
 
     return hook
 
 
 def misfits(
-    root: nn.Module, state: Mapping[str, Any], parts: HeldParts | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: HeldParts | None = None, *, strict: bool, prefix: str = ""
 ) -> str:
     """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
 
     Args:
         root: The module.
         state: The full state dict.
-        parts: Local shards of the module.
+        shards: Local shards of the module.
         strict: Whether names must be the same.
         prefix: As in ``load_module_state``.
     """
@@ -137,7 +137,7 @@ def misfits(
     for key, value in own.items():
         if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
             continue
-        mine = tuple(value.shape if parts is None else parts.whole_shape(key.removeprefix(prefix), value))
+        mine = tuple(value.shape if shards is None else shards.whole_shape(key.removeprefix(prefix), value))
         if mine != tuple(state[key].shape):
             found.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {mine} in the model")
     if not found:
@@ -150,7 +150,7 @@ def misfits(
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, plan: StagePlan, parts: HeldParts | None = None, *, keep: bool = True
+    optimizer: Optimizer, plan: StagePlan, shards: HeldParts | None = None, *, keep: bool = True
 ) -> dict[str, Any]:
     """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
     state = optimizer.state_dict()
@@ -158,8 +158,8 @@ def gather_optimizer_state(
     mine = {}
     for key, entry in state["state"].items():
         if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
-            parameter = parameters[key] if parts is not None and isinstance(key, int) else None
-            full = map_leaves(partial(_gather_leaf, parameter, parts), entry)
+            parameter = parameters[key] if shards is not None and isinstance(key, int) else None
+            full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
             if keep:
                 mine[key] = full
     if not keep:
@@ -172,25 +172,25 @@ def gather_optimizer_state(
     return {**state, "state": {key: merged[key] for key in order}}
 
 
-def _gather_leaf(parameter: Tensor | None, parts: HeldParts | None, leaf: Any) -> Any:
+def _gather_leaf(parameter: Tensor | None, shards: HeldParts | None, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()
-    return leaf if parts is None or parameter is None else parts.whole_like(parameter, leaf)
+    return leaf if shards is None or parameter is None else shards.whole_like(parameter, leaf)
 
 
 def own_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], parts: HeldParts | None = None
+    optimizer: Optimizer, state: Mapping[str, Any], shards: HeldParts | None = None
 ) -> dict[str, Any]:
     """Select this rank's parameters from a full optimizer state, and shard their entries."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
     own = {number: entry for number, entry in state["state"].items() if number not in absent}
-    if parts is not None:
+    if shards is not None:
         by_number = dict(zip(numbers, parameters, strict=False))
         own = {
-            number: map_leaves(partial(parts.part_like, by_number[number]), entry) if number in by_number else entry
+            number: map_leaves(partial(shards.part_like, by_number[number]), entry) if number in by_number else entry
             for number, entry in own.items()
         }
     return {**state, "state": own}

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_hybrid.namespaces.lightning_names import LIGHTNING, PUBLIC, PYTORCH_LIGHTNING
 
 _ROOT = Path(__file__).parents[1]
-_PACKAGES = ("strategies", "precision", "callbacks")
+_ROOMS = ("strategies", "precision", "callbacks")
 
 
 def find_twins() -> None:
@@ -38,7 +38,7 @@ class _TwinFinder(importlib.abc.MetaPathFinder):
         """Return the spec of the module, if it is a twin and its file exists."""
         home = PYTORCH_LIGHTNING.home + "."
         parts = fullname.removeprefix(home).split(".")
-        if not fullname.startswith(home) or parts[0] not in _PACKAGES:
+        if not fullname.startswith(home) or parts[0] not in _ROOMS:
             return None
         file = _ROOT.joinpath(*parts)
         file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")

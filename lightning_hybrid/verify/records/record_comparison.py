@@ -126,7 +126,7 @@ def compare(
     """
     factor = noise_factor(precision) if factor is None else factor
     differences: list[Difference] = []
-    seen: set[Key] = set()
+    recorded: set[Key] = set()
     expected_keys: set[Key] = set()
     relative = rounding(precision)
     per_replica = bool(reference.replica_losses) or len(ranks) == 1
@@ -138,7 +138,7 @@ def compare(
         noise = _subtract_perturbation(_values(noisy) if is_reference else _of_replica(noisy, observed.replica), noisy)
         found = _values(observed, mean_losses)
         expected_keys.update(expected)
-        seen.update(found)
+        recorded.update(found)
         for key in sorted(expected.keys() | found.keys()):
             if key not in found and _is_sharded(key):
                 continue  # another rank may have it; whether any has it is checked below
@@ -147,7 +147,7 @@ def compare(
             )
             if difference is not None:
                 differences.append(difference)
-    for key in expected_keys - seen:
+    for key in expected_keys - recorded:
         if _is_sharded(key):
             differences.append(Difference(key, 0, _shown(_of_replica(reference, 0)[key]), math.nan, math.inf, 0.0))
     return sorted(differences, key=lambda d: (d.key, d.rank))
