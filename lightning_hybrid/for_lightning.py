@@ -1,4 +1,4 @@
-"""The public classes for `lightning.pytorch`, whichever namespace the asking file uses."""
+"""The public classes for `lightning.pytorch`, whichever namespace the importing file uses."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""The sizes of a parallel run and the arithmetic of its ranks.
+"""The layout of a parallel run: the number of ranks on each axis, and the arithmetic of ranks and coordinates.
 
-A `ParallelLayout` says how many ranks each axis has; everything here follows from these numbers alone, so it can be
-asked on a laptop about a run on a thousand ranks. `mesh.py` turns a layout into process groups.
+A `ParallelLayout` is computed from its sizes only, without process groups, so a laptop can compute the layout of a
+thousand ranks. `mesh.py` makes the process groups of a layout.
 
 Ranks are numbered with the last axis fastest. For `pipeline_parallel_size=2, data_shard_size=2,
 tensor_parallel_size=2`:
@@ -29,7 +29,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of one rank: its index on every axis, outermost axis first."""
+    """The coordinates of one rank: its index on every axis, outermost axis first."""
 
     pp: int
     dp_replicate: int
@@ -43,15 +43,15 @@ class ParallelLayout:
     """The number of ranks on each axis.
 
     Args:
-        pipeline_parallel_size: ranks that the stages of the model are dealt to.
-        data_replicate_size: copies of the model (or of its shards) that see different batches.
-        data_shard_size: ranks that see different batches and share one sharded copy of the model.
-        context_parallel_size: ranks that share the sequence of one batch.
-        tensor_parallel_size: ranks that share each layer.
-        expert_parallel_size: ranks that share the experts; no axis of its own but a view over data and context.
+        pipeline_parallel_size: ranks over which the stages of the model are split.
+        data_replicate_size: copies of the model (or of its shards) that receive different batches.
+        data_shard_size: ranks that receive different batches and shard one copy of the model.
+        context_parallel_size: ranks over which the sequences of one batch are sharded.
+        tensor_parallel_size: ranks over which each layer is sharded.
+        expert_parallel_size: ranks over which the experts are sharded; a view over the data and context axes.
 
     Raises:
-        LayoutError: a size is no int >= 1, or the experts cannot be laid over data and context.
+        LayoutError: a size is no int >= 1, or expert_parallel_size does not fit the data and context axes.
     """
 
     pipeline_parallel_size: int = 1
@@ -72,12 +72,12 @@ class ParallelLayout:
                 f"which expert_parallel_size={self.expert_parallel_size} does not divide; "
                 f"set expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
             )
-        fewer, more = sorted((self.data_shard_size, self.expert_replicas))
-        if more % fewer:
+        smaller, larger = sorted((self.data_shard_size, self.expert_replicas))
+        if larger % smaller:
             raise LayoutError(
                 f"shards of {self.data_shard_size} replicas and experts over {self.expert_replicas} of them "
                 f"(expert_parallel_size={self.expert_parallel_size}) do not fit each other; set one to a multiple of "
-                f"the other, such as expert_parallel_size={math.gcd(fewer, more) * self.expert_contexts}"
+                f"the other, such as expert_parallel_size={math.gcd(smaller, larger) * self.expert_contexts}"
             )
 
     @classmethod
@@ -92,16 +92,16 @@ class ParallelLayout:
         data_shard_size: int | Literal["all"] = 1,
         expert_parallel_size: int = 1,
     ) -> ParallelLayout:
-        """The layout that fills a world of `world_size` ranks.
+        """Make the layout that fills a world of `world_size` ranks.
 
         Args:
             world_size: number of ranks.
             pipeline_parallel_size: ranks on the pipeline axis.
-            data_parallel_size: ranks that see different batches (replicate x shard); "auto" takes all that are left.
+            data_parallel_size: ranks that receive different batches (replicate x shard); "auto" uses all remaining.
             tensor_parallel_size: ranks on the tensor axis.
             context_parallel_size: ranks on the context axis.
-            data_shard_size: how many of the data-parallel ranks share one sharded copy, the rest replicate; or "all".
-            expert_parallel_size: ranks that share the experts.
+            data_shard_size: number of data-parallel ranks that shard one copy, the rest replicate; or "all".
+            expert_parallel_size: ranks over which the experts are sharded.
 
         Raises:
             LayoutError: the sizes do not multiply to `world_size`; the message says what to set instead.
@@ -119,14 +119,7 @@ class ParallelLayout:
         if data_shard_size != "all":
             _check_size("data_shard_size", data_shard_size)
 
-        given = {name: size for name, size in sizes.items() if isinstance(size, int)}
-        needed = math.prod(given.values())
-        if data_parallel_size == "auto":
-            if world_size % needed:
-                raise LayoutError(_misfit(given, world_size))
-            data_parallel_size = world_size // needed
-        elif needed != world_size:
-            raise LayoutError(_misfit(given, world_size))
+        data_parallel_size = _resolve_data_parallel({n: s for n, s in sizes.items() if isinstance(s, int)}, world_size)
         if data_shard_size == "all":
             data_shard_size = data_parallel_size
         if data_parallel_size % data_shard_size:
@@ -145,7 +138,7 @@ class ParallelLayout:
 
     @property
     def shares_layers(self) -> bool:
-        """Whether several ranks do each layer together."""
+        """Whether layers are sharded: over tensor ranks, or over context ranks along the sequence."""
         return self.tensor_parallel_size > 1 or self.context_parallel_size > 1
 
     @property
@@ -166,12 +159,12 @@ class ParallelLayout:
 
     @property
     def expert_contexts(self) -> int:
-        """Of the ranks that share experts, how many have positions of the same sequences: as many as possible."""
+        """Number of context ranks among those that shard one set of experts: as many as possible."""
         return math.gcd(self.context_parallel_size, self.expert_parallel_size)
 
     @property
     def expert_replicas(self) -> int:
-        """Of the ranks that share experts, how many see different batches."""
+        """Number of ranks with different batches among those that shard one set of experts."""
         return self.expert_parallel_size // self.expert_contexts
 
     @property
@@ -180,7 +173,7 @@ class ParallelLayout:
         return math.prod(self.sizes)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of a global rank on every axis."""
+        """The coordinates of a global rank."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1})")
         indices = []
@@ -190,7 +183,7 @@ class ParallelLayout:
         return Coordinates(*reversed(indices))
 
     def rank_of(self, coordinates: Coordinates) -> int:
-        """The global rank at a place; the inverse of `coordinates`."""
+        """The global rank at the given coordinates; the inverse of `coordinates`."""
         rank = 0
         for axis, size in zip(AXES, self.sizes, strict=True):
             index = getattr(coordinates, axis)
@@ -201,25 +194,34 @@ class ParallelLayout:
 
     def data_rank(self, rank: int) -> int:
         """The index of the rank's batch among the batches of a step: 0 to `data_parallel_size` - 1."""
-        place = self.coordinates(rank)
-        return place.dp_replicate * self.data_shard_size + place.dp_shard
+        own = self.coordinates(rank)
+        return own.dp_replicate * self.data_shard_size + own.dp_shard
 
     def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
         """The global ranks of this rank's pipeline, first stage first."""
         return self._ranks_along(rank, ("pp",))
 
     def replica_ranks(self, rank: int) -> tuple[int, ...]:
-        """All global ranks that must see the same batch as this rank, itself included."""
+        """All global ranks that must receive the same batch as this rank, itself included."""
         return self._ranks_along(rank, ("pp", "cp", "tp"))
 
     def _ranks_along(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        place = self.coordinates(rank)
+        own = self.coordinates(rank)
 
         def indices(axis: str, size: int) -> Iterator[int]:
-            return iter(range(size)) if axis in axes else iter((getattr(place, axis),))
+            return iter(range(size)) if axis in axes else iter((getattr(own, axis),))
 
-        places = itertools.product(*(indices(axis, size) for axis, size in zip(AXES, self.sizes, strict=True)))
-        return tuple(self.rank_of(Coordinates(*indices)) for indices in places)
+        grid = itertools.product(*(indices(axis, size) for axis, size in zip(AXES, self.sizes, strict=True)))
+        return tuple(self.rank_of(Coordinates(*indices)) for indices in grid)
+
+
+def _resolve_data_parallel(fixed_sizes: Mapping[str, int], world_size: int) -> int:
+    """The data-parallel size: the fixed one, or as many ranks as the others leave of the world."""
+    needed = math.prod(fixed_sizes.values())
+    automatic = "data_parallel_size" not in fixed_sizes
+    if world_size % needed or not (automatic or needed == world_size):
+        raise LayoutError(_mismatch_message(fixed_sizes, world_size))
+    return world_size // needed if automatic else fixed_sizes["data_parallel_size"]
 
 
 def _check_size(name: str, size: object) -> None:
@@ -228,32 +230,32 @@ def _check_size(name: str, size: object) -> None:
         raise LayoutError(f"{name} must be an int >= 1 but is {size!r}; set {name}=1 to leave it unused")
 
 
-def _misfit(given: Mapping[str, int], world_size: int) -> str:
-    """Say by how much sizes miss the world and which single change repairs it."""
-    needed = math.prod(given.values())
+def _mismatch_message(fixed_sizes: Mapping[str, int], world_size: int) -> str:
+    """Say which number of ranks the sizes need, and which single change makes them fit the world."""
+    needed = math.prod(fixed_sizes.values())
     short = {
         "pipeline_parallel_size": "pp",
         "data_parallel_size": "dp",
         "context_parallel_size": "cp",
         "tensor_parallel_size": "tp",
     }
-    letters = "*".join(short[name] for name in given)
-    numbers = "*".join(str(size) for size in given.values())
-    automatic = "data_parallel_size" not in given
+    letters = "*".join(short[name] for name in fixed_sizes)
+    numbers = "*".join(str(size) for size in fixed_sizes.values())
+    automatic = "data_parallel_size" not in fixed_sizes
     amount = "a multiple of " if automatic else ""
     devices = -(-world_size // needed) * needed if automatic else needed
     advice = [f"devices={devices}"]
-    # Too few ranks wanted: more data parallelism is free. Too many: shrink what costs most communication first.
+    # Ranks left over: more data parallelism is free. Too few ranks: first shrink the axis that communicates most.
     order = ["tensor_parallel_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"]
     if needed < world_size:
         order.sort(key="data_parallel_size".__ne__)
     for name in order:
-        if name not in given or (needed > world_size and given[name] == 1):
+        if name not in fixed_sizes or (needed > world_size and fixed_sizes[name] == 1):
             continue
-        room, remainder = divmod(world_size, needed // given[name])
+        room, remainder = divmod(world_size, needed // fixed_sizes[name])
         if automatic:
             if not remainder:
-                advice.insert(0, f"{name}={math.gcd(room, given[name])}")
+                advice.insert(0, f"{name}={math.gcd(room, fixed_sizes[name])}")
                 break
         elif room >= 1 and not remainder:
             advice.insert(0, f"{name}={room}")

@@ -1,25 +1,25 @@
-"""The one place that makes process groups: a `ParallelLayout` becomes one `DeviceMesh`.
+"""All process groups of a run: one `DeviceMesh`, made from a `ParallelLayout`.
 
-Every other file names an axis and asks here for its group, its size, or a reduction over it. Besides the five axes of
-the layout there are five flattened ones:
+Other files refer to an axis by name, for its group, its size, or a reduction over it. Besides the five axes of the
+layout there are five flattened ones:
 
-    data     dp_replicate x dp_shard: ranks that see different batches
-    replica  pp x cp x tp: ranks that hold parts of one copy of the model and see the same batch
-    parts    dp_shard x tp: ranks that hold parts of the same parameters, context ranks apart
-    holders  the same with context ranks, where these hold parts too
+    data     dp_replicate x dp_shard: ranks that receive different batches
+    replica  pp x cp x tp: ranks that have shards of one copy of the model and receive the same batch
+    parts    dp_shard x tp: ranks that have shards of the same parameters, context ranks not included
+    holders  the same with context ranks, where these have shards too
     world    all ranks
 
-Experts are laid over the data and context axes, so that a second look at the same ranks is needed:
+Experts are sharded over the data and context axes, so there is a second view of the same ranks:
 
-    data ranks              0   1   2   3   4   5   6   7       expert_parallel_size=2, shards of 4
-    ep                     (0   1) (2   3) (4   5) (6   7)      share the experts
-    ep_replicate           (0 2 4 6) (1 3 5 7)                  hold the same experts, and average their gradients
-    ep_shard               (0   2) (1   3) (4   6) (5   7)      of these, those of one shard (ZeRO)
-    ep_outer               (0   4) (1   5) (2   6) (3   7)      of these, those of other shards
+    data ranks              0   1   2   3   4   5   6   7       expert_parallel_size=2, data_shard_size=4
+    ep                     (0   1) (2   3) (4   5) (6   7)      shard one set of experts
+    ep_replicate           (0 2 4 6) (1 3 5 7)                  have the same experts, and average their gradients
+    ep_shard               (0   2) (1   3) (4   6) (5   7)      of these, ranks in one ZeRO shard group
+    ep_outer               (0   4) (1   5) (2   6) (3   7)      of these, ranks in different ZeRO shard groups
 
-Context ranks share them first, being neighbours, and data ranks what is left: of expert_parallel_size=4 with
-context_parallel_size=2 each group is 2 data ranks x 2 context ranks. Where more data ranks share experts than share a
-shard, `parts` is these x tp.
+Experts are sharded over context ranks first, which are neighbours, then over data ranks: with expert_parallel_size=4
+and context_parallel_size=2 each group is 2 data ranks x 2 context ranks. Where experts are sharded over more data ranks
+than ZeRO's shard group has, `parts` is these x tp.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FLATTENED: Mapping[str, tuple[str, ...]] = {
 
 Reduction = Literal["sum", "mean", "max", "min"]
 
-# gloo has no mean of its own, so a mean is a sum that is divided afterwards, on every backend alike.
+# gloo has no mean, so a mean is a sum that is divided afterwards, on every backend.
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
@@ -57,9 +57,9 @@ class Mesh:
     Attributes:
         layout: the sizes that this mesh was built from.
         rank: the global rank of this process.
-        coordinates: the place of this rank on every axis.
+        coordinates: the coordinates of this rank.
         device_mesh: the mesh over the five axes of the layout, outermost first; an axis of size 1 has a group too.
-        shared_axes: those whose ranks hold shards, see `with_shards_over`.
+        shared_axes: axes whose ranks have shards of parameters instead, set by `with_shards_over`.
     """
 
     layout: ParallelLayout
@@ -68,7 +68,7 @@ class Mesh:
     device_mesh: DeviceMesh
     _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
     shared_axes: tuple[str, ...] = ()
-    _further: dict[str, ProcessGroup] = field(default_factory=dict, repr=False)  # of the meshes made of this one too
+    _further: dict[str, ProcessGroup] = field(default_factory=dict, repr=False)  # shared with meshes made of this one
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> Mesh:
@@ -112,7 +112,7 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes, flattened ones among them."""
+        """The names of all axes, including flattened ones."""
         return tuple(self._submeshes)
 
     def submesh(self, axis: str) -> DeviceMesh:
@@ -153,11 +153,10 @@ class Mesh:
         return tensor.div_(size) if op == "mean" else tensor
 
     def places(self, axis: str) -> dict[str, int]:
-        """Where this rank is along the axes of parameters, by what they consist of.
+        """The indices of this rank along an axis that shards parameters, by the factors of the axis.
 
-        Ranks of a shard and ranks that share experts are the same ranks in part: the smaller group runs along "inner",
-        the larger one along "inner" and "outer"; and so do context ranks that share experts, and all of them, along
-        "cp_inner" and "cp_outer".
+        ZeRO's shard group and the expert group overlap: the smaller of the two is the factor "inner", the larger one
+        "inner" x "outer". Context ranks that shard experts are "cp_inner", all of them "cp_inner" x "cp_outer".
 
         Args:
             axis: "tp", "cp", "dp_shard", "ep" or "ep_shard".
@@ -172,22 +171,22 @@ class Mesh:
         if axis == "ep_shard":
             return {"outer": outer}
         size = sizes[0] if axis == "dp_shard" else sizes[1]
-        found = {"inner": inner, "outer": outer} if size == max(sizes) else {"inner": inner}
-        return found | ({"cp_inner": cp_inner} if axis == "ep" else {})
+        indices = {"inner": inner, "outer": outer} if size == max(sizes) else {"inner": inner}
+        return indices | ({"cp_inner": cp_inner} if axis == "ep" else {})
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """All process groups of this rank, those of meshes made of this one among them."""
-        own = [submesh.get_group() for submesh in self._submeshes.values()]
-        return list({id(group): group for group in (*own, *self._further.values())}.values())
+        """All process groups of this rank, including those of meshes made of this one."""
+        groups = [submesh.get_group() for submesh in self._submeshes.values()]
+        return list({id(group): group for group in (*groups, *self._further.values())}.values())
 
     def further_group(self, axis: str, purpose: str, backend: str | None = None) -> ProcessGroup:
-        """A further group of the ranks along an axis, whose collectives have an order of their own; collective.
+        """Make, or return, an additional group of the ranks along an axis, with an independent order; collective.
 
         Args:
-            axis: of the layout or a flattened one.
-            purpose: what goes through it; there is one group for each.
-            backend: that of the world if None.
+            axis: an axis of the layout or a flattened one.
+            purpose: use of the group; there is one group for each.
+            backend: backend of the group; that of the world if None.
         """
         name = f"{purpose} of {axis}{''.join(f', {shared} shared' for shared in self.shared_axes)}"
         if name not in self._further:
@@ -200,13 +199,13 @@ class Mesh:
         return self._further[name]
 
     def further_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
-        """A further group of all ranks, over gloo, for a thread beside the training; collective.
+        """Make an additional gloo group of all ranks, for a thread beside the training; collective.
 
         Args:
-            timeout: of its operations; torch's default if None.
+            timeout: timeout of its operations; torch's default if None.
 
         Returns:
-            None where there is one rank.
+            The group; None if there is one rank.
         """
         if self.layout.world_size == 1:
             return None
@@ -215,19 +214,19 @@ class Mesh:
         return group
 
     def with_shards_over(self, axes: Iterable[str]) -> Mesh:
-        """The same ranks where those along some axes hold shards of parameters, and each runs a share of the batch.
+        """A mesh in which ranks along some axes have shards of parameters, and each runs a share of the batch.
 
-        Each of these axes has one rank then; `dp_shard`, `data`, `parts` and `holders` contain their ranks, and
-        `shares` is these alone; collective.
+        Each of these axes has size 1 then; `dp_shard`, `data`, `parts` and `holders` include their ranks, and `shares`
+        consists of these only. Collective.
 
         Args:
-            axes: of "pp", "cp" and "tp".
+            axes: any of "pp", "cp" and "tp".
         """
         base, shared = self.device_mesh, set(axes)
-        alone = next((self._submeshes[axis] for axis in AXES if self.size(axis) == 1), None)
-        if alone is None:
+        single = next((self._submeshes[axis] for axis in AXES if self.size(axis) == 1), None)
+        if single is None:
             ranks = torch.arange(self.layout.world_size).view(-1, 1)
-            alone = DeviceMesh(base.device_type, ranks, mesh_dim_names=("ranks", "alone"))["alone"]
+            single = DeviceMesh(base.device_type, ranks, mesh_dim_names=("ranks", "single"))["single"]
         wider = {
             "shares": shared,
             "dp_shard": shared | {"dp_shard"},
@@ -238,7 +237,7 @@ class Mesh:
             name: _flatten(base, f"shared_{name}", tuple(axis for axis in AXES if axis in members))
             for name, members in wider.items()
         }
-        submeshes |= {"holders": submeshes["parts"], **dict.fromkeys(shared, alone)}
+        submeshes |= {"holders": submeshes["parts"], **dict.fromkeys(shared, single)}
         if dist.get_backend() != "gloo":
             _connect(submeshes.values(), base.device_type)
         over = f"over shards of {', '.join(sorted(shared))}"
@@ -262,7 +261,7 @@ class Mesh:
 
 
 def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, DeviceMesh]:
-    """The axes of experts, if ranks share them; and the others that are larger for it."""
+    """The axes of experts, if there are several ranks of them; and the axes that become larger by them."""
     if layout.expert_parallel_size == 1:
         return {}
     size, contexts = layout.expert_replicas, layout.expert_contexts
@@ -272,7 +271,7 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     view = layout.pipeline_parallel_size, *data, *context, layout.tensor_parallel_size
     names = ("pp", "ep_outer_data", "ep_shard", "ep_data", "ep_outer_cp", "ep_cp", "tp")
     experts = DeviceMesh(device_mesh.device_type, device_mesh.mesh.reshape(view), mesh_dim_names=names)
-    found = {
+    submeshes = {
         "ep": _flatten(experts, "ep", ("ep_data", "ep_cp")),
         "ep_shard": experts["ep_shard"],
         "ep_outer": _flatten(experts, "ep_outer", ("ep_outer_data", "ep_outer_cp")),
@@ -280,40 +279,31 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     }
     parts = ("ep_shard", "ep_data", "tp") if inside > 1 else ("ep_data", "tp")
     if size > layout.data_shard_size:
-        found["parts"] = _flatten(experts, "ep_parts", parts)
+        submeshes["parts"] = _flatten(experts, "ep_parts", parts)
     if contexts > 1:
-        found["holders"] = _flatten(experts, "ep_holders", (*parts[:-1], "ep_cp", "tp"))
-    return found
+        submeshes["holders"] = _flatten(experts, "ep_holders", (*parts[:-1], "ep_cp", "tp"))
+    return submeshes
 
 
-# gloo's collectives know no 16-bit integers and no booleans, NCCL no complex numbers either.
-_SENT = frozenset(
+# gloo's collectives do not support 16-bit integers and booleans, NCCL no complex numbers either.
+_SENDABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that every backend sends, where numbers need only be carried.
-
-    Args:
-        tensor: Contiguous.
-    """
-    return tensor if tensor.dtype in _SENT else tensor.reshape(-1).view(torch.uint8)
+    """View a contiguous tensor as flat bytes if some backend does not support its dtype; not for reductions."""
+    return tensor if tensor.dtype in _SENDABLE else tensor.reshape(-1).view(torch.uint8)
 
 
 def where_sent(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The tensor on a device whose tensors a group sends; what is at rest on the host is on none of NCCL's.
-
-    Args:
-        tensor: Anywhere.
-        group: Of this rank.
-    """
+    """Move a tensor to a device that the backend of ``group`` supports, e.g. an offloaded one to NCCL's device."""
     types = [device.type for device in group._device_types]
     return tensor if not types or tensor.device.type in types else tensor.to(types[0])
 
 
 def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:
-    """Let NCCL make its communicators now, on all ranks in one order: the first collective of a group waits for it."""
+    """Make NCCL's communicators now, in one order on all ranks; otherwise the first collective of a group does."""
     groups = {id(submesh.get_group()): submesh.get_group() for submesh in submeshes}
     for group in groups.values():
         if group.size() > 1:
@@ -321,18 +311,18 @@ def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:
 
 
 def _flatten(device_mesh: DeviceMesh, name: str, axes: tuple[str, ...]) -> DeviceMesh:
-    """One dimension out of several; where only one of them has more than one rank, that one serves, group and all."""
+    """Flatten several dimensions into one; if at most one of them has several ranks, reuse that one and its group."""
     assert device_mesh.mesh_dim_names is not None
     sizes = dict(
         zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True)
-    )  # a submesh only to ask would cost more
+    )  # making a submesh to read its size would cost more
     longer = [axis for axis in axes if sizes[axis] > 1] or [axes[0]]
-    # `_flatten` is private to torch, yet the only call that flattens dimensions that are not neighbours (pp, cp, tp).
+    # `_flatten` is private to torch, but the only call that flattens dimensions that are not adjacent (pp, cp, tp).
     return device_mesh[longer[0]] if len(longer) == 1 else device_mesh[tuple(longer)]._flatten(name)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error says that another rank is not there any more."""
+    """Whether an error says that the connection to another rank was lost."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "pair closure" in str(error))

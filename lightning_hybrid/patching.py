@@ -1,8 +1,8 @@
-"""Replace attributes of users' objects for the time of a run, so that copies and pickles of them never show it.
+"""Temporary replacement of attributes of users' objects, which copies and pickles of these objects do not contain.
 
-A replacement stands in the ``__dict__`` of one object. Where that object is copied or pickled, it has its own attribute
-again; a reference to the replacement elsewhere becomes the attribute of that name of the copy. So what is loaded needs
-nothing of this package.
+A replacement is stored in the ``__dict__`` of one object. If that object is copied or pickled, the original attribute
+is restored; a reference to the replacement elsewhere becomes the attribute of that name of the copy. So a loaded pickle
+needs nothing of this package.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _partial = functools.partial.__new__
 
 
 class TemporaryHook(functools.partial[Any]):
-    """A hook of torch that a user's module has for the time of a run; pickles of the module lack it."""
+    """A torch hook that is registered on a user's module during a run; pickles of the module do not contain it."""
 
 
 class Replacement(functools.partial[Any]):
-    """What stands in the place of one attribute of one object.
+    """The replacement of one attribute of one object.
 
     Attributes:
         owner: The object.
-        name: Of the attribute.
-        own: What the ``__dict__`` of the object had there.
-        is_undone: Whether it was put back while another function of the same name called it.
+        name: Name of the attribute.
+        own: The previous value in the object's ``__dict__``.
+        is_undone: Whether it was undone while a later replacement of the same attribute still calls it.
     """
 
     owner: Any
@@ -42,9 +42,9 @@ class Replacement(functools.partial[Any]):
     __wrapped__: Any
 
     def __new__(cls, owner: Any, name: str, function: Callable[..., Any], original: Any) -> Replacement:
-        """Args: owner, name: of the attribute. function: what is called. original: whose signature it shows."""
+        """Args: owner, name: object and attribute. function: called instead. original: gives the signature."""
         self = _partial(cls, function)
-        # All at once: layers get some in each step.
+        # A single update, for speed: layers get replacements in each step.
         self.__dict__.update(
             owner=owner,
             name=name,
@@ -58,7 +58,7 @@ class Replacement(functools.partial[Any]):
         return self
 
     def put_back(self) -> None:
-        """Let the object have again what it had; others may have replaced this by a function that calls it."""
+        """Restore the previous attribute; if a later replacement calls this one, call the original from now on."""
         if self.owner.__dict__.get(self.name) is not self:
             self.is_undone = True
             self.__setstate__((self.__wrapped__, (), {}, self.__dict__))  # from now on it calls the original
@@ -72,11 +72,11 @@ class Replacement(functools.partial[Any]):
             self.owner.__dict__[self.name] = own
 
     def __getattr__(self, name: str) -> Any:
-        """Names, code and marks are those of the function."""
+        """Forward other attributes (names, code, marks) to the function."""
         return getattr(self.func, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Apart from its owner: the attribute of the copy of the owner."""
+        """Reduce to the attribute of the owner's copy, or to the previous value if there is one."""
         del protocol
         own = _own_value(self)
         if own is _NOTHING:
@@ -85,15 +85,15 @@ class Replacement(functools.partial[Any]):
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Let one object have another function.
+    """Replace one function of one object.
 
     Args:
-        owner: The object; others of its class keep theirs.
-        name: Of the attribute.
+        owner: The object; other instances of its class are unchanged.
+        name: Name of the attribute.
         function: Called in its place, with the same arguments. `inspect.signature` gives that of the original.
 
     Returns:
-        Puts back what was there.
+        A function that restores the previous attribute.
     """
     replacement = owner.__dict__[name] = Replacement(owner, name, function, getattr(owner, name, None))
     return replacement.put_back
@@ -101,7 +101,7 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[],
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let one object have another function inside; as ``replace``."""
+    """Context in which one function of one object is replaced, as by ``replace``."""
     undo = replace(owner, name, function)
     try:
         yield
@@ -110,21 +110,21 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 
 def temporary_hook(module: Any, function: Callable[..., Any]) -> TemporaryHook:
-    """A hook to be registered on a module for the time of a run."""
+    """Make a hook to be registered on a module during a run."""
     keep_clean(type(module))
     return TemporaryHook(function)
 
 
 def keep_clean(kind: type) -> None:
-    """Let objects of exactly this class be copied and pickled without what this file puts on them.
+    """Make copies and pickles of objects of exactly this class omit the replacements and hooks of this file.
 
-    A class that brings its own function for pickles by `copyreg` keeps it.
+    A class that has registered its own reduction with `copyreg` keeps it.
     """
     copyreg.dispatch_table.setdefault(kind, _reduced)
 
 
 def reduced_as(own: type) -> Callable[[Any, Any], Any]:
-    """The ``__reduce_ex__`` of a class that takes the place of an object's own: copies and pickles have their own."""
+    """Make the ``__reduce_ex__`` of a class that replaces an object's class: copies and pickles get class ``own``."""
 
     def reduced(thing: Any, protocol: Any) -> Any:
         del protocol  # in those after the first, pickle sees to it that the class stays
@@ -139,8 +139,8 @@ def reduced_as(own: type) -> Callable[[Any, Any], Any]:
 
 
 def _reduced(thing: Any) -> Any:
-    """What the object's own methods give to `copy` and `pickle`, with its own attributes."""
-    # A copy may be in parts as the original is, and its hooks refuse what cannot be had of it; a pickle is full.
+    """Reduce an object by its class's own methods, with its original attributes."""
+    # A copy may be sharded like the original, and its hooks refuse values that it does not have; a pickle is full.
     hooks_stay = sys._getframe(1).f_globals.get("__name__") == copy.__name__
     given = thing.__reduce_ex__(4)
     if isinstance(given, str) or len(given) < 3:
@@ -169,7 +169,7 @@ def _own_attributes(attributes: dict[Any, Any], hooks_stay: bool) -> dict[Any, A
 
 
 def _own_value(value: Any) -> Any:
-    """What the user's object had before the first of several replacements."""
+    """The attribute of the user's object before the first of several replacements."""
     while isinstance(value, Replacement):
         value = value.own
     return value

@@ -1,8 +1,8 @@
-"""Make the strategies known to Lightning by name, without importing Lightning.
+"""Registration of the strategies with Lightning by name, without importing Lightning.
 
 Lightning has no entry point for strategies, so importing this package registers them, in each of Lightning's two
-namespaces. What is not imported yet is attended to right after it is, and what cannot be seen from here (planning a
-layout, drawing a schedule) never pays for it.
+namespaces. A module that is not imported yet is prepared right after its import, so that uses without Lightning
+(planning a layout, drawing a schedule) do not import it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 def register() -> None:
     """Register the strategies and prepare the Trainers, now or as soon as each namespace is imported."""
-    waiting: dict[str, Callable[[ModuleType], None]] = {}
+    pending: dict[str, Callable[[ModuleType], None]] = {}
     for namespace in NAMESPACES:
         for name, attribute, prepare in (
             (f"{namespace.package}.strategies", "StrategyRegistry", _register_in),
@@ -45,9 +45,9 @@ def register() -> None:
             if module is not None and hasattr(module, attribute):
                 prepare(module, namespace)
             else:
-                waiting[name] = partial(prepare, namespace=namespace)
-    if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(waiting))
+                pending[name] = partial(prepare, namespace=namespace)
+    if pending and not any(isinstance(finder, _ImportWatcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportWatcher(pending))
 
 
 def _register_in(module: ModuleType, namespace: Namespace) -> None:
@@ -66,7 +66,7 @@ def _prepare_trainer(module: ModuleType, namespace: Namespace) -> None:
 
 
 def _read_folders(module: ModuleType, namespace: Namespace) -> None:
-    """Let ``load_from_checkpoint`` read distributed checkpoints, wherever the module's class comes from."""
+    """Make ``load_from_checkpoint`` read distributed checkpoints, for modules of any class."""
     read = module.pl_load
     if hasattr(read, "reads_folders"):
         return
@@ -85,31 +85,31 @@ def _read_folders(module: ModuleType, namespace: Namespace) -> None:
     module.pl_load = read_both  # type: ignore[attr-defined]
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Watches for modules to be imported and attends to each."""
+class _ImportWatcher(importlib.abc.MetaPathFinder):
+    """A finder that calls a function after the import of each pending module."""
 
-    def __init__(self, waiting: dict[str, Callable[[ModuleType], None]]) -> None:
-        """Args: waiting: what to call with a module, by its name."""
-        self._waiting = waiting
-        self._is_asking = False
+    def __init__(self, pending: dict[str, Callable[[ModuleType], None]]) -> None:
+        """Args: pending: functions to call with a module, by its name."""
+        self._pending = pending
+        self._is_searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Wrap the loader of the modules of interest."""
-        if fullname not in self._waiting or self._is_asking:
+        if fullname not in self._pending or self._is_searching:
             return None
-        self._is_asking = True
+        self._is_searching = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._is_asking = False
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def run_and_attend(module: ModuleType) -> None:
+            def run_and_prepare(module: ModuleType) -> None:
                 run(module)
-                self._waiting.pop(fullname, lambda _: None)(module)
+                self._pending.pop(fullname, lambda _: None)(module)
 
-            spec.loader.exec_module = run_and_attend  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_prepare  # type: ignore[method-assign]
         return spec

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: one at a time, in a thread of each rank."""
+"""Asynchronous saves: one at a time, written in a thread of each rank while training goes on."""
 
 from __future__ import annotations
 
@@ -15,62 +15,59 @@ from lightning_hybrid.checkpoint.writing import Save, write
 
 
 class Background:
-    """The save that one rank takes part in beside its training."""
+    """The asynchronous save of one rank."""
 
-    _lock: ClassVar = threading.Lock()  # of all of them: a strategy is copied by who saves its arguments
+    _lock: ClassVar = threading.Lock()  # on the class: code that saves a strategy's arguments copies the strategy
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._afterwards: list[Path] = []
+        self._to_remove: list[Path] = []
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is under way, or has ended and nobody has waited for it."""
+        """Whether a save is in progress, or has ended without a call of ``wait``."""
         return self._thread is not None
 
     def start(self, save: Save, group: ProcessGroup | None) -> None:
-        """Begin to write; the one before must have been waited for.
+        """Begin to write; ``wait`` must have been called for the save before.
 
         Args:
-            save: With copies of the tensors.
-            group: Of all ranks, for this alone; None for one process.
+            save: The save, with copies of the tensors.
+            group: A group of all ranks that nothing else uses; None for one process.
         """
         assert self._thread is None
         self._path = save.path
-        # No daemon: what is being written when the interpreter ends is written to the end.
+        # No daemon: a save in progress when the interpreter ends is completed.
         self._thread = threading.Thread(target=self._run, args=(save, group), name="checkpoint")
         self._thread.start()
 
     def _run(self, save: Save, group: ProcessGroup | None) -> None:
         try:
-            write(save, group, self._is_there)
+            write(save, group, self._after_written)
         except BaseException as error:
             self._error = error
 
-    def _is_there(self) -> None:
+    def _after_written(self) -> None:
         with self._lock:
-            for path in self._afterwards:
+            for path in self._to_remove:
                 folder.remove(path)
-            self._afterwards, self._path = [], None
+            self._to_remove, self._path = [], None
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, if the one that takes its place is written; otherwise as soon as it is.
+        """Remove a checkpoint: now, or after the save in progress, which replaces it, is written.
 
-        What is removed after a failed save is kept: it may be the last whole one.
+        If that save fails, nothing is removed: this may be the last complete checkpoint.
         """
         with self._lock:
             if self._path is None:
                 folder.remove(path)
             else:
-                self._afterwards.append(path)
+                self._to_remove.append(path)
 
     def wait(self, *, complain: Callable[[str], None] | None = None) -> None:
-        """Wait for the save that is under way.
-
-        Args:
-            complain: Is told what went wrong, in place of an error.
+        """Wait for the save in progress; if it failed, call ``complain`` with the message, or raise without it.
 
         Raises:
             CheckpointError: It could not be written.
@@ -78,14 +75,14 @@ class Background:
         if self._thread is None:
             return
         self._thread.join()
-        error, kept = self._error, self._afterwards
+        error, not_removed = self._error, self._to_remove
         self._thread = self._path = self._error = None
-        self._afterwards = []
+        self._to_remove = []
         if error is None:
             return
-        more = f"; kept in its place: {', '.join(map(str, kept))}" if kept else ""
-        said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        more = f"; kept in its place: {', '.join(map(str, not_removed))}" if not_removed else ""
+        message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if complain is not None:
-            complain(f"{said}{more}")
+            complain(f"{message}{more}")
             return
-        raise CheckpointError(f"{said}{more}") from error
+        raise CheckpointError(f"{message}{more}") from error

@@ -1,14 +1,14 @@
-"""A distributed checkpoint on disk: a folder that is whole or not there.
+"""The folder of a distributed checkpoint, which appears under its name only when it is complete.
 
     model.ckpt/
-      manifest.json       what it is: layout, versions, step, and every file with its size and digest; written last
-      meta.pt             what is no tensor of the model or optimizers: loops, callbacks, schedulers, hyper-parameters
-      optimizers.pt       the optimizers' groups, names and numbers
+      manifest.json       layout, versions, step, and every file with its size and digest; written last
+      meta.pt             all but tensors of the model or optimizers: loops, callbacks, schedulers, hyper-parameters
+      optimizers.pt       the optimizers' groups, names and scalars
       generators.pt       the states of each replica's generators
-      .metadata           torch.distributed.checkpoint's own: which box of which tensor lies where
+      .metadata           torch.distributed.checkpoint's index: the file and offset of each box of each tensor
       __0_0.distcp ...    one file of each rank
 
-A save goes to ``model.ckpt.incomplete`` and takes its name when all of it is on disk.
+A save writes to ``model.ckpt.incomplete``, which is renamed when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _AT_FDCWD = -100
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or is not what it should be."""
+    """A checkpoint cannot be written, or is not valid."""
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """A save that did not end, or a folder that lost something since."""
+    """A save did not end, or files of the folder are missing."""
 
 
 def incomplete_path(path: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """The path of a checkpoint while it is written."""
     return path.with_name(path.name + INCOMPLETE)
 
 
 def is_folder(path: Any) -> bool:
-    """Whether a path is a local folder, whole or not, or one that a save has not finished."""
+    """Whether a path is a local folder, complete or not, or one that a save has not finished."""
     if not isinstance(path, str | os.PathLike) or "://" in str(path):
         return False
     local = Path(path)
@@ -84,14 +84,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _no_checkpoint(path: Path) -> CheckpointError:
-    """Why a folder without a manifest is none."""
+    """The error for a folder without a manifest."""
     if incomplete_path(path).is_dir() and not (path.is_dir() and any(path.iterdir())):
-        return IncompleteCheckpoint(f"{path} is not there: a save to it began and did not end{_whole_ones(path)}")
+        return IncompleteCheckpoint(f"{path} is not there: a save to it began and did not end{_alternatives(path)}")
     names = {entry.name for entry in path.iterdir()}
     if not names:
-        return IncompleteCheckpoint(f"{path} is empty: a save to it began and did not end{_whole_ones(path)}")
+        return IncompleteCheckpoint(f"{path} is empty: a save to it began and did not end{_alternatives(path)}")
     if any(name.startswith("__") and name.endswith(".distcp") for name in names) and ".metadata" not in names:
-        return IncompleteCheckpoint(f"{path} has no {MANIFEST}: its save did not end{_whole_ones(path)}")
+        return IncompleteCheckpoint(f"{path} has no {MANIFEST}: its save did not end{_alternatives(path)}")
     kind = "of a file or folder of something else"
     if ".metadata" in names:
         kind = "of torch.distributed.checkpoint, written by something else"
@@ -102,17 +102,17 @@ def _no_checkpoint(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} is no checkpoint of lightning_hybrid: it has no {MANIFEST} but {listed} ({kind})")
 
 
-def _whole_ones(path: Path) -> str:
-    """What else there is to resume from."""
+def _alternatives(path: Path) -> str:
+    """The end of an error message: complete checkpoints beside ``path`` to resume from."""
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    whole = sorted(p.name for p in beside if p.is_dir() and p != path and is_checkpoint(p) and not missing(p))
-    if whole:
-        return f"; give ckpt_path one of the whole ones beside it: {', '.join(whole[:_LISTED])}"
-    return "; there is no whole one beside it: give another ckpt_path, or none to begin anew"
+    complete = sorted(p.name for p in beside if p.is_dir() and p != path and is_checkpoint(p) and not missing(p))
+    if complete:
+        return f"; set ckpt_path to one of the complete ones beside it: {', '.join(complete[:_LISTED])}"
+    return "; there is no complete one beside it: set another ckpt_path, or none to begin anew"
 
 
 def missing(path: Path) -> list[str]:
-    """What a folder lacks of what its manifest lists, one sentence each; contents are not read."""
+    """List the files of the manifest that are missing or of another size, one sentence each; contents are not read."""
     found = []
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
@@ -125,7 +125,7 @@ def missing(path: Path) -> list[str]:
 
 
 def check_complete(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint of which every file is there with its size.
+    """Check that every file of a checkpoint exists with its size, and return the manifest.
 
     Raises:
         IncompleteCheckpoint: Something is missing.
@@ -135,7 +135,7 @@ def check_complete(path: Path) -> dict[str, Any]:
     if lacking := missing(path):
         raise IncompleteCheckpoint(
             f"{path} is incomplete: {', '.join(lacking[:_LISTED])} ({len(lacking)} of {len(manifest['files'])} files)"
-            f"{_whole_ones(path)}"
+            f"{_alternatives(path)}"
         )
     return manifest
 
@@ -159,11 +159,11 @@ def digest(path: Path) -> str:
 
 
 def finish(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Give what lies at ``incomplete_path(path)`` its manifest and then its name.
+    """Complete the folder at ``incomplete_path(path)``: write its manifest, then rename it.
 
     Args:
-        path: Of the checkpoint; what is there is replaced at once.
-        manifest: Without format and version.
+        path: Path of the checkpoint; an existing one is replaced atomically where the system can.
+        manifest: The manifest without format and version.
 
     Raises:
         CheckpointError: A file that it lists is not there: ranks do not share the filesystem.
@@ -201,7 +201,7 @@ def _publish(folder: Path, path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two paths at once, where the system can."""
+    """Swap two paths atomically, where the system can."""
     with contextlib.suppress(OSError, AttributeError):
         rename = ctypes.CDLL(None, use_errno=True).renameat2
         return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
@@ -218,7 +218,7 @@ def _sync(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder; of a checkpoint the manifest goes first, so that no part of it is taken for a whole."""
+    """Remove a file or folder; the manifest of a checkpoint first, so that a partial removal is recognized."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():

@@ -1,4 +1,4 @@
-"""A distributed checkpoint as one ordinary file of Lightning's and back, without the model."""
+"""Conversion of a distributed checkpoint to one ordinary Lightning file and back, without the model."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ from torch import Tensor
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
-from lightning_hybrid.checkpoint.reading import SavedFolder, Wanted
+from lightning_hybrid.checkpoint.reading import ReadRequest, SavedFolder
 from lightning_hybrid.checkpoint.writing import prepare, write
 
 _LARGE_BYTES = 1 << 20
 
 
 def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Callable[[str], None] = print) -> None:
-    """Make one file of a folder.
+    """Convert a folder to one file.
 
-    Tensors are read one by one into scratch files beside the target, of which the system keeps in memory what it likes.
+    Tensors are read one by one into memory-mapped scratch files beside the target.
 
     Args:
         source: The folder.
-        target: The file; replaced at once when it is whole.
+        target: The file; replaced atomically when it is complete.
         weights_only: Whether to refuse all but tensors and plain Python values.
-        tell: Is told of each large tensor.
+        tell: Called with name and shape of each large tensor.
 
     Raises:
-        CheckpointError: The folder is not whole, or none.
+        CheckpointError: The folder is not complete, or no checkpoint.
     """
     saved = SavedFolder(source, weights_only=weights_only)
     rest = saved.rest()
     if OPTIMIZERS in rest:
         rest[OPTIMIZERS] = [torch_state(state) for state in rest[OPTIMIZERS]]
     target.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
 
         def tensor(key: str) -> Tensor:
-            if key not in known:
+            if key not in loaded:
                 if key not in saved.tensors:
                     raise CheckpointError(f"{source} has no {key}")
                 described = saved.tensors[key]
-                known[key] = _on_disk(Path(scratch), described.size, described.properties.dtype)
-                saved.read([Wanted(key, known[key])])
-                if known[key].nbytes >= _LARGE_BYTES:
+                loaded[key] = _on_disk(Path(scratch), described.size, described.properties.dtype)
+                saved.read([ReadRequest(key, loaded[key])])
+                if loaded[key].nbytes >= _LARGE_BYTES:
                     tell(f"{key} {tuple(described.size)}")
-            return known[key]
+            return loaded[key]
 
-        whole = Path(scratch) / "whole"
-        with whole.open("wb") as file:
+        complete = Path(scratch) / "complete"
+        with complete.open("wb") as file:
             torch.save(put_tensors(rest, tensor), file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(whole, target)
+        os.replace(complete, target)
 
 
 def _on_disk(scratch: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An empty tensor; a large one in a file that nobody else can open."""
+    """An empty tensor; a large one is mapped to a file that is unlinked, so that no other process can open it."""
     num_bytes = size.numel() * dtype.itemsize
     if num_bytes < _LARGE_BYTES:
         return torch.empty(size, dtype=dtype)
@@ -74,13 +74,13 @@ def _on_disk(scratch: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
-    """Make a folder of one file, which is read as it is needed.
+    """Convert one file, which is memory-mapped, to a folder.
 
-    A file has numbers for the parameters of optimizers. So these are put in their places by their order.
+    A file has numbers for the parameters of optimizers, so their states are matched by order.
 
     Args:
         source: The file.
-        target: The folder; replaced at once when it is whole.
+        target: The folder; replaced atomically when it is complete.
         weights_only: Whether to refuse all but tensors and plain Python values.
 
     Raises:

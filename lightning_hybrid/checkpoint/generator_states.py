@@ -1,6 +1,6 @@
-"""The states of the generators that user code draws from, as plain values: a run goes on drawing where it was saved.
+"""States of the random generators that user code draws from, as plain values, saved so that a run can continue.
 
-What steps draw under stages and microbatches is keyed by seed and step (``randomness``) and needs no state.
+Random numbers in steps under stages and microbatches are keyed by seed and step (``randomness``) and need no state.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators.
-
-    Args:
-        device: Of this rank; its generator too.
-    """
+    """Read the states of the generators of Python, numpy, torch and the device of this rank."""
     version, numbers, gauss = random.getstate()
     name, keys, *others = numpy.random.get_state()
     return {
@@ -30,12 +26,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Go on drawing from there.
-
-    Args:
-        states: Of ``generator_states``.
-        device: Of this rank.
-    """
+    """Set the generators to the states that ``generator_states`` returned."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *others = states["numpy"]

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds, and whether all of it is there."""
+"""Inspection of a distributed checkpoint: a table of its contents, and a check of its integrity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hybrid.checkpoint.writing import covered
 
 
 def table(saved: SavedFolder) -> str:
-    """Layout, step and versions, and a line for each tensor."""
+    """Format a table: layout, step and versions, and a line for each tensor."""
     manifest = saved.manifest
     sizes = {axis: size for axis, size in manifest["layout"].items() if size > 1}
     versions = {name: version for name, version in manifest["versions"].items() if version}
@@ -41,11 +41,11 @@ def table(saved: SavedFolder) -> str:
 
 
 def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
-    """What is wrong with a checkpoint, one sentence each; every byte is read.
+    """List what is wrong with a checkpoint, one sentence each; every byte is read.
 
     Args:
         path: The folder.
-        weights_only: Whether the rest may hold tensors and plain Python values alone.
+        weights_only: Whether the rest may contain only tensors and plain Python values.
 
     Raises:
         CheckpointError: It is no checkpoint, or not complete.
@@ -58,13 +58,13 @@ def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
     for index, info in saved.metadata.storage_data.items():
         entry = files.get(info.relative_path)
         if entry is None or info.offset + info.length > entry["bytes"]:
-            yield f"{index.fqn} at {tuple(index.offset or ())} lies outside of {info.relative_path}"
+            yield f"{index.fqn} at {tuple(index.offset or ())} is outside of {info.relative_path}"
     for key, tensor in saved.tensors.items():
-        if said := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
-            yield f"{key} of shape {tuple(tensor.size)} {said}"
+        if error := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+            yield f"{key} of shape {tuple(tensor.size)} {error}"
     rest = saved.rest()
-    asked = {*references(rest), *references(rest.get(OPTIMIZERS, []))}
-    for key in sorted(asked - saved.tensors.keys()):
-        yield f"{key} is asked for and not there"
-    for key in sorted(saved.tensors.keys() - asked):
-        yield f"{key} is there and not asked for"
+    referenced = {*references(rest), *references(rest.get(OPTIMIZERS, []))}
+    for key in sorted(referenced - saved.tensors.keys()):
+        yield f"{key} is referenced but missing"
+    for key in sorted(saved.tensors.keys() - referenced):
+        yield f"{key} is saved but not referenced"

@@ -1,7 +1,7 @@
-"""What a rank holds of the state of a run, and which of it that rank writes.
+"""The shards of a run's state that a rank has, and the assignment of shards to the ranks that write them.
 
-Which boxes of a parameter lie here, ``shard_boxes`` says. Of what several ranks hold, one rank of each replica may
-write it, and the replicas share the work out among them by bytes.
+``shard_boxes`` says which boxes of a parameter are on this rank. If several ranks have a box, one rank of each replica
+may write it, and the replicas balance the writes by bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent, whole_shape
 
-# Who has the same boxes as this rank, among whom one is to write: all replicas, or only the first replica, where others
-# have something else. What is cut over replicas is there again along another axis of the mesh.
+# The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
+# others have other values. Copies of what is sharded over replicas are along another axis of the mesh.
 ANY, FIRST = "data", "first"
-_COPIES = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_outer"}
+_COPY_AXIS = {"dp_shard": "dp_replicate", "ep": "ep_replicate", "ep_shard": "ep_outer"}
 
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """One box of a whole tensor with its content.
+    """One box of a full tensor with its content.
 
     Attributes:
-        offsets: In the whole.
-        content: A view of what the rank holds.
+        offsets: Offsets in the full tensor, one per dimension.
+        content: A view of the rank's local tensor.
     """
 
     offsets: Shape
@@ -44,13 +44,13 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A tensor of the run in the state that is to be saved, in place of a ``Tensor``.
+    """The shards of one tensor that this rank owns, in place of a ``Tensor`` in the state that is saved.
 
     Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
-        boxes: What this rank may have to write: what it holds first in its replica.
-        written_by: ``ANY``, ``FIRST``, or an axis along which ranks hold the same.
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
+        boxes: The boxes that this rank may have to write: those that it is the first in its replica to have.
+        written_by: ``ANY``, ``FIRST``, or an axis along which ranks have equal boxes.
     """
 
     shape: Shape
@@ -59,102 +59,102 @@ class Held:
     written_by: str = ANY
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for what is not above: a hook takes it for a tensor.
+        # Another attribute than those above: a hook treats it as a tensor.
         raise AttributeError(
-            f"{name!r} is asked of what a rank holds of a tensor of shape {self.__dict__.get('shape')}, as a"
+            f"{name!r} is requested from a rank's shard of a tensor of shape {self.__dict__.get('shape')}, as a"
             " distributed checkpoint has it; on_save_checkpoint may leave out, rename and add entries, and change"
-            " what is in them only with save_distributed_checkpoint=False"
+            " tensors only with save_distributed_checkpoint=False"
         )
 
 
 def whole(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> Held:
-    """A tensor of which this rank has all.
+    """Describe a tensor of which this rank has all elements.
 
     Args:
-        tensor: Dense.
+        tensor: A dense tensor.
         counts: Whether this rank is the first one of its replica to have it.
-        written_by: As in ``Held``.
+        written_by: ``Held.written_by``.
     """
     _check_dense(tensor)
     boxes = (Box((0,) * tensor.dim(), tensor.detach()),) if counts else ()
     return Held(tuple(tensor.shape), tensor.dtype, boxes, written_by)
 
 
-def deal(held: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
-    """The boxes that this rank writes: what several have is dealt to them by bytes.
+def assign_boxes(tensors: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
+    """Select the boxes that this rank writes; boxes that several ranks have are balanced over them by bytes.
 
     Args:
-        held: All that there is to save, in the same order on every rank.
-        mesh: The ranks; None for one process.
+        tensors: All tensors to save, in the same order on every rank.
+        mesh: The process groups; None for one process.
     """
-    places: dict[str, tuple[int, int]] = {}
-    loads: dict[str, list[int]] = {}
-    mine = []
-    for each in held:
-        for axis in {ANY, each.written_by} - places.keys() - {FIRST}:
-            places[axis] = (1, 0) if mesh is None else _place(mesh, axis)
-            loads[axis] = [0] * places[axis][0]
+    positions: dict[str, tuple[int, int]] = {}
+    assigned_bytes: dict[str, list[int]] = {}
+    own = []
+    for each in tensors:
+        for axis in {ANY, each.written_by} - positions.keys() - {FIRST}:
+            positions[axis] = (1, 0) if mesh is None else _rank_among_copies(mesh, axis)
+            assigned_bytes[axis] = [0] * positions[axis][0]
         for box in each.boxes:
             if each.written_by == FIRST:
-                writes = places[ANY][1] == 0
+                writes = positions[ANY][1] == 0
             else:
-                load, here = loads[each.written_by], places[each.written_by][1]
+                load, here = assigned_bytes[each.written_by], positions[each.written_by][1]
                 writer = min(range(len(load)), key=load.__getitem__)
                 load[writer] += box.content.nbytes
                 writes = writer == here
             if writes:
-                mine.append((each, box))
-    return mine
+                own.append((each, box))
+    return own
 
 
-def _place(mesh: Mesh, axis: str) -> tuple[int, int]:
-    """How many ranks along an axis have the same, context ranks among them, and which of them this one is."""
+def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """The number of ranks along an axis that have equal boxes, context ranks included, and this rank's index."""
     if axis.startswith("ep_"):  # context ranks that have other experts are not among them, and the others are
         return mesh.size(axis), mesh.rank_in(axis)
     return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
 
 
 class Holdings:
-    """The module and the optimizers of a run, as one rank holds them."""
+    """The local state of one rank: its shards of the module and of the optimizers."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, parts: HeldParts | None) -> None:
-        """Args: root: the user's module. mesh: of the run. plan, parts: what the ranks hold of it."""
+    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: HeldParts | None) -> None:
+        """Args: root: the user's module. mesh: the process groups. plan, shards: owner stages and local shards."""
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_cut else None
-        self._cuts = [] if parts is None else list(parts.cuts)
+        self._axis_cuts = [] if shards is None else list(shards.cuts)
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 
-    def part(self, name: str, shape: Sequence[int]) -> Part:
-        """What this rank keeps of a parameter, or of what has its shape.
+    def local_shard(self, name: str, shape: Sequence[int]) -> Part:
+        """This rank's shard of a parameter, or of a tensor of its shape.
 
         Args:
             name: FQN of the parameter.
-            shape: Of the whole.
+            shape: Shape of the full parameter.
         """
-        return part_of(self._cuts, name, shape)
+        return part_of(self._axis_cuts, name, shape)
 
-    def _is_cut_over(self, name: str, group_name: str) -> bool:
-        return any(name in axis.placements and axis.group.group_name == group_name for axis in self._cuts)
+    def _is_sharded_over(self, name: str, group_name: str) -> bool:
+        return any(name in axis.placements and axis.group.group_name == group_name for axis in self._axis_cuts)
 
     def whole_shape(self, parameter: Tensor) -> Shape:
-        """The shape of a parameter in one process."""
+        """The shape of a full parameter."""
         return whole_shape(parameter)
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The FQN of a parameter of the module."""
         return self._names.get(id(parameter))
 
-    def is_cut(self, parameter: Tensor) -> bool:
-        """Whether this rank keeps a part of a parameter now."""
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Whether this rank has a shard of a parameter instead of the full one now."""
         return WHOLE_SHAPE in parameter.__dict__
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """The state dict of the module with ``Held`` for tensors; all keys on every rank.
 
         Args:
-            copy: Of the module, in parts as it is; the module itself if None.
+            copy: A copy of the module, sharded like it; the module itself if None.
 
         Raises:
             CheckpointError: A tensor is not dense.
@@ -162,63 +162,60 @@ class Holdings:
         root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         buffers = {id(buffer): name for name, buffer in root.named_buffers()}
-        homes = {} if self._plan is None else self._plan.buffer_ranks(copy)
+        owner_stages = {} if self._plan is None else self._plan.buffer_ranks(copy)
         tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
         state: dict[str, Any] = {}
-        known: dict[int, Held] = {}
+        state_of: dict[int, Held] = {}
         for key, value in nn.Module.state_dict(root).items():
             tensor = tensors.get(key)
-            if tensor is None:  # made up by the module as it is saved
+            if tensor is None:  # computed by the module when it is saved
                 state[key] = whole(value, counts=self._pp == self._tp == 0) if isinstance(value, Tensor) else value
                 continue
-            if id(tensor) not in known:
+            if id(tensor) not in state_of:
                 name = parameters.get(id(tensor))
                 if name is not None:
-                    known[id(tensor)] = self._parameter(name, tensor)
+                    state_of[id(tensor)] = self._parameter(name, tensor)
                 else:
-                    known[id(tensor)] = self._buffer(buffers[id(tensor)], tensor, homes.get(id(tensor), 0))
-            state[key] = known[id(tensor)]
+                    state_of[id(tensor)] = self._buffer(buffers[id(tensor)], tensor, owner_stages.get(id(tensor), 0))
+            state[key] = state_of[id(tensor)]
         return state
 
     def _parameter(self, name: str, tensor: Tensor) -> Held:
         if is_absent(tensor):
             return Held(self.whole_shape(tensor), tensor.dtype, ())
-        if not self.is_cut(tensor):
-            return whole(tensor, counts=self._is_home(name) and self._tp == 0, written_by=ANY)
-        return self._held(name, tensor, self.whole_shape(tensor))
+        if not self.is_sharded(tensor):
+            return whole(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
+        return self._sharded(name, tensor, self.whole_shape(tensor))
 
-    def _held(self, name: str, tensor: Tensor, shape: Shape) -> Held:
-        """Of what a parameter, or something of its shape, is cut into; also while the whole is here."""
+    def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> Held:
+        """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
-        counts = self._is_home(name) and (self._tp == 0 or self._is_cut_over(name, self._tp_name))
-        spans = [span for span in self.part(name, shape).spans if counts and span.is_first]
+        counts = self._is_owner_stage(name) and (self._tp == 0 or self._is_sharded_over(name, self._tp_name))
+        spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
             spans = [span.in_whole() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
-        over_replicas = [axis.axis for axis in self._cuts if name in axis.placements and axis.axis in _COPIES]
-        return Held(shape, tensor.dtype, boxes, _COPIES[over_replicas[-1]] if over_replicas else ANY)
+        over_replicas = [axis.axis for axis in self._axis_cuts if name in axis.placements and axis.axis in _COPY_AXIS]
+        return Held(shape, tensor.dtype, boxes, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY)
 
-    def _buffer(self, name: str, tensor: Tensor, home: int) -> Held:
+    def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> Held:
         if is_absent(tensor):
             return Held(tuple(tensor.shape), tensor.dtype, ())
-        axes = [replace(axis, placements=axis.buffers) for axis in self._cuts if name in axis.buffers]
+        axes = [replace(axis, placements=axis.buffers) for axis in self._axis_cuts if name in axis.buffers]
         if not axes:
-            return whole(tensor, counts=self._pp == home and self._tp == 0)
+            return whole(tensor, counts=self._pp == owner_stage and self._tp == 0)
         _check_dense(tensor)
-        # Whole at rest, and each rank has written its own part.
-        spans = part_of(axes, name, tensor.shape).spans if self._pp == home else ()
+        # In storage it has the full shape, of which each rank has written its own shard.
+        spans = part_of(axes, name, tensor.shape).spans if self._pp == owner_stage else ()
         boxes = tuple(Box(s.offsets, s.in_whole().of(tensor.detach())) for s in spans if s.is_first)
         return Held(tuple(tensor.shape), tensor.dtype, boxes, FIRST)
 
-    def _is_home(self, name: str) -> bool:
-        """Whether this pipeline rank writes what several may hold."""
+    def _is_owner_stage(self, name: str) -> bool:
+        """Whether this pipeline rank writes a parameter that several stages may have."""
         return self._pp == (0 if self._plan is None else self._plan.ranks_of(name)[0])
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer by FQN, with ``Held`` for all tensors but bare numbers.
-
-        Args:
-            optimizer: Of the run.
+        """The state of an optimizer by FQN, with ``Held`` for all tensors but scalars.
 
         Returns:
             ``state`` of the parameters of this rank, ``param_groups`` as torch has them, and the ``names`` of their
@@ -229,7 +226,7 @@ class Holdings:
         names = [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
         entries: dict[Any, Any] = {}
         for key, entry in state["state"].items():
-            if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # followed, for a parameter of another rank
+            if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
                 continue
             if isinstance(key, int):
                 name, parameter = names[key], parameters[key]
@@ -246,14 +243,14 @@ class Holdings:
         if parameter is None or name.startswith("#"):
             return whole(leaf, counts=self._pp == self._tp == 0)
         shape = self.whole_shape(parameter)
-        if tuple(leaf.shape) == self.part(name, shape).shape:
-            return self._held(name, leaf, shape)
-        return whole(leaf, counts=self._is_home(name) and self._tp == 0, written_by=ANY)
+        if tuple(leaf.shape) == self.local_shard(name, shape).shape:
+            return self._sharded(name, leaf, shape)
+        return whole(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
 
 
 def _check_dense(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(
             f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}{', quantized' if tensor.is_quantized else ''},"
-            " and a distributed checkpoint holds dense ones; set save_distributed_checkpoint=False"
+            " and a distributed checkpoint stores dense ones; set save_distributed_checkpoint=False"
         )

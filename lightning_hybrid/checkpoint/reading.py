@@ -1,6 +1,6 @@
-"""Read a distributed checkpoint: the rest at once, tensors as they are asked for, and of them the boxes asked for.
+"""Reader of distributed checkpoints: the rest at once, tensors on request, and only the boxes that are requested.
 
-Nothing is unpickled but tensors and plain Python values, unless the caller trusts the file.
+Only tensors and plain Python values are unpickled, unless the caller trusts the file.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """What is to be read of a tensor.
+class ReadRequest:
+    """A request to read a tensor, or a shard of it.
 
     Attributes:
-        key: Of the tensor.
-        target: Is filled.
-        part: What the target is of the whole; all of it if None.
+        key: Key of the tensor.
+        target: Tensor that is filled in place.
+        shard: The shard that the target is; the full tensor if None.
     """
 
     key: str
     target: Tensor
-    part: Part | None = None
+    shard: Part | None = None
 
 
 class SavedFolder:
-    """A distributed checkpoint that is complete."""
+    """A complete distributed checkpoint, open for reading."""
 
     def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
         """Open it.
@@ -64,7 +64,7 @@ class SavedFolder:
             weights_only: Whether to refuse all but tensors and plain Python values; True if None.
 
         Raises:
-            CheckpointError: It is none, or something is missing.
+            CheckpointError: It is no checkpoint, or files are missing.
         """
         self.path = path
         self.manifest = folder.check_complete(path)
@@ -75,14 +75,14 @@ class SavedFolder:
 
     @property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
-        """What is saved, by key."""
+        """The metadata of the saved tensors, by key."""
         return {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
 
     def rest(self) -> dict[str, Any]:
         """The checkpoint, with references for tensors.
 
         Raises:
-            CheckpointError: It has objects of other classes.
+            CheckpointError: It contains objects of other classes.
         """
         rest = self._unpickled(folder.META)
         if OPTIMIZERS in rest:
@@ -90,7 +90,7 @@ class SavedFolder:
         return rest
 
     def generators(self) -> list[dict[str, Any]]:
-        """The states of each replica's generators; none where they are not known."""
+        """The states of each replica's generators; empty if they were not saved."""
         return self._unpickled(folder.GENERATORS) if folder.GENERATORS in self.manifest["files"] else []
 
     def _unpickled(self, name: str) -> Any:
@@ -103,27 +103,27 @@ class SavedFolder:
                 " Python values; if you trust it, pass weights_only=False (--trust on the command line)"
             ) from error
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fill targets; each file is opened once, and only boxes that are needed are read.
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill the targets; each file is opened once, and only the boxes that are needed are read.
 
         Raises:
             CheckpointError: There is no such tensor, or it has another shape.
         """
         items: list[ReadItem] = []
         targets: dict[str, Tensor] = {}
-        for number, each in enumerate(wanted):
+        for number, each in enumerate(requests):
             saved = self.tensors.get(each.key)
             if saved is None:
                 raise CheckpointError(f"{self.path} has no {each.key}")
-            shape = each.target.shape if each.part is None else None
+            shape = each.target.shape if each.shard is None else None
             if shape is not None and shape != saved.size:
                 raise CheckpointError(f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {tuple(shape)}")
-            spans = [] if each.part is None else each.part.spans
+            spans = [] if each.shard is None else each.shard.spans
             boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in spans]
-            if each.part is None:
+            if each.shard is None:
                 boxes = [((0,) * each.target.dim(), tuple(each.target.shape), each.target)]
-            for place, (offsets, sizes, target) in enumerate(boxes):
-                name = f"{number}.{place}"
+            for index, (offsets, sizes, target) in enumerate(boxes):
+                name = f"{number}.{index}"
                 targets[name] = target
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 found = create_read_items_for_chunk_list(each.key, saved, [chunk])
@@ -131,24 +131,24 @@ class SavedFolder:
         self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor.
+        """Read a full tensor.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such tensor.
         """
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} has no {key}")
         saved = self.tensors[key]
         target = torch.empty(saved.size, dtype=saved.properties.dtype)
-        self.read([Wanted(key, target)])
+        self.read([ReadRequest(key, target)])
         return target
 
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
-        """Lightning's checkpoint with whole tensors, the optimizers' excepted: those are read when they are needed.
+        """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.
 
         Args:
             map_location: The device of the tensors; the CPU if it names none.
-            unread: Names in the module's state dict that are zero, and take no memory as long as nobody looks.
+            unread: Names in the module's state dict that are not read: zeros, without memory until they are accessed.
         """
         rest = self.rest()
         optimizers = rest.get(OPTIMIZERS)
@@ -162,75 +162,75 @@ class SavedFolder:
         return checkpoint
 
     def filled(self, rest: Any, unread: Collection[str] = ()) -> Any:
-        """A part of the rest with whole tensors in place of references."""
-        left_out = {key_of((MODULE, name)) for name in unread}
-        wanted: dict[str, Wanted] = {}
+        """A subtree of the rest with full tensors in place of references."""
+        skipped = {key_of((MODULE, name)) for name in unread}
+        requests: dict[str, ReadRequest] = {}
 
         def target(key: str) -> Tensor:
-            if key not in wanted:
+            if key not in requests:
                 if key not in self.tensors:
                     raise CheckpointError(f"{self.path} has no {key}")
                 saved = self.tensors[key]
-                make = torch.zeros if key in left_out else torch.empty
-                wanted[key] = Wanted(key, make(saved.size, dtype=saved.properties.dtype))
-            return wanted[key].target
+                make = torch.zeros if key in skipped else torch.empty
+                requests[key] = ReadRequest(key, make(saved.size, dtype=saved.properties.dtype))
+            return requests[key].target
 
         tree = put_tensors(rest, target)
-        self.read([each for key, each in wanted.items() if key not in left_out])
+        self.read([each for key, each in requests.items() if key not in skipped])
         return tree
 
 
 class SavedOptimizer(Mapping[str, Any]):
-    """The state of an optimizer as torch has it; its tensors are read when ``state`` is asked for."""
+    """The state of an optimizer in torch's form; its tensors are read when ``state`` is accessed."""
 
     def __init__(self, saved: SavedFolder, state: Mapping[str, Any]) -> None:
-        """Args: saved: where it is. state: by name, with references."""
+        """Args: saved: the checkpoint. state: the optimizer's state by name, with references."""
         self._saved = saved
         self._named = state
 
     def __getitem__(self, key: str) -> Any:
-        return torch_state(self._saved.filled(dict(self._named)))["state"] if key == "state" else self._known[key]
+        return torch_state(self._saved.filled(dict(self._named)))["state"] if key == "state" else self._torch_state[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
+        return iter(self._torch_state)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._torch_state)
 
     @property
-    def _known(self) -> dict[str, Any]:
+    def _torch_state(self) -> dict[str, Any]:
         return torch_state(self._named)
 
-    def own(self, optimizer: Optimizer, holdings: Holdings) -> dict[str, Any]:
-        """The part of it whose parameters, or parts of them, are on this rank; by number.
+    def own(self, optimizer: Optimizer, local: Holdings) -> dict[str, Any]:
+        """Read the state of this rank's parameters, or shards of them, by number.
 
         Args:
-            optimizer: That is to have it.
-            holdings: What this rank holds.
+            optimizer: The optimizer that will load it.
+            local: The local state of this rank.
 
         Raises:
             CheckpointError: It is the state of other parameters.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = self._named["names"]
-        names = [holdings.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
-        if len(names) != len(known):
+        saved_names = self._named["names"]
+        names = [local.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
+        if len(names) != len(saved_names):
             raise CheckpointError(
-                f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(known)};"
-                f" the first that differ are {_first_differing(names, known)}"
+                f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(saved_names)};"
+                f" the first that differ are {_first_differing(names, saved_names)}"
             )
-        # Of a module that was renamed since, or of a file that had no names, the places count.
-        by_name = set(names) == set(known)
+        # For a module that was renamed since, or a file that had no names, parameters are matched by order.
+        by_name = set(names) == set(saved_names)
         states: dict[int, Any] = {}
-        wanted: list[Wanted] = []
+        requests: list[ReadRequest] = []
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            entry = self._named["state"].get(name if by_name else known[number])
+            entry = self._named["state"].get(name if by_name else saved_names[number])
             if entry is not None and not is_absent(parameter):
-                states[number] = put_tensors(entry, partial(self._want, wanted, holdings, name, parameter))
-        self._saved.read(wanted)
+                states[number] = put_tensors(entry, partial(self._request_tensor, requests, local, name, parameter))
+        self._saved.read(requests)
         others = {key: self._saved.filled(entry) for key, entry in self._others()}
         groups = [dict(group) for group in self._named["param_groups"]]
-        if by_name and names != known:
+        if by_name and names != saved_names:
             groups = [{**saved, "params": g["params"]} for saved, g in zip(groups, _numbered(optimizer), strict=True)]
         return {"state": {**states, **others}, "param_groups": groups}
 
@@ -238,84 +238,86 @@ class SavedOptimizer(Mapping[str, Any]):
         names = set(self._named["names"])
         return [(key, entry) for key, entry in self._named["state"].items() if key not in names]
 
-    def _want(self, wanted: list[Wanted], holdings: Holdings, name: str, parameter: Tensor, key: str) -> Tensor:
+    def _request_tensor(
+        self, requests: list[ReadRequest], local: Holdings, name: str, parameter: Tensor, key: str
+    ) -> Tensor:
         saved = self._saved.tensors.get(key)
         if saved is None:
             raise CheckpointError(f"{self._saved.path} has no {key}")
-        part = None
-        shape, whole = saved.size, holdings.whole_shape(parameter)
-        if holdings.is_cut(parameter) and tuple(saved.size) == whole:
-            part = holdings.part(name, whole)
-            shape = torch.Size(part.shape)
-        wanted.append(Wanted(key, torch.empty(shape, dtype=saved.properties.dtype), part))
-        return wanted[-1].target
+        shard = None
+        shape, full = saved.size, local.whole_shape(parameter)
+        if local.is_sharded(parameter) and tuple(saved.size) == full:
+            shard = local.local_shard(name, full)
+            shape = torch.Size(shard.shape)
+        requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
+        return requests[-1].target
 
 
 def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
     return list(optimizer.state_dict()["param_groups"])
 
 
-def _first_differing(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    for a, b in zip(mine, theirs, strict=False):
+def _first_differing(own_names: Sequence[str], saved_names: Sequence[str]) -> str:
+    for a, b in zip(own_names, saved_names, strict=False):
         if a != b:
             return f"{a} and {b}"
-    longer = max(mine, theirs, key=len)
-    return str(longer[min(len(mine), len(theirs))])
+    longer = max(own_names, saved_names, key=len)
+    return str(longer[min(len(own_names), len(saved_names))])
 
 
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
 def _renamed(item: ReadItem, name: str) -> ReadItem:
-    """With the name of its target."""
+    """The item with the name of its target as destination."""
     index = torch_metadata.MetadataIndex(name, item.dest_index.offset)
     return ReadItem(item.type, index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths)
 
 
 class _Targets(LoadPlanner):
-    """Tells torch's reader where what it reads belongs."""
+    """The load planner that gives torch's reader the target of each item."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         self._targets = targets
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Nothing is left to know."""
+        """No setup is needed."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Made by the caller."""
+        """Not used: the caller makes the plan."""
         raise NotImplementedError
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Ranks read without each other."""
+        """Return the plans unchanged: ranks read independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """No bytes are saved."""
+        """Not used: no bytes are saved."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The place in the target."""
+        """The view of the target that the item fills."""
         target = self._targets[read_item.dest_index.fqn]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is there already."""
+        """Nothing to do: the target was written in place."""
 
 
 class _Reader(FileSystemReader):
-    """torch's reader; its index is a pickle, of which only what torch writes there is believed."""
+    """torch's reader; its index is a pickle, of which only the classes that torch writes are accepted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Read the index.
 
         Raises:
-            CheckpointError: It holds something else.
+            CheckpointError: The file contains something else.
         """
         path = Path(self.path) / ".metadata"
         with path.open("rb") as file:
@@ -331,7 +333,7 @@ class _Index(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class by its name."""
+        """Look up a class by its name, among those that torch writes to an index."""
         if module == torch_metadata.__name__ and name in _INDEX_CLASSES:
             return getattr(torch_metadata, name)
         if (module, name) == (torch_files.__name__, "_StorageInfo"):
@@ -344,11 +346,11 @@ class _Index(pickle.Unpickler):
             return self._member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"{self._path} asks for {module}.{name}, which has no place in the index of a checkpoint")
+        raise CheckpointError(f"{self._path} names {module}.{name}, which is not allowed in the index of a checkpoint")
 
     def _member(self, owner: Any, name: str) -> Any:
         if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-            raise CheckpointError(f"{self._path} asks for {owner!r}.{name}, which has no place in an index")
+            raise CheckpointError(f"{self._path} names {owner!r}.{name}, which is not allowed in an index")
         return _MEM_FORMAT_ENCODING[name]
 
 

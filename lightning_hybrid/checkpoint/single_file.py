@@ -1,7 +1,7 @@
-"""The whole state of a module and its optimizers, as one process would have it, out of the parts of a pipeline.
+"""Full state dicts of a module and its optimizers: gathered from stages and shards for a single file, and loaded.
 
-Names are those of the user's module and optimizer states are numbered as torch numbers them, so the file that Lightning
-writes from it is an ordinary ``.ckpt``.
+Names are those of the user's module and optimizer states have torch's numbers, so the file that Lightning writes is an
+ordinary ``.ckpt``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _LISTED = 4
 
 
 def gather_module_state(
-    root: nn.Module, plan: StagePlan, parts: HeldParts | None = None, *, is_copy: bool = False, keep: bool = True
+    root: nn.Module, plan: StagePlan, shards: HeldParts | None = None, *, is_copy: bool = False, keep: bool = True
 ) -> dict[str, Any]:
-    """The full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a copy.
+    """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
 
     Args:
-        root: The user's module, or a copy of it that is in parts as the module is.
-        plan: Of the module.
-        parts: What this rank holds of it.
-        is_copy: Whether it is a copy.
-        keep: Whether this pipeline wants it; others that hold parts of the same copy only send them.
+        root: The user's module, or a copy of it that is sharded like it.
+        plan: Stage plan of the module.
+        shards: Local shards of the module.
+        is_copy: Whether ``root`` is a copy.
+        keep: Whether this pipeline needs it; other pipelines with shards of the same model copy only send them.
     """
     local = nn.Module.state_dict(root)
     parameters = {id(parameter) for parameter in root.parameters()}
@@ -51,17 +51,17 @@ def gather_module_state(
         else:
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
-            if parts is not None and tensor is not None:
-                value = parts.whole_of(names[id(tensor)], value)
+            if shards is not None and tensor is not None:
+                value = shards.whole_of(names[id(tensor)], value)
             if keep:
                 mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     if not keep:
         return {}
-    whole = _united(plan, mine)
-    return {key: whole[key] for key in local} if plan.rank == 0 else {}
+    full = _gather_on_first(plan, mine)
+    return {key: full[key] for key in local} if plan.rank == 0 else {}
 
 
-def _united(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]:
+def _gather_on_first(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]:
     """Union of the dicts of a pipeline's ranks on its first, empty elsewhere; collective over the pipeline."""
     if plan.num_ranks == 1:
         return dict(mine)
@@ -71,21 +71,21 @@ def _united(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_module_state(
-    root: nn.Module, state: Mapping[str, Any], parts: HeldParts | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: HeldParts | None = None, *, strict: bool, prefix: str = ""
 ) -> None:
-    """Load a full state dict into what this rank holds of a module.
+    """Load a full state dict into this rank's parameters, or shards of them.
 
     Args:
         root: The module.
         state: The full state dict.
-        parts: What this rank holds of the module.
+        shards: Local shards of the module.
         strict: Whether names must be the same.
-        prefix: Of the names of the module of which ranks hold parts, where ``root`` holds it.
+        prefix: Prefix of the sharded module's names in ``root``, where that is a submodule of ``root``.
 
     Raises:
         CheckpointError: Names or shapes do not fit.
     """
-    if differing := misfits(root, state, parts, strict=strict, prefix=prefix):
+    if differing := misfits(root, state, shards, strict=strict, prefix=prefix):
         raise CheckpointError(differing)
     with torch.no_grad():
         for key, value in nn.Module.state_dict(root).items():
@@ -93,15 +93,13 @@ def load_module_state(
                 continue
             name = key.removeprefix(prefix)
             if not is_absent(value):
-                value.copy_(state[key] if parts is None else parts.part_of(name, value, state[key]))
+                value.copy_(state[key] if shards is None else shards.part_of(name, value, state[key]))
 
 
-def parts_instead(parts: HeldParts, root: nn.Module) -> Callable[..., None]:
-    """A hook for ``root.load_state_dict``, which others may call too: of a whole state dict this rank loads its parts.
+def parts_instead(shards: HeldParts, root: nn.Module) -> Callable[..., None]:
+    """Make a hook for ``root.load_state_dict`` by which this rank loads its shards of a full state dict.
 
-    Args:
-        parts: What this rank holds of the module.
-        root: The module.
+    User code may call ``load_state_dict`` too. Args: shards: local shards of the module. root: the module.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     keys = {key: names[id(p)] for key, p in root.named_parameters(remove_duplicate=False)}
@@ -113,60 +111,60 @@ def parts_instead(parts: HeldParts, root: nn.Module) -> Callable[..., None]:
             here = own.get(key)
             if not isinstance(value, Tensor) or here is None or is_absent(here):
                 continue
-            if value.shape == parts.whole_shape(name, here):
-                state[prefix + key] = parts.part_of(name, here, value)
+            if value.shape == shards.whole_shape(name, here):
+                state[prefix + key] = shards.part_of(name, here, value)
 
     return hook
 
 
 def misfits(
-    root: nn.Module, state: Mapping[str, Any], parts: HeldParts | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: HeldParts | None = None, *, strict: bool, prefix: str = ""
 ) -> str:
-    """The names and shapes by which a state dict is another model's; "" if there are none.
+    """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
 
     Args:
         root: The module.
         state: The full state dict.
-        parts: As for ``load_module_state``.
+        shards: Local shards of the module.
         strict: Whether names must be the same.
-        prefix: As for ``load_module_state``.
+        prefix: As in ``load_module_state``.
     """
     own = nn.Module.state_dict(root)
     found = []
     if strict:
-        found += [f"{key} is in the model alone" for key in own if key not in state]
-        found += [f"{key} is in the checkpoint alone" for key in state if key not in own]
+        found += [f"{key} is in the model only" for key in own if key not in state]
+        found += [f"{key} is in the checkpoint only" for key in state if key not in own]
     for key, value in own.items():
         if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
             continue
-        mine = tuple(value.shape if parts is None else parts.whole_shape(key.removeprefix(prefix), value))
+        mine = tuple(value.shape if shards is None else shards.whole_shape(key.removeprefix(prefix), value))
         if mine != tuple(state[key].shape):
             found.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {mine} in the model")
     if not found:
         return ""
     more = f"; {len(found) - _LISTED} more differ" if len(found) > _LISTED else ""
     return (
-        f"the checkpoint does not fit {type(root).__name__}, of which it should have the names and shapes:"
+        f"the checkpoint does not fit {type(root).__name__}, whose names and shapes it should have:"
         f" {'; '.join(found[:_LISTED])}{more}"
     )
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, plan: StagePlan, parts: HeldParts | None = None, *, keep: bool = True
+    optimizer: Optimizer, plan: StagePlan, shards: HeldParts | None = None, *, keep: bool = True
 ) -> dict[str, Any]:
-    """The full state dict of an optimizer on pipeline rank 0, as ``gather_module_state``."""
+    """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     mine = {}
     for key, entry in state["state"].items():
-        if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # followed, for a parameter of another rank
-            parameter = parameters[key] if parts is not None and isinstance(key, int) else None
-            whole = map_leaves(partial(_whole_leaf, parameter, parts), entry)
+        if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
+            parameter = parameters[key] if shards is not None and isinstance(key, int) else None
+            full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
             if keep:
-                mine[key] = whole
+                mine[key] = full
     if not keep:
         return {}
-    merged = _united(plan, mine)
+    merged = _gather_on_first(plan, mine)
     if plan.rank != 0:
         return {}
     # Entries of parameters have numbers; optimizers may keep others under names.
@@ -174,25 +172,25 @@ def gather_optimizer_state(
     return {**state, "state": {key: merged[key] for key in order}}
 
 
-def _whole_leaf(parameter: Tensor | None, parts: HeldParts | None, leaf: Any) -> Any:
+def _gather_leaf(parameter: Tensor | None, shards: HeldParts | None, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()
-    return leaf if parts is None or parameter is None else parts.whole_like(parameter, leaf)
+    return leaf if shards is None or parameter is None else shards.whole_like(parameter, leaf)
 
 
 def own_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], parts: HeldParts | None = None
+    optimizer: Optimizer, state: Mapping[str, Any], shards: HeldParts | None = None
 ) -> dict[str, Any]:
-    """The part of a full optimizer state whose parameters, or parts of them, are on this rank."""
+    """Select this rank's parameters from a full optimizer state, and shard their entries."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
     own = {number: entry for number, entry in state["state"].items() if number not in absent}
-    if parts is not None:
+    if shards is not None:
         by_number = dict(zip(numbers, parameters, strict=False))
         own = {
-            number: map_leaves(partial(parts.part_like, by_number[number]), entry) if number in by_number else entry
+            number: map_leaves(partial(shards.part_like, by_number[number]), entry) if number in by_number else entry
             for number, entry in own.items()
         }
     return {**state, "state": own}

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``'s writer, told by each rank what it writes, and asked for sizes and digests."""
+"""Adapters of ``torch.distributed.checkpoint``'s writer: a planner of boxes, and a writer that computes digests."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Item = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 
 
 def chunk_of(offsets: tuple[int, ...], content: Tensor) -> ChunkStorageMetadata:
-    """A box as torch's index has it."""
+    """The chunk metadata of a box in torch's index."""
     return ChunkStorageMetadata(torch.Size(offsets), content.shape)
 
 
-class Boxes(SavePlanner):
-    """Gives the boxes of one rank to torch's writer."""
+class BoxPlanner(SavePlanner):
+    """The save planner that gives the boxes of one rank to torch's writer."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         """Args: items: the boxes."""
@@ -47,18 +47,18 @@ class Boxes(SavePlanner):
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Nothing is left to know."""
+        """No setup is needed."""
 
     def create_local_plan(self) -> SavePlan:
-        """The boxes."""
+        """Plan one write per box."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Ranks know what to write without each other."""
+        """Not used: ranks plan independently."""
         raise NotImplementedError
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -68,40 +68,40 @@ class Boxes(SavePlanner):
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Of the files of a rank, as torch's writer looks for it in a plan."""
+    """The prefix of a rank's file names, as torch's writer expects it in a plan."""
 
     prefix: str
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, which also knows the sizes and digests of its files."""
+    """torch's writer, which also records the sizes and digests of its files."""
 
     def __init__(self, path: Path) -> None:
         """Args: path: the folder."""
         super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.fs = _Digesting()
 
-    def write(self, boxes: Boxes, rank: int) -> tuple[list[WriteResult], dict[str, dict[str, Any]]]:
-        """Write the file of a rank; where each box lies in it, and its size and digest by its name."""
+    def write(self, boxes: BoxPlanner, rank: int) -> tuple[list[WriteResult], dict[str, dict[str, Any]]]:
+        """Write the file of a rank; return the location of each box, and size and digest of the file by its name."""
         plan = SavePlan(boxes.create_local_plan().items, storage_data=_Prefix(f"__{rank}_"))
         results = self.write_data(plan, boxes).wait() if plan.items else []
         assert isinstance(self.fs, _Digesting)
         return results, self.fs.files
 
     def storage_meta(self) -> StorageMeta | None:
-        """Without the path that the folder has while it is written."""
+        """The storage metadata, without the temporary path of the folder."""
         return StorageMeta(save_id=self.save_id)
 
 
 class _Digesting(FileSystem):
-    """Files of which the digest is known once they are written."""
+    """A file system that records the digest of each file that is written."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Any]] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """A stream that is digested on its way."""
+        """Open a stream that computes the digest of its content."""
         with super().create_stream(path, mode) as raw:
             stream = _DigestedStream(raw)
             yield stream
@@ -114,26 +114,26 @@ class _DigestedStream(io.RawIOBase):
         self._raw = raw
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, content: Any) -> int:
-        """To the file and the digest."""
+        """Write to the file and update the digest."""
         self.digest.update(content)
         self.size += memoryview(content).nbytes
         self._raw.write(content)
         return memoryview(content).nbytes
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return the number of bytes written."""
         return self.size
 
     def flush(self) -> None:
-        """To the system."""
+        """Flush the file."""
         if not self._raw.closed:
             self._raw.flush()
 
     def fileno(self) -> int:
-        """Of the file."""
+        """Return the descriptor of the file, for fsync."""
         self._raw.flush()
         return int(self._raw.fileno())

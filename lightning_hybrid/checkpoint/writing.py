@@ -1,7 +1,8 @@
-"""Write a distributed checkpoint: every rank its own bytes, through ``torch.distributed.checkpoint``.
+"""Writer of distributed checkpoints: every rank writes its own boxes, through ``torch.distributed.checkpoint``.
 
-No rank asks another one what to write (`held.deal`), so the ranks meet once: when all have written, the first one is
-told of every box and file, checks that each element of each tensor was written once, and gives the folder its name.
+Each rank computes by itself what to write (`owned_shards.assign_boxes`), so the ranks synchronize only once: when all
+have written, the first one receives the list of all boxes and files, checks that each element of each tensor was
+written once, and renames the folder.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
-from lightning_hybrid.checkpoint.owned_shards import deal
-from lightning_hybrid.checkpoint.torch_writer import Boxes, Item, Writer, chunk_of
+from lightning_hybrid.checkpoint.owned_shards import assign_boxes
+from lightning_hybrid.checkpoint.torch_writer import BoxPlanner, Item, Writer, chunk_of
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own
@@ -38,17 +39,17 @@ _MERGED = "state"  # of an optimizer: each rank has entries of its own
 
 @dataclass
 class Save:
-    """What one rank has to write.
+    """The content that one rank writes in a save.
 
     Attributes:
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         items: The boxes of this rank, with the keys and shapes of their tensors.
-        meta: The rest, pickled by torch; of the first rank.
+        meta: The rest, pickled by torch; only on the first rank.
         optimizers: The optimizers' states without tensors, as far as this rank has them; pickled.
-        generators: The states of the replica's generators; of its first rank.
-        expected: Every tensor of this rank's state, by key.
-        about: For the manifest.
-        error: Why this rank has nothing to write; the others are told.
+        generators: The states of the replica's generators; only on its first rank.
+        expected: The keys of all tensors of this rank's state.
+        about: Entries of the manifest.
+        error: The error because of which this rank has nothing to write; it is sent to the others.
     """
 
     path: Path
@@ -63,7 +64,7 @@ class Save:
 
 @dataclass
 class _Report:
-    """What the first rank has to know of a rank."""
+    """The message of a rank to the first one about its save."""
 
     optimizers: bytes = b""
     generators: dict[str, Any] | None = None
@@ -76,18 +77,18 @@ class _Report:
 
 
 class Buffers:
-    """Memory that saves are copied to; what one has used the next one uses again."""
+    """CPU memory that saves are copied to, reused by the next save."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def copied(self, key: str, offsets: tuple[int, ...], content: Tensor) -> Tensor:
-        """The content on the CPU, in memory that nobody else writes."""
-        known = self._known.get((key, offsets))
-        if known is None or known.shape != content.shape or known.dtype != content.dtype:
-            known = torch.empty(content.shape, dtype=content.dtype)
-            self._known[key, offsets] = known
-        return known.copy_(content)
+        """Copy a box to memory on the CPU that nothing else writes."""
+        entry = self._memory.get((key, offsets))
+        if entry is None or entry.shape != content.shape or entry.dtype != content.dtype:
+            entry = torch.empty(content.shape, dtype=content.dtype)
+            self._memory[key, offsets] = entry
+        return entry.copy_(content)
 
 
 def prepare(
@@ -99,18 +100,18 @@ def prepare(
     buffers: Buffers | None = None,
     generators: dict[str, Any] | None = None,
 ) -> Save:
-    """Take what this rank has to write out of a checkpoint.
+    """Collect the content that this rank writes of a checkpoint.
 
     Args:
-        checkpoint: Lightning's, with ``Held`` for what ranks hold parts of.
-        path: Where it is to be.
-        mesh: The ranks; None for one process.
-        about: For the manifest.
-        buffers: Tensors are copied there, so that training can go on; None if it does not.
-        generators: Their states on this rank, which are saved for the first rank of each replica.
+        checkpoint: Lightning's checkpoint, with ``Held`` for sharded tensors.
+        path: Path of the checkpoint.
+        mesh: The process groups; None for one process.
+        about: Entries of the manifest.
+        buffers: Memory that tensors are copied to, so that training can go on; None if it waits.
+        generators: States of the generators of this rank, which are saved for the first rank of each replica.
 
     Returns:
-        It, or why there is none: `write` tells all ranks, so that none waits for this one.
+        The save; or one with an error, which `write` sends to all ranks, so that none waits for this one.
     """
     save = Save(path, about)
     try:
@@ -127,13 +128,13 @@ def _fill(save: Save, checkpoint: dict[str, Any], mesh: Mesh | None, buffers: Bu
     rest, tensors = take_tensors(checkpoint, is_first=is_first)
     optimizers = rest.get(OPTIMIZERS, [])
     if OPTIMIZERS in rest:
-        rest[OPTIMIZERS] = None  # in a file of their own, since each rank knows some of them
-    keys = {id(held): key for key, held in tensors.items()}
-    for held, box in deal(tensors.values(), mesh):
-        key, content = keys[id(held)], box.content
+        rest[OPTIMIZERS] = None  # saved in a separate file, since each rank has only some of them
+    keys = {id(tensor): key for key, tensor in tensors.items()}
+    for tensor, box in assign_boxes(tensors.values(), mesh):
+        key, content = keys[id(tensor)], box.content
         if buffers is not None:
             content = buffers.copied(key, box.offsets, content)
-        save.items.append((key, held.shape, box.offsets, content))
+        save.items.append((key, tensor.shape, box.offsets, content))
     save.meta = _pickled(rest) if is_first else b""
     save.optimizers = pickle.dumps(optimizers)
     save.expected = set(tensors)
@@ -146,12 +147,12 @@ def _pickled(value: Any) -> bytes:
 
 
 def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None] = lambda: None) -> None:
-    """Write, and wait until the checkpoint is there; every rank does this.
+    """Write, and wait until the checkpoint is complete; collective over all ranks.
 
     Args:
-        save: What this rank has to write.
-        group: Of all ranks, for this alone; None for one process.
-        afterwards: Is called on the first rank as soon as the checkpoint is there, before the others know.
+        save: The content of this rank.
+        group: A group of all ranks that nothing else uses; None for one process.
+        afterwards: Called on the first rank as soon as the checkpoint is complete, before the others are notified.
 
     Raises:
         CheckpointError: A rank could not write, or the ranks together did not write all.
@@ -160,7 +161,7 @@ def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None]
     report = _write_own(save, rank)
     reports = _gathered(report, group)
     error = _finish(save, reports, afterwards) if rank == 0 else ""
-    error = _told(error, group)
+    error = _broadcast_error(error, group)
     if error:
         raise CheckpointError(error) from save.error
 
@@ -173,7 +174,7 @@ def _write_own(save: Save, rank: int) -> _Report:
         target = folder.incomplete_path(save.path)
         target.mkdir(parents=True, exist_ok=True)
         (target / folder.MANIFEST).unlink(missing_ok=True)  # of a save that was killed as it ended
-        report.results, report.files = Writer(target).write(Boxes(save.items), rank)
+        report.results, report.files = Writer(target).write(BoxPlanner(save.items), rank)
         for key, shape, offsets, content in save.items:
             report.tensors[key] = shape, content.dtype
             report.chunks.append((key, chunk_of(offsets, content)))
@@ -183,7 +184,7 @@ def _write_own(save: Save, rank: int) -> _Report:
 
 
 def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], None]) -> str:
-    """Make the checkpoint whole; what went wrong, if anything did."""
+    """Complete the checkpoint on the first rank; return the error message, or ""."""
     target = folder.incomplete_path(save.path)
     try:
         if errors := [report.error for report in reports if report.error]:
@@ -206,9 +207,9 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
         with contextlib.suppress(OSError):
             folder.remove(target)  # the disk may be full
         with contextlib.suppress(OSError):
-            save.path.rmdir()  # what held the name, if it is empty
-        said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return f"the checkpoint {save.path} could not be written: {said}"
+            save.path.rmdir()  # the empty folder that reserved the name
+        message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return f"the checkpoint {save.path} could not be written: {message}"
     try:
         afterwards()
     except OSError as error:
@@ -220,10 +221,10 @@ def _merged_metadata(reports: Sequence[_Report]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {}
     for report in reports:
         for key, (shape, dtype) in report.tensors.items():
-            known = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
-            if tuple(known.size) != shape or known.properties.dtype != dtype:
+            entry = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
+            if tuple(entry.size) != shape or entry.properties.dtype != dtype:
                 raise CheckpointError(
-                    f"ranks disagree on {key}: {tuple(known.size)} of {known.properties.dtype} and {shape} of {dtype};"
+                    f"ranks disagree on {key}: {tuple(entry.size)} of {entry.properties.dtype} and {shape} of {dtype};"
                     " see that on_save_checkpoint does the same on every rank"
                 )
         for key, chunk in report.chunks:
@@ -235,33 +236,33 @@ def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
     """The optimizers of the first rank, with the entries of all ranks."""
     first, *others = [pickle.loads(report.optimizers) for report in reports]  # sent by ranks of this run
     for other in others:
-        for mine, theirs in zip(first, other, strict=False):
-            if isinstance(mine, dict) and isinstance(theirs, dict):
-                mine[_MERGED] = {**theirs.get(_MERGED, {}), **mine.get(_MERGED, {})}
+        for mine, entries in zip(first, other, strict=False):
+            if isinstance(mine, dict) and isinstance(entries, dict):
+                mine[_MERGED] = {**entries.get(_MERGED, {}), **mine.get(_MERGED, {})}
     return first
 
 
 def _check(metadata: Metadata, expected: set[str]) -> None:
-    """See that every tensor is there, each element once.
+    """Check that every tensor was written, each element once.
 
     Raises:
-        CheckpointError: One is not.
+        CheckpointError: A tensor or element is missing, or was written twice.
     """
     lost = sorted(expected - metadata.state_dict_metadata.keys())
     if lost:
         raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors)")
     for key, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
-        if said := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
-            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {said}")
+        if message := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}")
 
 
 def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """What is wrong if not every element lies in one of the boxes (offsets and sizes) and one only; "" if all is well.
+    """Check that every element lies in exactly one box; return what is wrong, or "".
 
     Args:
-        shape: Of the tensor.
-        boxes: Of its parts.
+        shape: Shape of the full tensor.
+        boxes: Offsets and sizes of each box.
     """
     for offsets, sizes in boxes:
         if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
@@ -270,18 +271,18 @@ def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple
     for number, (offsets, sizes) in enumerate(ordered):
         for other, lengths in ordered[number + 1 :]:
             if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
-                return f"has elements that two boxes hold, at {offsets} of sizes {sizes} and at {other} of {lengths}"
-    held = sum(math.prod(sizes) for _, sizes in boxes)
-    return "" if held == math.prod(shape) else f"has {math.prod(shape)} elements, of which {held} are held"
+                return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
+    saved = sum(math.prod(sizes) for _, sizes in boxes)
+    return "" if saved == math.prod(shape) else f"has {math.prod(shape)} elements, of which {saved} are saved"
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------
-# The group's own methods: torch.distributed's functions look at the default group, which is another one while code of
-# the user's runs in the main thread.
+# These use the methods of the group: torch.distributed's functions read the default group, which is another one while
+# user code runs in the main thread.
 
 
 def _gathered(report: _Report, group: ProcessGroup | None) -> list[_Report]:
-    """The reports of all ranks on the first; nothing elsewhere."""
+    """Gather the reports of all ranks on the first; an empty list elsewhere."""
     if group is None:
         return [report]
     if group.rank() > 0:
@@ -291,13 +292,13 @@ def _gathered(report: _Report, group: ProcessGroup | None) -> list[_Report]:
     for rank in range(1, group.size()):
         try:
             reports.append(_received(rank, group))
-        except RuntimeError as error:  # it has died, and the others are to know
+        except RuntimeError as error:  # it has died; the error is sent to the other ranks
             reports.append(_Report(error=f"rank {rank} could not be reached: {error}"))
     return reports
 
 
-def _told(error: str, group: ProcessGroup | None) -> str:
-    """What the first rank says."""
+def _broadcast_error(error: str, group: ProcessGroup | None) -> str:
+    """Send the first rank's error message to all ranks."""
     if group is None:
         return error
     if group.rank() > 0:

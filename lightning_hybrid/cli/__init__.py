@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     verify.add_to(commands)
     checkpoint.add_to(commands)
-    known, others = parser.parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
+    parsed, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        return int(known.run(known, others))
+        return int(parsed.run(parsed, rest))
     except (ValueError, ImportError, AttributeError, OSError, CheckpointError) as error:
-        print(f"lightning-hybrid {known.command}: {error}", file=sys.stderr)
+        print(f"lightning-hybrid {parsed.command}: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""``lightning-hybrid checkpoint convert|inspect|verify``: without the model, on one core."""
+"""The command ``lightning-hybrid checkpoint convert|inspect|verify``, which needs no model and one core."""
 
 from __future__ import annotations
 
@@ -33,48 +33,48 @@ def add_to(commands: Any) -> None:
     verify.set_defaults(run=_verify)
     for action in (convert, inspect, verify):
         action.add_argument(
-            "--trust", action="store_true", help="unpickle objects of any class too, which can run code of theirs"
+            "--trust", action="store_true", help="unpickle objects of any class too, which can run arbitrary code"
         )
 
 
-def _convert(known: argparse.Namespace, others: Sequence[str]) -> int:
-    _refuse(others)
-    # Only now: this loads torch.
+def _convert(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse(rest)
+    # Imported late, since this loads torch.
     from lightning_hybrid.checkpoint.convert_checkpoint import is_file, to_file, to_folder
 
-    if known.target.exists():
-        raise ValueError(f"{known.target} exists; remove it, or name another target")
-    weights_only = not known.trust
-    if is_file(known.source):
-        to_folder(known.source, known.target, weights_only=weights_only)
+    if parsed.target.exists():
+        raise ValueError(f"{parsed.target} exists; remove it, or name another target")
+    weights_only = not parsed.trust
+    if is_file(parsed.source):
+        to_folder(parsed.source, parsed.target, weights_only=weights_only)
     else:
-        to_file(known.source, known.target, weights_only=weights_only, tell=lambda line: print(line, file=sys.stderr))
-    print(f"{known.target} is written")
+        to_file(parsed.source, parsed.target, weights_only=weights_only, tell=lambda line: print(line, file=sys.stderr))
+    print(f"{parsed.target} is written")
     return 0
 
 
-def _inspect(known: argparse.Namespace, others: Sequence[str]) -> int:
-    _refuse(others)
+def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse(rest)
     from lightning_hybrid.checkpoint.inspect_checkpoint import table
     from lightning_hybrid.checkpoint.reading import SavedFolder
 
-    print(table(SavedFolder(known.source, weights_only=not known.trust)))
+    print(table(SavedFolder(parsed.source, weights_only=not parsed.trust)))
     return 0
 
 
-def _verify(known: argparse.Namespace, others: Sequence[str]) -> int:
-    _refuse(others)
+def _verify(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse(rest)
     from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
     from lightning_hybrid.checkpoint.inspect_checkpoint import problems
 
     try:
-        found = list(problems(known.source, weights_only=not known.trust))
+        found = list(problems(parsed.source, weights_only=not parsed.trust))
     except CheckpointError as error:
         found = [str(error)]
-    print("\n".join(found) or f"{known.source} is whole: sizes, digests, and every element of every tensor once")
+    print("\n".join(found) or f"{parsed.source} is complete: sizes, digests, and every element of every tensor once")
     return 1 if found else 0
 
 
-def _refuse(others: Sequence[str]) -> None:
-    if others:
-        raise ValueError(f"unknown argument {others[0]!r}")
+def _refuse(rest: Sequence[str]) -> None:
+    if rest:
+        raise ValueError(f"unknown argument {rest[0]!r}")

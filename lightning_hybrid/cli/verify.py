@@ -1,4 +1,4 @@
-"""``lightning-hybrid verify path.to:Module --data path.to:DataModule --layout pp=2``."""
+"""The command ``lightning-hybrid verify path.to:Module --data path.to:DataModule --layout pp=2``."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A class or function by its place, and what to call it with; any process can import and call it.
+    """A class or function by its path, with keyword arguments; any process can import and call it.
 
     Attributes:
-        place: ``path.to:Name``, or ``path/to/file.py:Name``.
-        arguments: By keyword.
+        path: ``path.to:Name``, or ``path/to/file.py:Name``.
+        arguments: Keyword arguments of the call.
     """
 
-    place: str
+    path: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Any:
         """Import it.
 
         Raises:
-            ValueError: The place does not name a module and a name in it.
+            ValueError: The path is not a module and a name in it.
             ImportError: There is no such module.
             AttributeError: The module has no such name.
         """
-        module, colon, name = self.place.rpartition(":")
+        module, colon, name = self.path.rpartition(":")
         if not colon or not module or not name:
-            raise ValueError(f"{self.place!r} names no class; write path.to:Name or path/to/file.py:Name")
+            raise ValueError(f"{self.path!r} names no class; write path.to:Name or path/to/file.py:Name")
         folder = os.getcwd()
         if module.endswith(".py"):
             path = Path(module).resolve()
             if not path.exists():
-                raise ImportError(f"{self.place!r}: there is no file {path}")
+                raise ImportError(f"{self.path!r}: there is no file {path}")
             folder, module = str(path.parent), path.stem
         if folder not in sys.path:
             sys.path.insert(0, folder)
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
     def __call__(self) -> Any:
-        """What it returns."""
+        """Import it, call it with the arguments, and return the result."""
         return self.load()(**self.arguments)
 
 
@@ -78,7 +78,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--steps", type=int, default=4, help="batches of an epoch and of a validation (%(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
-    parser.add_argument("--num-microbatches", type=int, default=2, help="parts of each replica's batch (%(default)s)")
+    parser.add_argument("--num-microbatches", type=int, default=2, help="of each replica's batch (%(default)s)")
     parser.add_argument("--precision", default="64-true", help="as Lightning spells it (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
@@ -86,25 +86,25 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(known: argparse.Namespace, others: Sequence[str]) -> int:
-    """Verify, print a table, and say by the exit status whether all is well.
+def run(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Verify, print a table, and return the exit status: 0 if all layouts pass.
 
     Args:
         known: The parsed arguments.
-        others: ``--module.NAME VALUE`` and ``--data.NAME VALUE``.
+        rest: ``--module.NAME VALUE`` and ``--data.NAME VALUE``.
 
     Raises:
-        ValueError: An unknown argument, a layout that is none, or a count below 1.
-        ImportError: The module or data are not there.
+        ValueError: An unknown argument, an invalid layout, or a count below 1.
+        ImportError: The module or data cannot be imported.
         AttributeError: Their file has no such name.
     """
     for name in ("steps", "epochs", "num_microbatches"):
         if getattr(known, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(known, name)}; use 1 or more")
-    of_module, of_data = arguments_of(others)
+    of_module, of_data = arguments_of(rest)
     if of_data and known.data is None:
         raise ValueError(f"--data.{next(iter(of_data))} is given without --data path.to:DataModule")
-    # Only now: this loads torch.
+    # Imported late, since this loads torch.
     from lightning_hybrid.verify import Experiment, Verification, parse_layout, table
 
     layouts = [parse_layout(text, known.tensor_plan or ()) for text in known.layout or ["pp=2"]]
@@ -114,7 +114,7 @@ def run(known: argparse.Namespace, others: Sequence[str]) -> int:
     data = None if known.data is None else Target(known.data, of_data)
     for target in (module, data):
         if target is not None:
-            target.load()  # a typing error is told at once, not once per process
+            target.load()  # a misspelled path fails here, once, and not in every process
     experiment = Experiment(
         make_module=module,
         make_data=data,
@@ -136,10 +136,10 @@ def run(known: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def check_options(layout: Layout) -> None:
-    """See that a layout names options of the strategy.
+    """Check that a layout names options of the strategy.
 
     Raises:
-        ValueError: One is none.
+        ValueError: A name is not an option.
     """
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
@@ -150,26 +150,26 @@ def check_options(layout: Layout) -> None:
             raise ValueError(f"--layout {layout.name!r}: {name!r} is no option of the strategy; nearest: {near}")
 
 
-def arguments_of(others: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``--module.NAME VALUE`` and ``--data.NAME VALUE`` as two dicts; values are Python's literals, or text.
+def arguments_of(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parse ``--module.NAME VALUE`` and ``--data.NAME VALUE`` to two dicts; values are Python's literals, or text.
 
     Args:
-        others: What argparse did not know.
+        rest: The arguments that argparse did not recognize.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: Another argument.
     """
     found: dict[str, dict[str, Any]] = {"module": {}, "data": {}}
-    left = list(others)
-    while left:
-        flag, equals, value = left.pop(0).partition("=")
+    remaining = list(rest)
+    while remaining:
+        flag, equals, value = remaining.pop(0).partition("=")
         owner, dot, name = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or not dot or owner not in found or not name.isidentifier():
             raise ValueError(f"unknown argument {flag!r}; arguments of the classes are --module.NAME and --data.NAME")
         if not equals:
-            if not left:
+            if not remaining:
                 raise ValueError(f"{flag} needs a value")
-            value = left.pop(0)
+            value = remaining.pop(0)
         try:
             found[owner][name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -1,1 +1,1 @@
-"""The two names of Lightning, `lightning.pytorch` and `pytorch_lightning`, and the classes for each."""
+"""Support for Lightning's two namespaces, `lightning.pytorch` and `pytorch_lightning`, with the classes for each."""

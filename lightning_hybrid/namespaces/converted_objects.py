@@ -1,7 +1,7 @@
-"""Give a Trainer's namespace the objects that were made for the other one.
+"""Conversion of objects of this package from one of Lightning's namespaces to that of the Trainer that receives them.
 
-A file can ask for `Hybrid3DStrategy` before anything says whose Trainer will get it. So a Trainer takes ours of either
-namespace: the object it is given becomes one of its own, with the state that it has.
+A file can import `Hybrid3DStrategy` before it is known which Trainer will receive it. So a Trainer accepts objects of
+either namespace: the object is converted to the Trainer's namespace, and keeps its state.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 from lightning_hybrid.namespaces.lightning_names import NAMESPACES, PUBLIC, Namespace
 
-_GIVEN_TO_TRAINERS = ("strategy", "plugins", "callbacks")
+_TRAINER_ARGUMENTS = ("strategy", "plugins", "callbacks")
 
 
-def move(given: Any, namespace: Namespace) -> None:
-    """Turn an object of ours into one of a namespace, in place; everything else stays.
+def move(value: Any, namespace: Namespace) -> None:
+    """Convert an object of this package to a namespace, in place; other objects are unchanged.
 
     Raises:
-        TypeError: An object of a class that somebody derived from the other namespace's.
+        TypeError: The object's class is derived from a class of the other namespace.
     """
-    kind = type(given)
-    if _is_ours_elsewhere(kind, namespace):
-        _become_twin(given, namespace)
+    kind = type(value)
+    if _is_of_other_namespace(kind, namespace):
+        _convert_in_place(value, namespace)
         return
     for base in kind.__mro__:
-        if _is_ours_elsewhere(base, namespace):
+        if _is_of_other_namespace(base, namespace):
             [other] = (other for other in NAMESPACES if other is not namespace)
             raise TypeError(
                 f"{kind.__module__}.{kind.__qualname__} derives from {base.__name__} for {other.package}, but the"
@@ -36,29 +36,29 @@ def move(given: Any, namespace: Namespace) -> None:
             )
 
 
-def move_all(given: Any, namespace: Namespace) -> None:
+def convert_all(value: Any, namespace: Namespace) -> None:
     """`move` one object, or each of several."""
-    for one in given if isinstance(given, Collection) else (given,):
+    for one in value if isinstance(value, Collection) else (value,):
         move(one, namespace)
 
 
 def accept_both(trainer_class: Any, namespace: Namespace) -> None:
-    """Let a Trainer take objects of ours that were made for the other namespace."""
+    """Make a Trainer class accept objects of this package that were made for the other namespace."""
     init: Callable[..., None] = trainer_class.__init__
     if hasattr(init, "accepts_both_namespaces"):
         return
 
     @functools.wraps(init)
     def init_with_own(self: Any, *args: Any, **options: Any) -> None:
-        for option in _GIVEN_TO_TRAINERS:
-            move_all(options.get(option), namespace)
+        for option in _TRAINER_ARGUMENTS:
+            convert_all(options.get(option), namespace)
         init(self, *args, **options)
 
     init_with_own.accepts_both_namespaces = True  # type: ignore[attr-defined]
     trainer_class.__init__ = init_with_own
 
 
-def _is_ours_elsewhere(kind: type, namespace: Namespace) -> bool:
+def _is_of_other_namespace(kind: type, namespace: Namespace) -> bool:
     return (
         kind.__name__ in PUBLIC
         and kind.__module__.startswith("lightning_hybrid.")
@@ -66,14 +66,14 @@ def _is_ours_elsewhere(kind: type, namespace: Namespace) -> bool:
     )
 
 
-def _become_twin(thing: Any, namespace: Namespace) -> None:
-    """Change the class of an object and of what it holds from the other namespace, such as a default of Lightning's."""
-    name = namespace.name_here(type(thing).__module__)
+def _convert_in_place(value: Any, namespace: Namespace) -> None:
+    """Change the class of an object and of its attributes of the other namespace, such as Lightning's defaults."""
+    name = namespace.name_here(type(value).__module__)
     if name is None:
         return
     twin: Any = importlib.import_module(name)
-    for part in type(thing).__qualname__.split("."):
+    for part in type(value).__qualname__.split("."):
         twin = getattr(twin, part)
-    object.__setattr__(thing, "__class__", twin)  # also where it is frozen
-    for value in vars(thing).values():
-        _become_twin(value, namespace)
+    object.__setattr__(value, "__class__", twin)  # also where it is frozen
+    for attribute in vars(value).values():
+        _convert_in_place(attribute, namespace)

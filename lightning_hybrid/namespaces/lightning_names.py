@@ -1,9 +1,9 @@
-"""Lightning has two names, `lightning.pytorch` and `pytorch_lightning`: which of them a user of this package means.
+"""Lightning's two namespaces, `lightning.pytorch` and `pytorch_lightning`: detection of the one that a file uses.
 
-They are separate packages with separate classes, and each refuses what derives from the other's. The strategies,
-precision plugins and callbacks are written once, against `lightning.pytorch`; `twin_modules.py` loads the same files a
-second time for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the
-one for the file that asks. Nothing here imports either.
+They are separate packages with separate classes, and each refuses subclasses of the other's. The strategies, precision
+plugins and callbacks are written once, against `lightning.pytorch`; `twin_modules.py` loads the same files a second
+time for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the one for
+the importing file. Nothing here imports either namespace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-# Where each public class is written, below the package.
+# The module of each public class, below the package.
 PUBLIC = {
     "Hybrid3DStrategy": "strategies.hybrid3d",
     "HybridPrecision": "precision.hybrid",
@@ -27,27 +27,27 @@ PUBLIC = {
     "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",
 }
-# Modules by their name in the first and in the second namespace, with all that is below them.
+# Modules by their name in the first and in the second namespace, with all their submodules.
 _TWINS = (
     ("lightning.pytorch", "pytorch_lightning"),
     ("lightning.fabric", "lightning_fabric"),
     ("lightning_hybrid.strategies", "lightning_hybrid.for_pytorch_lightning.strategies"),
     ("lightning_hybrid.callbacks", "lightning_hybrid.for_pytorch_lightning.callbacks"),
-    # The rest of `precision` knows nothing of Lightning, and a scaler of a user's must be one for both.
+    # The rest of `precision` does not use Lightning, and a user's scaler must be valid for both.
     ("lightning_hybrid.precision.hybrid", "lightning_hybrid.for_pytorch_lightning.precision.hybrid"),
 )
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """One of Lightning's names.
+    """One of Lightning's namespaces.
 
     Args:
-        package: The package that holds the Trainer.
-        top: Its first part, which is what gets installed.
+        package: The package with the Trainer.
+        top: Its top-level package, which is the one that is installed.
         home: The package from which `PUBLIC`'s modules are imported for it.
-        explicit_home: The module whose names are those of this namespace, whoever asks.
-        index: Which side of `_TWINS`.
+        explicit_home: The module that always exports the classes of this namespace, whichever file imports it.
+        index: The index in the pairs of `_TWINS`.
     """
 
     package: str
@@ -57,15 +57,15 @@ class Namespace:
     index: int
 
     def load(self, name: str) -> Any:
-        """The public class of that name."""
+        """Import the public class of that name."""
         return getattr(importlib.import_module(f"{self.home}.{PUBLIC[name]}"), name)
 
     def name_here(self, module: str) -> str | None:
         """The name that a module of the other namespace has in this one; None if it is of no namespace, or of this."""
         for pair in _TWINS:
-            theirs = pair[1 - self.index]
-            if module == theirs or module.startswith(theirs + "."):
-                return pair[self.index] + module[len(theirs) :]
+            other = pair[1 - self.index]
+            if module == other or module.startswith(other + "."):
+                return pair[self.index] + module[len(other) :]
         return None
 
 
@@ -81,33 +81,32 @@ NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
 
 
 def namespace_of(module: str) -> Namespace:
-    """The namespace that a module of this package, by its name, is loaded for."""
+    """The namespace for which a module of this package is loaded, by the module's name."""
     return PYTORCH_LIGHTNING if f"{module}.".startswith(f"{PYTORCH_LIGHTNING.home}.") else LIGHTNING
 
 
 def public_names(package: str, *names: str) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a package that offers public classes, and loads them when they are asked for.
+    """Make the `__getattr__` of a package that exports public classes and imports them on first access.
 
     Args:
-        package: Its `__name__`. A home of one namespace offers that one's, any other package those for the asking file.
-        names: The names in `PUBLIC` that it offers.
+        package: Its `__name__`. A home of one namespace exports its classes, others those for the importing file.
+        names: The names in `PUBLIC` that it exports.
     """
     fixed = next((n for n in NAMESPACES if f"{package}.".startswith(f"{n.explicit_home}.")), None)
 
     def __getattr__(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return (fixed or namespace_for(_asking_frame(sys._getframe(1)))).load(name)
+        return (fixed or namespace_for(_importing_frame(sys._getframe(1)))).load(name)
 
     return __getattr__
 
 
 def namespace_for(frame: FrameType | None) -> Namespace:
-    """The namespace that the code of a frame means.
+    """The namespace that the code of a frame uses.
 
-    The first of these that leaves one of the two: what is installed; what the asking file imports, further down
-    included; which one is running (its command line reads a class path); what is imported. Otherwise
-    `lightning.pytorch`.
+    The first of these rules that selects one of the two: the one that is installed; that the importing file imports, at
+    any line; that is running (its command line reads a class path); that is imported. Otherwise `lightning.pytorch`.
 
     Raises:
         ModuleNotFoundError: Neither is installed.
@@ -134,8 +133,8 @@ def _is_installed(namespace: Namespace) -> bool:
         return False
 
 
-def _asking_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame that asked for a name; `from package import name` asks by way of the import system."""
+def _importing_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame that accesses a name, without those of the import system, which `from package import name` adds."""
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "importlib":
         frame = frame.f_back
     return frame
@@ -156,7 +155,7 @@ def _running_below(frame: FrameType | None) -> list[Namespace]:
 
 
 def _modules_named_in(frame: FrameType) -> Iterator[str]:
-    """Modules that a frame's code imports, be it later, and those from which its file has names or base classes."""
+    """Modules that a frame's code imports at any line, and those from which its file has names or base classes."""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.opname == "IMPORT_NAME":
             yield str(instruction.argval)

@@ -1,4 +1,4 @@
-"""Load the files that are written for `lightning.pytorch` a second time, for `pytorch_lightning`.
+"""Import hook that loads the files written for `lightning.pytorch` a second time, for `pytorch_lightning`.
 
 A module below `lightning_hybrid.for_pytorch_lightning` has no file of its own. It is the file of the same name below
 `lightning_hybrid`, compiled with other names in its import statements. Files and line numbers stay what they are, for
@@ -30,12 +30,12 @@ def find_twins() -> None:
 
 
 class _TwinFinder(importlib.abc.MetaPathFinder):
-    """Finds the file that is a module's source."""
+    """A finder that maps a twin module to its source file."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module, if it is a twin and its file is there."""
+        """Return the spec of the module, if it is a twin and its file exists."""
         home = PYTORCH_LIGHTNING.home + "."
         parts = fullname.removeprefix(home).split(".")
         if not fullname.startswith(home) or parts[0] not in _ROOMS:
@@ -48,15 +48,15 @@ class _TwinFinder(importlib.abc.MetaPathFinder):
 
 
 class _TwinLoader(SourceFileLoader):
-    """Compiles a file with its imports renamed."""
+    """A loader that compiles a file with its imports renamed."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile anew: the file's cache holds the code of the other namespace."""
+        """Compile without the bytecode cache, which has the code of the other namespace."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        """Compile the source."""
+        """Compile the source with renamed imports."""
         tree = ast.parse(data, filename=path)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):

@@ -1,1 +1,1 @@
-"""What ranks of one host tell each other without a network: on CPUs, where gloo knows sockets of the network only."""
+"""Communication of CPU ranks on one host through shared memory and Unix sockets; gloo only has network sockets."""

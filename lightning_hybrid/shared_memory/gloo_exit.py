@@ -1,8 +1,8 @@
-"""A process ends only when gloo's threads have let go of the tensors that they sent.
+"""Process exit that waits until gloo's threads have released the tensors that they sent.
 
-A thread of gloo that is the last to hold a tensor needs Python's lock to free it. If the interpreter is ending just
-then, Python ends the thread, C++ calls that an error, and a job that did everything right ends with "terminate called
-without an active exception" and exit code -6. After `work.wait()`, one tensor in four is still held for a moment.
+A thread of gloo that drops the last reference to a tensor needs Python's lock to free it. If the interpreter is
+finalizing, Python ends the thread, C++ treats that as an error, and a correct job ends with "terminate called without
+an active exception" and exit code -6. After `work.wait()`, one tensor in four is still referenced for a moment.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from functools import cache
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
-# Longer than a thread that waits for Python's lock sleeps at a time.
-_LOOK_SECONDS = 0.015
-_PATIENCE_SECONDS = 1.0
+# Longer than one sleep of a thread that waits for Python's lock.
+_POLL_SECONDS = 0.015
+_MAX_WAIT_SECONDS = 1.0
 
 
 @cache
 def end_after_gloo() -> None:
-    """Let the end of this process wait for gloo's threads; a second call changes nothing."""
+    """Register ``wait_for_gloo`` at process exit; a second call changes nothing."""
     atexit.register(wait_for_gloo)
 
 
 def wait_for_gloo() -> None:
-    """Wait until gloo's threads have nothing to do, or a second; without /proc, for some milliseconds."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+    """Wait until gloo's threads are idle, at most a second; without /proc, for some milliseconds."""
+    end = time.monotonic() + _MAX_WAIT_SECONDS
     before: set[tuple[str, ...]] | None = None
     while time.monotonic() < end:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         now = _workers()
         if now == before and all(state.startswith("S") for _, state, *_ in now):
             return
@@ -37,7 +37,7 @@ def wait_for_gloo() -> None:
 
 
 def _workers() -> set[tuple[str, ...]]:
-    """The threads that run gloo's operations: number, state, and how often each has slept and been interrupted."""
+    """The threads of gloo: id, state, and numbers of voluntary and involuntary context switches."""
     found: set[tuple[str, ...]] = set()
     for thread in _THREADS.iterdir() if _THREADS.exists() else ():
         try:

@@ -1,4 +1,4 @@
-"""Operations on shared memory that no torch mode sees."""
+"""A context that hides operations on shared memory from torch's modes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 @contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """No mode sees the operations inside.
+def hidden_from_modes() -> Iterator[None]:
+    """Context in which no dispatch or function mode sees operations.
 
-    Activation checkpointing would note them as if they could be repeated: they read memory that other ranks write to.
+    Activation checkpointing would record them for recomputation, but they read memory that other ranks write to.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield

@@ -1,4 +1,4 @@
-"""Short rows of numbers that each rank of a group has, gathered by all while they do something else."""
+"""Asynchronous all-gather of short rows of numbers, overlapped with other work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from lightning_hybrid.shared_memory.transfers import transfers_of
 
-_TAG = 2**62  # beside which no message is numbered
+_TAG = 2**62  # no other message has this tag
 
 
 def begin_to_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-    """Start to gather the rows of all ranks, as long on each; collective, in one order on all of them.
+    """Start to all-gather rows of equal length; collective, in one order on all ranks.
 
     Args:
-        row: Of this rank; must not be written until it is gathered.
-        group: The ranks.
+        row: This rank's row; must not be written until it is gathered.
+        group: The process group.
 
     Returns:
-        What waits for the rows, by rank.
+        A function that waits and returns the rows, by rank.
     """
     transfers = transfers_of(group) if row.device.type == "cpu" else None
     if transfers is None:

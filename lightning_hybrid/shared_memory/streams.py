@@ -1,7 +1,7 @@
 """Unix sockets between the ranks of a group that are on one host.
 
-They carry short messages and files without a name (memory that both ends map). A rank that dies, or closes its end, is
-noticed by whoever waits for it at once.
+They carry short messages and descriptors of anonymous files (memory that both ends map). If a rank dies, or closes its
+end, ranks that wait for it get an error at once.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ _FILE = b"file"
 T = TypeVar("T")
 
 
-class Streams:
-    """One rank's ends.
+class PeerSockets:
+    """One rank's sockets to the other ranks of its group.
 
     Attributes:
-        rank: This one, in its group.
-        size: How many there are.
-        peers: The stream to each of the others; what is sent at once arrives at once.
-        timeout: In seconds, of each wait.
-        closed: Whether nothing can be sent any more.
+        rank: This rank in its group.
+        size: Number of ranks.
+        peers: The socket to each of the other ranks; message boundaries are preserved.
+        timeout: Seconds that each wait may take.
+        closed: Whether the sockets are closed.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float) -> None:
-        """Args: rank: this one. peers: by rank. timeout: in seconds, of each wait."""
+        """Args: rank: this rank. peers: sockets by rank. timeout: seconds that each wait may take."""
         self.rank, self.size, self.timeout = rank, len(peers) + 1, timeout
         self.peers = {peer: peers[peer] for peer in sorted(peers)}
         self.closed = False
         for stream in self.peers.values():
-            # The kernel's own timeouts: Python's cost a system call before each one.
+            # Timeouts of the kernel: Python's cost an additional system call before each operation.
             stream.settimeout(None)
             seconds = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
 
     def close(self) -> None:
-        """Have whoever waits for this rank get an error."""
+        """Close the sockets, so that ranks that wait for this one get an error."""
         self.closed = True
         for stream in self.peers.values():
             with contextlib.suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)  # also for the workers that were forked and hold it open
+                stream.shutdown(socket.SHUT_RDWR)  # forked workers may keep it open
             stream.close()
 
     def send(self, peer: int, content: bytes, *files: int) -> None:
-        """Send a short message to a rank, and files with it.
+        """Send a short message to a rank, and file descriptors with it.
 
         Raises:
-            DistNetworkError: The rank is gone.
-            RuntimeError: It has not read what it was sent within the timeout of the group.
+            DistNetworkError: The rank has closed its connection.
+            RuntimeError: It has not read earlier messages within the timeout of the group.
         """
         try:
             if files:
@@ -70,30 +70,30 @@ class Streams:
             else:
                 self.peers[peer].send(content)
         except OSError as error:
-            raise self._meaning(error, peer) from error
+            raise self._translated(error, peer) from error
 
     def send_now(self, peer: int, content: bytes) -> bool:
-        """Send a short message to a rank unless that needs waiting, and say whether; raises as ``send`` does."""
+        """Send a short message to a rank unless that would block; return whether it was sent. Raises as ``send``."""
         try:
             self.peers[peer].send(content, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self._meaning(error, peer) from error
+            raise self._translated(error, peer) from error
         return True
 
     def wait_for_room(self, peer: int) -> list[int]:
-        """Wait until something can be sent to a rank or was sent by any; the ranks that have sent something.
+        """Wait until a rank can be sent to or any has sent a message; return the ranks that have sent one.
 
         Raises:
-            RuntimeError: Neither comes within the timeout of the group.
+            RuntimeError: Neither happens within the timeout of the group.
         """
         poll, ranks = select.poll(), {stream.fileno(): rank for rank, stream in self.peers.items()}
         for file, rank in ranks.items():
             poll.register(file, select.POLLIN | (select.POLLOUT if rank == peer else 0))
         events = poll.poll(min(1000 * self.timeout, _MOST_MILLISECONDS))
         if not events:
-            raise self._meaning(BlockingIOError(), peer)
+            raise self._translated(BlockingIOError(), peer)
         return [ranks[file] for file, event in events if event != select.POLLOUT]
 
     def receive(self, peer: int, most: int) -> bytes:
@@ -101,36 +101,36 @@ class Streams:
 
         Args:
             peer: The rank.
-            most: Bytes that it may have.
+            most: Maximum length in bytes.
 
         Raises:
-            DistNetworkError: The rank is gone.
-            RuntimeError: It does not come within the timeout of the group.
+            DistNetworkError: The rank has closed its connection.
+            RuntimeError: No message arrives within the timeout of the group.
         """
         try:
             content = self.peers[peer].recv(most)
         except OSError as error:
-            raise self._meaning(error, peer) from error
+            raise self._translated(error, peer) from error
         if not content:
             raise _lost(peer)
         return content
 
     def receive_file(self, peer: int) -> int:
-        """Wait for a message that brings a file, which is the caller's then; raises as ``receive`` does."""
+        """Wait for a message with a file descriptor, which the caller must close; raises as ``receive``."""
         try:
             _, files, *_ = socket.recv_fds(self.peers[peer], len(_FILE), 1)
         except OSError as error:
-            raise self._meaning(error, peer) from error
+            raise self._translated(error, peer) from error
         if not files:
             raise _lost(peer)
         return files[0]
 
-    def _meaning(self, error: OSError, peer: int) -> RuntimeError:
+    def _translated(self, error: OSError, peer: int) -> RuntimeError:
         if not isinstance(error, BlockingIOError):
             return _lost(peer)
         return RuntimeError(
             f"rank {self.rank} of a group of {self.size} on this host has waited {self.timeout} s for rank {peer} of "
-            "it; see what keeps that one, or set Hybrid3DStrategy(timeout=...) to a longer time"
+            "it; find out what delays that rank, or set Hybrid3DStrategy(timeout=...) to a longer time"
         )
 
 
@@ -138,12 +138,12 @@ def _lost(peer: int) -> dist.DistNetworkError:
     return dist.DistNetworkError(f"rank {peer} of a group on this host has closed its connections")
 
 
-def given_files(streams: Streams, num_bytes: int) -> dict[int, int]:
-    """A file without a name from each rank, this one's own included, by rank; collective. Whoever asks closes them.
+def exchange_files(streams: PeerSockets, num_bytes: int) -> dict[int, int]:
+    """Make an anonymous file on each rank and exchange the descriptors; collective. The caller must close them.
 
     Args:
-        streams: Between the ranks.
-        num_bytes: How long they are; what nobody writes to needs no memory.
+        streams: The sockets between the ranks.
+        num_bytes: Length of each file; pages that are never written need no memory.
     """
     own = os.memfd_create("lightning_hybrid")
     files = {streams.rank: own}
@@ -156,40 +156,40 @@ def given_files(streams: Streams, num_bytes: int) -> dict[int, int]:
 
 
 def close_streams(group: dist.ProcessGroup) -> None:
-    """Close this rank's ends of all streams between the ranks of a group."""
+    """Close this rank's ends of all sockets between the ranks of a group."""
     for streams in _open.pop(group, []):
         streams.close()
 
 
-_open: WeakKeyDictionary[dist.ProcessGroup, list[Streams]] = WeakKeyDictionary()
+_open: WeakKeyDictionary[dist.ProcessGroup, list[PeerSockets]] = WeakKeyDictionary()
 
 
-class OfGroups(Generic[T]):
-    """What the ranks of a group have together, made once for each group; anew where its streams were closed."""
+class PerGroup(Generic[T]):
+    """A cache of one shared object per process group, made again if its sockets were closed."""
 
-    def __init__(self, make: Callable[[Streams], T]) -> None:
-        """Args: make: collective over the ranks that some streams connect."""
+    def __init__(self, make: Callable[[PeerSockets], T]) -> None:
+        """Args: make: makes the object; collective over the connected ranks."""
         self._make = make
-        self._made: WeakKeyDictionary[dist.ProcessGroup, tuple[Streams, T] | None] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[dist.ProcessGroup, tuple[PeerSockets, T] | None] = WeakKeyDictionary()
 
     def of(self, group: dist.ProcessGroup) -> T | None:
-        """That of a group; collective where it is asked for first.
+        """Return the object of a group; the first call is collective.
 
-        None on all ranks of it if one cannot: they are on several hosts, communicate by something else than gloo, or
-        have a system other than Linux.
+        None on all ranks if it cannot be made on one: the ranks are on several hosts, have another backend than gloo,
+        or another system than Linux.
         """
         made = self._made.get(group)
         if group not in self._made or (made is not None and made[0].closed):
-            made = self._made[group] = _agreed(group, self._make)
+            made = self._made[group] = _make_on_all_ranks(group, self._make)
             if made is not None:
                 _open.setdefault(group, []).append(made[0])
-                # A forked process that ends must not close what its parent has.
+                # A forked process that ends must not close its parent's sockets.
                 finalize(group, made[0].close).atexit = False
         return None if made is None else made[1]
 
 
-def _agreed(group: dist.ProcessGroup, make: Callable[[Streams], T]) -> tuple[Streams, T] | None:
-    """What is made over streams between the ranks of a group, and these; None on all if it cannot be made on one."""
+def _make_on_all_ranks(group: dist.ProcessGroup, make: Callable[[PeerSockets], T]) -> tuple[PeerSockets, T] | None:
+    """Make sockets between the ranks of a group and an object over them; None on all if one rank cannot."""
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return None
     address, host, listener = f"\0{uuid.uuid4()}", "", None
@@ -214,14 +214,14 @@ def _agreed(group: dist.ProcessGroup, make: Callable[[Streams], T]) -> tuple[Str
 
 
 def _connected(
-    group: dist.ProcessGroup, listener: socket.socket, addresses: Sequence[str], make: Callable[[Streams], T]
-) -> tuple[Streams, T] | None:
+    group: dist.ProcessGroup, listener: socket.socket, addresses: Sequence[str], make: Callable[[PeerSockets], T]
+) -> tuple[PeerSockets, T] | None:
     backend: Any = group._get_backend(torch.device("cpu"))
     try:
-        peers = _join(group.rank(), listener, addresses)
+        peers = _connect_to_peers(group.rank(), listener, addresses)
     except OSError:
         return None
-    streams = Streams(group.rank(), peers, backend.options._timeout.total_seconds())
+    streams = PeerSockets(group.rank(), peers, backend.options._timeout.total_seconds())
     try:
         return streams, make(streams)
     except (OSError, RuntimeError):
@@ -230,7 +230,7 @@ def _connected(
 
 
 def _host() -> str:
-    """Processes for which this is the same can connect to each other."""
+    """An identifier that is equal for processes that can connect to each other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
 
 
@@ -247,7 +247,7 @@ def _socket() -> socket.socket:
     return made
 
 
-def _join(rank: int, listener: socket.socket, addresses: Sequence[str]) -> dict[int, socket.socket]:
+def _connect_to_peers(rank: int, listener: socket.socket, addresses: Sequence[str]) -> dict[int, socket.socket]:
     peers: dict[int, socket.socket] = {}
     try:
         for peer, address in enumerate(addresses[:rank]):

@@ -1,10 +1,10 @@
-"""Tensors from one rank of a host to another, through memory that the sender owns and the receiver maps.
+"""Point-to-point transfers of tensors between ranks of one host, in memory that the sender owns and the receiver maps.
 
-    sender: copy into a free place of its memory -> packet (tag, place, shape)
-    receiver: read packets until the tag is there -> copy out -> say at the head of the place that it is free again
+    sender: copy into a free block of its memory -> packet (tag, block, shape)
+    receiver: read packets until the tag arrives -> copy out -> mark the block as free in its header
 
-A send never waits: what is not yet read needs memory, as much as a schedule has messages under way. Places are as large
-as the next power of two, so that a place serves again whatever the next batch's length.
+A send never waits: unread tensors take memory, as much as a schedule has messages in flight. Block sizes are powers of
+two, so that blocks are reused whatever the next batch's length.
 """
 
 from __future__ import annotations
@@ -21,130 +21,130 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.shared_memory.hidden_operations import hidden
-from lightning_hybrid.shared_memory.streams import OfGroups, Streams, given_files
+from lightning_hybrid.shared_memory.hidden_operations import hidden_from_modes
+from lightning_hybrid.shared_memory.streams import PeerSockets, PerGroup, exchange_files
 
-_SMALLEST_PLACE = 4096  # bytes: a page
-_HEAD = 64  # bytes of a place before its content: whether it is in use
-_FIRST_BYTES = 2**20
-_MOST_PACKET_BYTES = 4096
-_MOST_CONTENTS = 1000  # tensors that are kept although nobody asks for them, where shapes vary
+_SMALLEST_BLOCK = 4096  # bytes: a page
+_HEADER = 64  # bytes of a block before its content, which say whether it is in use
+_INITIAL_BYTES = 2**20
+_MAX_PACKET_BYTES = 4096
+_MAX_CACHED_VIEWS = 1000  # limit of cached views, which may be unused where shapes vary
 
 
 class Transfers:
-    """Sends to, and receives from, the other ranks of a group; one for each group, see `transfers_of`.
+    """Sends to, and receives from, the other ranks of a group; `transfers_of` makes one for each group.
 
     Attributes:
-        generation: Raised on all ranks alike before transfers that must not meet those of a run that failed.
+        generation: Incremented on all ranks before transfers that must not be mixed with those of a failed run.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: PeerSockets) -> None:
         """Collective: args: streams: between the ranks."""
         self._streams = streams
         self.generation = 0
-        self._memories = {rank: _Memory(file) for rank, file in given_files(streams, _FIRST_BYTES).items()}
+        self._memories = {rank: _Memory(file) for rank, file in exchange_files(streams, _INITIAL_BYTES).items()}
         self._own = self._memories[streams.rank]
-        # Has a processor that reorders, such as ARM's, read a place before it says that the place is free.
+        # Makes a processor that reorders, such as ARM's, finish reading a block before it is marked as free.
         self._fence = threading.Lock()
-        self._end = 0  # of what this rank has dealt out of its memory
+        self._end = 0  # end of the memory that this rank has divided into blocks
         self._places: dict[int, list[int]] = {}  # by size
-        # Where what has come begins in the sender's memory, and its shape; by peer, generation and tag.
+        # Offset in the sender's memory and shape of each tensor that has arrived; by peer, generation and tag.
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, tuple[int, ...]]]] = {}
 
-    @torch.compiler.disable  # the user may have compiled what waits for it
+    @torch.compiler.disable  # the user may have compiled the code that calls it
     def send(self, peer: int, tag: int, tensor: Tensor) -> None:
-        """Give a tensor to a rank; afterwards it may be written.
+        """Send a tensor to a rank; it may be written as soon as this returns.
 
         Args:
-            peer: The rank.
+            peer: The receiver.
             tag: Not negative; tensors of one tag arrive in the order in which they were sent.
-            tensor: On the CPU.
+            tensor: A CPU tensor.
         """
-        place = self._free_place(tensor.nbytes)
-        with hidden():
-            self._own.content(place, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-        packet = struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, place, *tensor.shape)
+        block = self._free_block(tensor.nbytes)
+        with hidden_from_modes():
+            self._own.content(block, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+        packet = struct.pack(f"={3 + tensor.dim()}q", tag, self.generation, block, *tensor.shape)
         while not self._streams.send_now(peer, packet):
-            # The peer may wait for room too: it has some once its packets are read.
+            # The peer may wait for room too: its sends go on once its packets are read.
             for sender in self._streams.wait_for_room(peer):
                 self._read_packet(sender)
 
     @torch.compiler.disable
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
-        """Wait for a tensor.
+        """Wait for a tensor, and return a copy of it.
 
         Args:
-            peer: Who sends it.
-            tag: As it was sent.
-            dtype: Of what is sent; the shape comes with it.
+            peer: The sender.
+            tag: Tag of the message.
+            dtype: Dtype of the tensor; its shape is part of the message.
 
         Raises:
-            DistNetworkError: The rank is gone.
-            RuntimeError: It does not come within the timeout of the group.
+            DistNetworkError: The rank has closed its connection.
+            RuntimeError: The tensor does not arrive within the timeout of the group.
         """
-        come = self._inbox.setdefault((peer, self.generation, tag), deque())
-        while not come:
+        packets = self._inbox.setdefault((peer, self.generation, tag), deque())
+        while not packets:
             self._read_packet(peer)
-        place, shape = come.popleft()
+        block, shape = packets.popleft()
         memory = self._memories[peer]
-        with hidden():
-            tensor = memory.content(place, shape, dtype).clone()
+        with hidden_from_modes():
+            tensor = memory.content(block, shape, dtype).clone()
         with self._fence:
-            memory.in_use[place // 8] = 0
+            memory.in_use[block // 8] = 0
         return tensor
 
-    def _free_place(self, num_bytes: int) -> int:
-        size = max(_SMALLEST_PLACE, 1 << (num_bytes + _HEAD - 1).bit_length())
-        places = self._places.setdefault(size, [])
-        for place in places:
-            if not self._own.in_use[place // 8]:
+    def _free_block(self, num_bytes: int) -> int:
+        size = max(_SMALLEST_BLOCK, 1 << (num_bytes + _HEADER - 1).bit_length())
+        blocks = self._places.setdefault(size, [])
+        for block in blocks:
+            if not self._own.in_use[block // 8]:
                 break
         else:
-            place = self._end
+            block = self._end
             self._end += size
-            places.append(place)
+            blocks.append(block)
             self._own.grow(self._end)
-        self._own.in_use[place // 8] = 1
-        return place
+        self._own.in_use[block // 8] = 1
+        return block
 
     def _read_packet(self, peer: int) -> None:
-        text = self._streams.receive(peer, _MOST_PACKET_BYTES)
-        tag, generation, place, *shape = struct.unpack(f"={len(text) // 8}q", text)
-        self._inbox.setdefault((peer, generation, tag), deque()).append((place, tuple(shape)))
+        text = self._streams.receive(peer, _MAX_PACKET_BYTES)
+        tag, generation, block, *shape = struct.unpack(f"={len(text) // 8}q", text)
+        self._inbox.setdefault((peer, generation, tag), deque()).append((block, tuple(shape)))
 
 
 class _Memory:
-    """The memory of one rank.
+    """The mapped memory of one rank.
 
     Attributes:
-        in_use: Its numbers of 8 bytes; those at the head of a place say whether it is.
+        in_use: The memory as integers of 8 bytes; the first one of a block is its in-use flag.
     """
 
     def __init__(self, file: int) -> None:
-        """Args: file: to map; is this object's from now on."""
+        """Args: file: descriptor of the file to map; this object closes it."""
         self._file = file
         finalize(self, os.close, file)
         self._map()
 
     def grow(self, num_bytes: int) -> None:
-        """Have at least so many bytes."""
+        """Grow to at least so many bytes."""
         if num_bytes > self._length:
             os.ftruncate(self._file, max(num_bytes, 2 * self._length))
             self._map()
 
-    def content(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor at a place; the same one as before where it is asked for again."""
-        key = place, shape, dtype
+    def content(self, block: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view of the tensor in a block; cached by block, shape and dtype."""
+        key = block, shape, dtype
         found = self._contents.get(key)
         return self._made(key) if found is None else found
 
-    @torch.inference_mode(False)  # an evaluation may run in it, and a later step writes to these tensors
+    @torch.inference_mode(False)  # the first use may be in an evaluation, and a later step writes to these tensors
     def _made(self, key: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
-        place, shape, dtype = key
-        begin, count = place + _HEAD, prod(shape)
+        block, shape, dtype = key
+        begin, count = block + _HEADER, prod(shape)
         if begin + count * dtype.itemsize > self._length:
-            self._map()  # its owner has let it grow
-        if len(self._contents) >= _MOST_CONTENTS:
+            self._map()  # its owner has grown it
+        if len(self._contents) >= _MAX_CACHED_VIEWS:
             self._contents.clear()
         flat = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=begin) if count else torch.empty(0)
         made = self._contents[key] = flat.to(dtype).view(shape)
@@ -158,11 +158,11 @@ class _Memory:
 
 
 def transfers_of(group: dist.ProcessGroup) -> Transfers | None:
-    """Transfers between the ranks of a group; None on all of them where they cannot share memory.
+    """The transfers between the ranks of a group; None on all of them where they cannot share memory.
 
-    One for each group, whose first use is collective.
+    There is one for each group. The first call is collective.
     """
     return _transfers.of(group)
 
 
-_transfers = OfGroups(Transfers)
+_transfers = PerGroup(Transfers)

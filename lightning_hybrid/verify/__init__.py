@@ -1,4 +1,4 @@
-"""Whether a module trains under a layout to the numbers of one process; the first value that differs."""
+"""Verification that training under a layout matches single-process training; reports the first value that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether one rank has room for a whole copy of a module and its gradients."""
+"""Memory check: whether one rank has room for a full copy of a module and its gradients."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LIMITS = (  # of the container that this process runs in
 
 
 def shortage(parameters: Iterable[Tensor], device: torch.device, activation_bytes: float) -> str:
-    """What a whole copy needs more than there is, in one sentence; empty if it fits, or if nobody can tell.
+    """Say in one sentence how much memory a full copy lacks; empty if it fits, or if the system reports no limit.
 
     Args:
         parameters: All of the module; those of other ranks are absent.
-        device: Where they are to be.
-        activation_bytes: Of one microbatch.
+        device: Device of the copy.
+        activation_bytes: Bytes of one microbatch's activations.
     """
-    known = [(p.numel() * p.element_size(), is_absent(p)) for p in parameters]
-    total = float(sum(size for size, _ in known))
-    # Parameters of other ranks, gradients, and what they become when they leave the device.
-    on_device = sum(size for size, absent in known if absent) + 2 * total + activation_bytes
+    sizes = [(p.numel() * p.element_size(), is_absent(p)) for p in parameters]
+    total = float(sum(size for size, _ in sizes))
+    # Parameters of other ranks, gradients, and their copies for the transfer to the host.
+    on_device = sum(size for size, absent in sizes if absent) + 2 * total + activation_bytes
     # The weights, and both sets of gradients.
     on_host = 3 * total
     if device.type == "cpu":
@@ -40,13 +40,13 @@ def shortage(parameters: Iterable[Tensor], device: torch.device, activation_byte
         if needed > free:
             return (
                 f"verify_first_step=True needs about {needed / 2**20:,.1f} MiB on {where} of the first rank, for the"
-                f" whole module, its gradients and one microbatch, and {free / 2**20:,.1f} MiB are free"
+                f" full module, its gradients and one microbatch, and {free / 2**20:,.1f} MiB are free"
             )
     return ""
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that tensors of this process may still take on a device."""
+    """Bytes that this process can still allocate for tensors on a device."""
     if device.type != "cuda":
         return free_on_host() if device.type == "cpu" else math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -54,7 +54,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def free_on_host() -> float:
-    """Bytes that this process may still use; infinity where the system does not say."""
+    """Bytes that this process can still allocate on the host; infinity where the system does not say."""
     free = math.inf
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""One run of the user's module, on this rank, with everything that can be compared noted."""
+"""One recorded run of the user's module on this rank: fit, test and predict under a strategy."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.records.run_record import Notes, Observed, describe_failure
+from lightning_hybrid.verify.records.run_record import Observed, RunRecorder, describe_failure
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
-# How long a rank that failed waits for the others to fail in the same way.
-_PATIENCE_SECONDS = 5.0
+# How long a rank that failed waits for the other ranks to fail in the same way.
+_WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What to run, under any layout; picklable if the two functions are.
+    """A training run that can be repeated under any layout; picklable if the two functions are.
 
     Attributes:
         make_module: Makes the LightningModule.
         make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
-            has loaders of its own. In a dict, ``test_dataloaders`` and ``predict_dataloaders`` are for what follows.
-        steps: Batches of an epoch, and of a validation, at most.
-        epochs: How many.
-        num_microbatches: Parts of each replica's batch, where the layout names none.
-        precision: As Lightning spells it.
-        seed: Of everything drawn.
+            defines its loaders. In a dict, ``test_dataloaders`` and ``predict_dataloaders`` are used after the fit.
+        steps: Maximum number of batches of an epoch, and of a validation.
+        epochs: Number of epochs.
+        num_microbatches: Microbatches of each replica's batch, where the layout names none.
+        precision: Lightning's name of the precision, such as "64-true".
+        seed: Seed of all random generators.
         trainer: Further arguments of the Trainer.
     """
 
@@ -53,18 +53,18 @@ class Experiment:
 
 
 class Connection(Protocol):
-    """Makes the strategy of one run and connects it with the Trainer."""
+    """Protocol: makes the strategy of one run and connects it with the Trainer."""
 
     devices: int
 
     def strategy(self, pl: ModuleType) -> Any:
-        """A strategy of the namespace ``pl``."""
+        """Make a strategy for the namespace ``pl``."""
 
     def connect(self, trainer: Any, module: Any) -> None:
-        """Called once the Trainer is there."""
+        """Called after the Trainer is made, before it fits."""
 
     def finish(self, observed: Observed) -> None:
-        """Called after all."""
+        """Called after the run, with its record."""
 
 
 def namespace_of(module: Any) -> ModuleType:
@@ -85,16 +85,16 @@ def namespace_of(module: Any) -> ModuleType:
 def run_once(
     experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
 ) -> Observed:
-    """Fit once.
+    """Run an experiment once on this rank.
 
     Args:
-        experiment: What to run.
-        connection: How.
-        perturbation: Relative size of what is added to the weights before the first step.
+        experiment: The run.
+        connection: Makes the strategy.
+        perturbation: Relative size of the noise that is added to the weights before the first step.
         only_first_step: End after one batch, without validation.
 
     Returns:
-        What this rank saw; a failure is noted there, and not raised.
+        The record of this rank; a failure is recorded there, and not raised.
     """
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         return _run_in(folder, experiment, connection, perturbation, only_first_step)
@@ -108,49 +108,49 @@ def _run_in(
     only_first_step: bool = False,
 ) -> Observed:
     _seed(experiment.seed)
-    notes: Any = None
+    recorder: Any = None
     fitted = False
     try:
         module = experiment.make_module()
         data = None if experiment.make_data is None else experiment.make_data()
         pl = namespace_of(module)
-        notes = type("NotesCallback", (Notes, pl.Callback), {})(perturbation)
+        recorder = type("RunRecorderCallback", (RunRecorder, pl.Callback), {})(perturbation)
         with warnings.catch_warnings():
             if connection.devices == 1:
-                warnings.simplefilter("ignore")  # what the user should hear is said once, under the layout
+                warnings.simplefilter("ignore")  # warnings to the user are given once, under the layout
             arguments = _arguments(experiment, folder, only_first_step)
-            arguments["callbacks"] = [*arguments.get("callbacks", ()), notes]
+            arguments["callbacks"] = [*arguments.get("callbacks", ()), recorder]
             trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
             connection.connect(trainer, module)
             trainer.fit(module, **_fit_arguments(pl, data))
-            observed: Observed = notes.finish(trainer, module)
+            observed: Observed = recorder.finish(trainer, module)
             if not only_first_step:
                 fitted = True
-                _test_and_predict(pl, trainer, module, data, notes)
+                _test_and_predict(pl, trainer, module, data, recorder)
         connection.finish(observed)
         return observed
     except Exception as error:
-        observed = Observed() if notes is None else notes.observed
-        # What comes after the fit changes no parameter.
+        observed = Observed() if recorder is None else recorder.observed
+        # Test and prediction, after the fit, change no parameter.
         observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
         return observed
 
 
-def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, notes: Notes) -> None:
-    """Test and predict with what was trained, where the module has such a step and there are loaders for it."""
+def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, recorder: RunRecorder) -> None:
+    """Test and predict with the trained module, where it has such a step and there are loaders for it."""
     if (
         _overrides(module, pl.LightningModule, "test_step")
-        and (given := _loading(pl, module, data, "test")) is not None
+        and (arguments_for := _loader_arguments(pl, module, data, "test")) is not None
     ):
-        trainer.test(module, **given, verbose=False)
-        notes.note_test(trainer)
-    given = _loading(pl, module, data, "predict")
-    if given is not None:
-        predictions = trainer.predict(module, **given)
-        notes.note_predictions(predictions, trainer)
+        trainer.test(module, **arguments_for, verbose=False)
+        recorder.record_test(trainer)
+    arguments_for = _loader_arguments(pl, module, data, "predict")
+    if arguments_for is not None:
+        predictions = trainer.predict(module, **arguments_for)
+        recorder.record_predictions(predictions, trainer)
 
 
-def _loading(pl: ModuleType, module: Any, data: Any, kind: str) -> dict[str, Any] | None:
+def _loader_arguments(pl: ModuleType, module: Any, data: Any, kind: str) -> dict[str, Any] | None:
     """Arguments of ``Trainer.test`` or ``Trainer.predict``; None if there are no loaders."""
     hook = f"{kind}_dataloader"
     if isinstance(data, dict) and f"{hook}s" in data:
@@ -207,15 +207,15 @@ def _fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
 
 
 class UnderLayout:
-    """Runs under the strategy of a layout."""
+    """The connection that makes the strategy of a layout."""
 
     def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
-        """Args: layout: to run under. num_microbatches: where the layout names none."""
+        """Args: layout: the layout to run under. num_microbatches: the number where the layout names none."""
         self.devices = layout.devices
         self._layout, self._num_microbatches = layout, num_microbatches
 
     def strategy(self, pl: ModuleType) -> Any:
-        """Made as ``Trainer(strategy=name)`` makes it, with the options of the layout."""
+        """Make the strategy as ``Trainer(strategy=name)`` does, with the options of the layout."""
         registry = importlib.import_module(f"{pl.__name__}.strategies").StrategyRegistry
         entry = registry[self._layout.strategy_name]
         return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
@@ -228,12 +228,12 @@ class UnderLayout:
 
 
 def observe_layout(experiment: Experiment, layout: Layout, connection: UnderLayout | None = None) -> Observed:
-    """On each rank of a layout: run, and see to it that a rank that fails alone is not waited for.
+    """Run an experiment on one rank of a layout; a rank that fails while others still run raises its error.
 
     Args:
-        experiment: What to run.
-        layout: To run under.
-        connection: What else is done with the run; only the layout's strategy is used by default.
+        experiment: The run.
+        layout: The layout to run under.
+        connection: Makes the strategy; ``UnderLayout`` by default.
 
     Raises:
         RuntimeError: This rank failed and others still run.
@@ -249,9 +249,9 @@ def observe_layout(experiment: Experiment, layout: Layout, connection: UnderLayo
 
 def _all_ended(world_size: int) -> bool:
     if not dist.is_initialized():
-        return True  # nobody can be waiting in a collective of this rank
+        return True  # no other rank can be waiting in a collective with this one
     store = dist.distributed_c10d._get_default_store()
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + _WAIT_SECONDS
     count = store.add("verify/ended", 1)
     while count < world_size:
         if time.monotonic() > end:

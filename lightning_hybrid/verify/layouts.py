@@ -27,13 +27,13 @@ _SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parall
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run a module on several processes.
+    """A layout: a number of processes and the options of the strategy.
 
     Attributes:
-        name: How the report calls it.
+        name: Name in the report.
         devices: Number of processes.
         strategy: Options of the strategy.
-        strategy_name: As registered with Lightning.
+        strategy_name: Name under which the strategy is registered with Lightning.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Layout:
         """
         if self.devices < 1 or self.devices % self._same_batch:
             raise ValueError(
-                f"layout {self.name!r}: {self.devices} processes cannot be dealt to replicas of {self._same_batch}"
+                f"layout {self.name!r}: {self.devices} processes cannot be split into replicas of {self._same_batch}"
                 f" ranks; set devices to a multiple of {self._same_batch}"
             )
 
@@ -59,20 +59,20 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks, or groups of ranks, that see different batches."""
+        """Number of replicas: ranks, or groups of ranks, that receive different batches."""
         return self.devices // self._same_batch
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages over all ranks."""
+        """Number of pipeline stages over all ranks."""
         return int(self.strategy.get("pipeline_parallel_size", 1)) * int(self.strategy.get("stages_per_rank", 1))
 
     def options(self, num_microbatches: int | None) -> dict[str, Any]:
         """Options of the strategy, with a number of microbatches where the layout names none."""
-        given: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         if num_microbatches is not None and self.strategy_name.startswith("hybrid"):
-            given["num_microbatches"] = num_microbatches
-        return {**given, **self.strategy}
+            defaults["num_microbatches"] = num_microbatches
+        return {**defaults, **self.strategy}
 
 
 LAYOUTS = [
@@ -85,11 +85,11 @@ LAYOUTS = [
 
 
 def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
-    """``dp=2,pp=2``, or ``dp2xpp2``, as a layout.
+    """Parse a layout such as ``dp=2,pp=2`` or ``dp2xpp2``.
 
     Args:
         text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
-            or any option of the strategy by its full name; separated by commas. Without ``=`` the short names alone,
+            or any option of the strategy by its full name; separated by commas. Without ``=`` only short names,
             separated by ``x``.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 

@@ -1,4 +1,4 @@
-"""Ranks for the command: processes on this machine that meet on loopback and end with the one that started them."""
+"""Launcher of ranks for the command: local processes that rendezvous on loopback and end with their parent."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# After the first failure: how long the others may take to end by themselves.
+# How long the other ranks may take to end by themselves after the first failure.
 _GRACE_SECONDS = 10.0
 _SHOWN_CHARS = 4000
 
 
 class RanksFailed(RuntimeError):
-    """A rank failed, died, or took too long."""
+    """A rank failed, died, or exceeded the timeout."""
 
 
 def run_ranks(n: int, function: Callable[..., Any], /, *args: Any, timeout: float = 300.0) -> list[Any]:
-    """Call a function on ``n`` new processes that Lightning takes for those of a launcher.
+    """Call a function on ``n`` new processes, with the environment that Lightning expects of a launcher.
 
     Args:
         n: Number of ranks.
-        function: At the top of a module.
-        args: Its arguments; they and the results are sent between processes.
-        timeout: Seconds until all are ended.
+        function: Defined at the top level of a module.
+        args: Its arguments; they and the results are pickled.
+        timeout: Seconds until all ranks must have ended.
 
     Returns:
-        What each rank returned, by rank.
+        The result of each rank, by rank.
 
     Raises:
-        RanksFailed: With the text and the output of the rank that failed first.
+        RanksFailed: A rank failed; with the error and the output of the first that did.
     """
     call = pickle.dumps((function, args))
     context = get_context("forkserver")
-    context.set_forkserver_preload([name for name in ("torch", "lightning.pytorch") if _is_there(name)])
-    with tempfile.TemporaryDirectory(prefix="verify-ranks-") as folder, _environment():
+    context.set_forkserver_preload([name for name in ("torch", "lightning.pytorch") if _is_installed(name)])
+    with tempfile.TemporaryDirectory(prefix="verify-ranks-") as folder, _start_environment():
         processes: list[Any] = []
         connections: list[Connection] = []
         port = str(_free_port())
         try:
             for rank in range(n):
-                ours, theirs = context.Pipe()
-                connections.append(ours)
+                parent_end, child_end = context.Pipe()
+                connections.append(parent_end)
                 variables = {**_variables(n), "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
                 # No daemons: the module's loaders may start workers.
-                process = context.Process(target=_serve, args=(variables, f"{folder}/rank-{rank}", theirs, call))
+                process = context.Process(target=_serve, args=(variables, f"{folder}/rank-{rank}", child_end, call))
                 process.start()
                 processes.append(process)
-                theirs.close()
+                child_end.close()
             return _collect(connections, folder, timeout)
         finally:
             for process in processes:
@@ -113,13 +113,13 @@ def _serve(variables: dict[str, str], output: str, connection: Connection, call:
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send(reply)
-    # Until the parent ends this process: rank 0 hosts the store that others may still ask.
+    # Wait until the parent ends this process: rank 0 hosts the store, which others may still query.
     with contextlib.suppress(EOFError):
         connection.recv()
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it does, however that happens."""
+    """End this process when its parent ends, for whatever reason."""
     parent = parent_process()
     assert parent is not None
 
@@ -131,7 +131,7 @@ def _end_with_parent() -> None:
 
 
 def _variables(n: int) -> dict[str, str]:
-    """What torchrun sets, so that Lightning starts no processes itself; one thread per rank, loopback alone."""
+    """The variables that torchrun sets, so that Lightning starts no processes; one thread per rank, loopback only."""
     return {
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
@@ -144,8 +144,8 @@ def _variables(n: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Set while processes start: OpenMP and hashing read theirs before any code of ours runs."""
+def _start_environment() -> Iterator[None]:
+    """Set variables while processes start: OpenMP and hashing read them before any code of this package runs."""
     before = dict(os.environ)
     os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})
     try:
@@ -155,7 +155,7 @@ def _environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What came out, for eyes and for exit codes."""
+"""The report of a verification: outcome, message and table."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Outcome = Literal["same", "refused", "different", "failed"]
 
 @dataclass(frozen=True)
 class Report:
-    """One layout against its reference.
+    """The comparison of one layout with its reference.
 
     Attributes:
-        layout: Its name.
+        layout: Name of the layout.
         outcome: "same"; "refused" with a clear error before any parameter changed; "different"; or "failed".
-        message: In one sentence why, for every outcome but "same".
+        message: One sentence that says why, for every outcome but "same".
         first: The first value that differs.
-        num_differences: How many differ.
-        steps: Compared training steps; of a run that failed, those that came before.
+        num_differences: Number of values that differ.
+        steps: Number of training steps compared; of a failed run, those before the failure.
         floor: The largest relative noise floor of a parameter's update.
-        notes: What else the user should know.
+        notes: Further remarks for the user.
     """
 
     layout: str
@@ -36,26 +36,17 @@ class Report:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        """Everything, as text."""
+        """Outcome, message and notes as text."""
         lines = [f"{self.layout}: {self.outcome}" + (f": {self.message}" if self.message else "")]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def passes(self, *, strict: bool = False) -> bool:
-        """Whether the layout kept the promise.
-
-        Args:
-            strict: A refusal does not.
-        """
+        """Whether the outcome is acceptable: "same", or "refused" unless ``strict``."""
         return self.outcome == "same" or (self.outcome == "refused" and not strict)
 
 
 def table(reports: list[Report], *, width: int = 120) -> str:
-    """All reports as a table; with rich if it is there, as plain text otherwise.
-
-    Args:
-        reports: One per layout.
-        width: Characters of a line.
-    """
+    """Format all reports as a table of ``width`` characters; with rich if it is installed, as plain text otherwise."""
     floors = [f"{r.floor:.1g}" if r.steps and r.outcome != "failed" else "" for r in reports]
     rows = [[r.layout, r.outcome, str(r.steps), floor, r.message] for r, floor in zip(reports, floors, strict=True)]
     heads = ["layout", "outcome", "steps", "noise", "why"]

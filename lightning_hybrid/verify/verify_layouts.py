@@ -1,4 +1,4 @@
-"""Verify layouts: run the references and the layouts on processes, and compare."""
+"""Verification of layouts: runs the references and the layouts on processes, and compares the records."""
 
 from __future__ import annotations
 
@@ -8,73 +8,73 @@ from typing import Any, Protocol
 
 from lightning_hybrid.verify.layout_run import Experiment, observe_layout
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.data_split import Cut
+from lightning_hybrid.verify.one_process.data_split import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
 from lightning_hybrid.verify.records.record_comparison import compare, noise_of, unmoved
 from lightning_hybrid.verify.records.run_record import Observed
-from lightning_hybrid.verify.reference_run import Reference, cut_of, observe_reference
+from lightning_hybrid.verify.reference_run import Reference, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
 
 
 class RunRanks(Protocol):
-    """Calls a function on ranks of a world of processes and returns what each returned."""
+    """Protocol: calls a function on the ranks of a world of processes and returns the result of each."""
 
     def __call__(self, n: int, function: Callable[..., Any], /, *args: Any, timeout: float) -> list[Any]:
-        """Raise any exception whose text says what went wrong if a rank fails or takes too long."""
+        """Call it; if a rank fails or exceeds the timeout, raise an exception whose text says so."""
 
 
 class Verification:
-    """Compares one experiment under any number of layouts; references are run once per way to cut the data."""
+    """Compares one experiment under any number of layouts; one reference is run per data split."""
 
     def __init__(self, experiment: Experiment, *, run: RunRanks | None = None, timeout: float = 300.0) -> None:
-        """How to verify.
+        """Set up the verification.
 
         Args:
-            experiment: What to run.
-            run: Runs functions on ranks; processes of its own by default.
-            timeout: Seconds that one run may take.
+            experiment: The run.
+            run: Runs functions on ranks; starts processes by default.
+            timeout: Maximum seconds per run.
         """
         self.experiment = experiment
         self._run: RunRanks = run_ranks if run is None else run
         self._timeout = timeout
-        self._references: dict[Cut, Reference] = {}
+        self._references: dict[DataSplit, Reference] = {}
 
     def reference(
         self,
         layout: Layout,
-        steps_at_once: frozenset[str] = frozenset(),
+        unsplit_steps: frozenset[str] = frozenset(),
         shares: int = 1,
         *,
         in_shares: bool = False,
-        at_once: bool = False,
+        unsplit: bool = False,
         pipelined: tuple[int, int | None] = (0, None),
     ) -> Reference:
-        """What a layout is compared with.
+        """Run the reference of a layout, or return it if a layout with the same data split has run it.
 
         Args:
-            layout: To run under.
-            steps_at_once: Steps that run on whole batches there.
-            shares: Ranks that hold shards there, instead of stages.
+            layout: The layout to compare.
+            unsplit_steps: Steps that the layout runs on full batches.
+            shares: Number of ranks that hold shards instead of stages under the layout.
             in_shares: Whether they run training steps on shares of a batch.
-            at_once: Whether each replica's batch is one part: what means over tokens and metrics are compared with.
-            pipelined: The first training batch that ran in stages there, and the first after them that did not.
+            unsplit: Whether each replica's batch is one microbatch: the reference of means over tokens and of metrics.
+            pipelined: The first training batch that ran in stages, and the first after them that did not.
         """
-        cut = cut_of(self.experiment, layout)
-        if not cut.plain:
-            cut = replace(cut, at_once=steps_at_once)
+        split = data_split_of(self.experiment, layout)
+        if not split.plain:
+            split = replace(split, unsplit_steps=unsplit_steps)
         if shares > 1:
-            cut = replace(cut, shares=shares if in_shares else 1, plain=True, start=pipelined[0], end=pipelined[1])
-            cut = cut if in_shares or pipelined[1] else replace(cut, num_microbatches=1)
-        elif not cut.plain:
-            cut = replace(cut, start=pipelined[0])
-        if at_once:
-            cut = replace(cut, num_microbatches=1, shares=1, start=0, end=None)
-        if cut not in self._references:
-            [self._references[cut]] = self._run(1, observe_reference, self.experiment, cut, timeout=self._timeout)
-        return self._references[cut]
+            split = replace(split, shares=shares if in_shares else 1, plain=True, start=pipelined[0], end=pipelined[1])
+            split = split if in_shares or pipelined[1] else replace(split, num_microbatches=1)
+        elif not split.plain:
+            split = replace(split, start=pipelined[0])
+        if unsplit:
+            split = replace(split, num_microbatches=1, shares=1, start=0, end=None)
+        if split not in self._references:
+            [self._references[split]] = self._run(1, run_reference, self.experiment, split, timeout=self._timeout)
+        return self._references[split]
 
     def check(self, layout: Layout) -> Report:
-        """Run a layout and compare it with its reference; all failures are told in the report."""
+        """Run a layout and compare it with its reference; failures are reported, not raised."""
         if self.experiment.trainer.get("sync_batchnorm") and layout.replicas > 1:
             message = (
                 f"sync_batchnorm=True takes statistics over {layout.replicas} replicas at once, and the reference runs"
@@ -84,54 +84,55 @@ class Verification:
         try:
             reference = self.reference(layout)
         except Exception as error:
-            return Report(layout.name, "failed", f"the reference did not run: {_text(error)}")
+            return Report(layout.name, "failed", f"the reference did not run: {_error_text(error)}")
         notes = tuple(reference.notes)
         if reference.failure is not None:
             if self.experiment.precision == "64-true" and "Double" in reference.failure.message:
-                notes = (*notes, "some kernel does not know float64: try --precision 32-true")
+                notes = (*notes, "some kernel does not support float64: try --precision 32-true")
             return Report(layout.name, "failed", f"in the reference: {reference.failure.message}", notes=notes)
         try:
             ranks = self._run(layout.devices, observe_layout, self.experiment, layout, timeout=self._timeout)
         except Exception as error:
-            return Report(layout.name, "failed", _text(error), notes=notes)
+            return Report(layout.name, "failed", _error_text(error), notes=notes)
         failed = _failed(layout, ranks)
         first = ranks[0]
-        steps_at_once = first.uncut | first.at_once
-        if failed is None and (steps_at_once or first.shares > 1 or first.pipelined != (0, None)):
-            given = {"shares": first.shares, "in_shares": first.in_shares, "pipelined": first.pipelined}
-            reference = self.reference(layout, steps_at_once, **given)
-        report = failed or self._compared(layout, ranks, reference)
-        is_split = cut_of(self.experiment, layout).num_microbatches != 1 or first.in_shares
+        unsplit_steps = first.unpartitioned_steps | first.unsplit_steps
+        if failed is None and (unsplit_steps or first.shares > 1 or first.pipelined != (0, None)):
+            options = {"shares": first.shares, "in_shares": first.in_shares, "pipelined": first.pipelined}
+            reference = self.reference(layout, unsplit_steps, **options)
+        report = failed or self._report_of(layout, ranks, reference)
+        is_split = data_split_of(self.experiment, layout).num_microbatches != 1 or first.in_shares
         if report.outcome == "different" and is_split:
-            at_once = self.reference(layout, steps_at_once, at_once=True)
-            runs_differ = reference.irreproducible is not None or at_once.irreproducible is not None
-            if at_once.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, at_once):
-                notes = *report.notes, "means over tokens and metrics are those of each replica's whole batch"
+            unsplit = self.reference(layout, unsplit_steps, unsplit=True)
+            runs_differ = reference.irreproducible is not None or unsplit.irreproducible is not None
+            if unsplit.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, unsplit):
+                notes = *report.notes, "means over tokens and metrics are those of each replica's full batch"
                 report = replace(report, outcome="same", message="", first=None, num_differences=0, notes=notes)
         return report
 
-    def _agrees_with_either(self, ranks: list[Observed], parts: Reference, at_once: Reference) -> bool:
-        """Whether each logged number is that of the parts or of whole batches, and all others are those of one."""
+    def _agrees_with_either(self, ranks: list[Observed], split: Reference, unsplit: Reference) -> bool:
+        """Whether each logged number matches one of two references, and all other values match the same one."""
         found = [
-            compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (parts, at_once)
+            compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (split, unsplit)
         ]
         keys = [{difference.key for difference in differences} for differences in found]
         others = [any(not key.what.startswith("metric") for key in each) for each in keys]
         return keys[0].isdisjoint(keys[1]) and not all(others)
 
-    def _compared(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
+    def _report_of(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
         notes = list(reference.notes)
         if ranks[0].shares > 1:
             kind = "pipelined" if layout.num_stages > 1 else "cut"
             notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks hold shards")
-        elif ranks[0].uncut and layout.num_stages > 1:
-            notes.append(f"{', '.join(sorted(ranks[0].uncut))}: run whole on every rank, as no cut can be made of it")
-        if "training_step" in ranks[0].at_once:
-            notes.append("training_step keeps what microbatches do not tell: each batch was one microbatch")
+        elif ranks[0].unpartitioned_steps and layout.num_stages > 1:
+            names = ", ".join(sorted(ranks[0].unpartitioned_steps))
+            notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
+        if "training_step" in ranks[0].unsplit_steps:
+            notes.append("training_step keeps values that microbatches do not determine: each batch was one microbatch")
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
         floor = noise_of(reference.observed, reference.noisy)
-        if still := unmoved(reference.observed):
-            notes.append(f"{len(still)} trainable parameters did not move in the reference, such as {still[0]}")
+        if unchanged := unmoved(reference.observed):
+            notes.append(f"{len(unchanged)} trainable parameters did not move in the reference, such as {unchanged[0]}")
         if floor > 1e-2:
             notes.append(f"noise alone changes an update by {floor:.2g} of its size: such parameters prove little")
         first, message = (differences[0], str(differences[0])) if differences else (None, "")
@@ -165,7 +166,7 @@ def _failed(layout: Layout, ranks: Sequence[Observed]) -> Report | None:
     return Report(layout.name, "failed", message, steps=len(ranks[rank].steps))
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, RanksFailed) else f"{type(error).__name__}: {error}"
 
 
@@ -183,21 +184,21 @@ def verify(
     run: RunRanks | None = None,
     timeout: float = 300.0,
 ) -> Report:
-    """Train a module under a layout and in one process, and say whether the numbers are the same.
+    """Train a module under a layout and in one process, and report whether the numbers are the same.
 
     Args:
-        make_module: Makes the LightningModule; at the top of a module, as it is sent to other processes.
+        make_module: Makes the LightningModule; defined at the top level of a module, so that it can be pickled.
         make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
-            has its own.
-        layout: To verify.
-        steps: Batches of an epoch, and of a validation, at most.
-        epochs: How many.
-        num_microbatches: Parts of each replica's batch; None leaves it to the strategy.
-        precision: As Lightning spells it; in "64-true" real differences stand out from rounding.
-        seed: Of everything drawn.
+            defines its loaders.
+        layout: The layout to verify.
+        steps: Maximum number of batches of an epoch, and of a validation.
+        epochs: Number of epochs.
+        num_microbatches: Microbatches of each replica's batch; None leaves it to the strategy.
+        precision: Lightning's name of the precision; in "64-true" real differences stand out from rounding.
+        seed: Seed of all random generators.
         trainer: Further arguments of the Trainer.
-        run: Runs functions on ranks; processes of its own by default.
-        timeout: Seconds that one run may take.
+        run: Runs functions on ranks; starts processes by default.
+        timeout: Maximum seconds per run.
 
     Returns:
         The outcome, and the first value that differs.

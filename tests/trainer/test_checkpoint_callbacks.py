@@ -274,7 +274,7 @@ def test_loaded_without_a_trainer_and_refused_by_another_model(worlds, tmp_path)
         edited = SavedFolder(tmp_path / "edited.ckpt").checkpoint()
         assert set(edited["state_dict"]) == {*saved, "first.weight"} - {"head.2.bias", "backbone.0.0.weight"}
         assert edited["mine"][0] == 0
-        assert "does not fit Wider" in said and "more.weight is in the model alone" in said
+        assert "does not fit Wider" in said and "more.weight is in the model only" in said
         assert "head.0.weight has shape (4, 4) in the checkpoint and (6, 4) in the model" in said
 
 

@@ -82,7 +82,7 @@ def test_what_a_killed_first_save_leaves_is_refused_with_what_to_give_instead(wo
     assert "step=2.ckpt" in said and "began and did not end" in said and "none to begin anew" in said
     worlds.run(1, save_halfway, "Layers", folders(PP1), str(tmp_path / "step=1.ckpt"))
     [said] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
-    assert "give ckpt_path one of the whole ones beside it: step=1.ckpt" in said
+    assert "set ckpt_path to one of the complete ones beside it: step=1.ckpt" in said
 
 
 def whole(path):

@@ -176,7 +176,7 @@ def test_a_refusal_is_an_outcome_of_its_own(worlds):
 def test_an_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
     report = check(worlds, Contrasts, LAYOUTS[0])
     assert report.outcome == "same", str(report)
-    assert any("mixes samples: whole batch" in note and "mean of 2 microbatches" in note for note in report.notes)
+    assert any("mixes samples: full batch" in note and "mean of 2 microbatches" in note for note in report.notes)
 
 
 def of_pytorch_lightning():

@@ -1,1 +1,1 @@
-"""One process that runs what all ranks of a layout run: the reference of a comparison."""
+"""The reference of a comparison: one process that runs the work of all ranks of a layout."""

@@ -1,4 +1,4 @@
-"""What the reference does between the parts of a batch: gradients that wait, and what parts leave on a module."""
+"""State that the reference carries between microbatches: deferred gradients, and side effects on the module."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntr
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 
 
-class PartsKept:
-    """What the parts of a batch leave on a module: entries of lists are joined, all else counts once per part.
+class MicrobatchSideEffects:
+    """Side effects of microbatches on a module: list entries are joined, all others happen once per microbatch.
 
-    Where ranks run shares of the batch, it is what the first rank has.
+    Where ranks run shares of the batch, the module ends in the state of the first rank.
     """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
-        """Args: module: of the replica. shares: ranks that each run some of the parts."""
-        # Metrics have the sum over the shares.
+        """Args: module: the replica's module. shares: number of ranks that each run some of the microbatches."""
+        # Metrics accumulate over all shares.
         self._metrics = [inner for m in module.modules() if isinstance(m, Metric) for inner in m.modules()]
         self._start = ModuleState(module, without=self._metrics) if shares > 1 else None
         self._end: ModuleState | None = None
@@ -30,8 +30,8 @@ class PartsKept:
         self._rows: list[Rows] = []
         self._counts = [0]
 
-    def before_part(self, share: int) -> None:
-        """A part of a share runs next; each share finds the module as the batch found it."""
+    def before_microbatch(self, share: int) -> None:
+        """Prepare for a microbatch of a share; each share starts from the module's state before the batch."""
         if share != self._share:
             self._leave()
             assert self._start is not None
@@ -39,8 +39,8 @@ class PartsKept:
             self._appended, self._share = AppendedEntries(self._module), share
             self._counts.append(0)
 
-    def after_part(self) -> None:
-        """It has run."""
+    def after_microbatch(self) -> None:
+        """Record the side effects of the microbatch that has run."""
         self._appended.after_microbatch()
         self._counts[-1] += 1
 
@@ -50,7 +50,7 @@ class PartsKept:
             self._end = ModuleState(self._module, without=self._metrics)
 
     def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
-        """After the last part: args: weights, sizes: of the parts."""
+        """Merge after the last microbatch; args: weights, sizes: one per microbatch."""
         self._leave()
         assert self._end is not None
         if len(self._rows) > 1:
@@ -58,44 +58,44 @@ class PartsKept:
         self._appended.put(merged(self._rows, self._counts), weights, sizes)
 
 
-class GradientDeposit:
-    """Keeps the gradients of the parts until Lightning has cleared the old ones and calls backward."""
+class DeferredGradients:
+    """Keeps the gradients of the microbatches until Lightning has cleared the old ones and calls backward."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Args: module: the user's."""
+        """Args: module: the user's module."""
         self._parameters = list(module.parameters())
 
     def __enter__(self) -> None:
-        """Set aside what is there."""
+        """Set the existing gradients aside."""
         self._before = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
     def __exit__(self, *error: object) -> None:
-        """Set aside what is new, and show the old."""
+        """Set the new gradients aside, and restore the old ones."""
         self._new = [p.grad for p in self._parameters]
         for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
-        """The loss whose backward hands the gradients over."""
-        return _HandOver.apply(value.detach().requires_grad_(), self)
+        """Make a loss, equal to ``value``, whose backward adds the new gradients to ``.grad``."""
+        return _AddGradients.apply(value.detach().requires_grad_(), self)
 
-    def hand_over(self, factor: Tensor) -> None:
-        """Add the new gradients, times a factor, to what is there."""
+    def add_gradients(self, factor: Tensor) -> None:
+        """Add the new gradients, times a factor, to the existing ones."""
         for parameter, gradient in zip(self._parameters, self._new, strict=True):
             if gradient is not None:
                 gradient = gradient * factor.to(gradient.dtype)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-class _HandOver(torch.autograd.Function):
+class _AddGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, deposit: GradientDeposit) -> Tensor:
-        ctx.deposit = deposit
+    def forward(ctx: Any, value: Tensor, gradients: DeferredGradients) -> Tensor:
+        ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        ctx.deposit.hand_over(gradients[0])
+        ctx.gradients.add_gradients(gradients[0])
         return None, None

@@ -1,7 +1,7 @@
-"""The reference: one process and plain Lightning, which calls the user's step once per part of the batch.
+"""The reference run: plain Lightning in one process, which calls the user's step once per microbatch.
 
-This is what the strategies promise: the batches of all replicas, each in its microbatches, the gradient the mean over
-them. Nothing of the pipeline takes part; parts are accumulated like batches in gradient accumulation.
+This defines the numbers of every layout: the batches of all replicas, each in its microbatches, and the mean of their
+gradients. It uses no pipeline code; microbatches are accumulated like batches in gradient accumulation.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lightning_hybrid.step.batch.microbatch import (
 )
 from lightning_hybrid.step.instrument.instrument import drawing_as_stages
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
-from lightning_hybrid.verify.one_process.data_split import Cut
-from lightning_hybrid.verify.one_process.microbatch_state import GradientDeposit, PartsKept
-from lightning_hybrid.verify.one_process.replica_modules import Replicas
-from lightning_hybrid.verify.one_process.replica_samplers import DealtLoader, deal
-from lightning_hybrid.verify.records.run_record import Observed, held, leaves_of
+from lightning_hybrid.verify.one_process.data_split import DataSplit
+from lightning_hybrid.verify.one_process.microbatch_state import DeferredGradients, MicrobatchSideEffects
+from lightning_hybrid.verify.one_process.replica_modules import ReplicaModules
+from lightning_hybrid.verify.one_process.replica_samplers import ReplicaLoader, split_loader
+from lightning_hybrid.verify.records.run_record import Observed, local_copies, prediction_leaves
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Microbatch:
     replica: int
     number: int  # over all replicas, as the strategies key it
     batch: Any
@@ -50,32 +50,34 @@ class _Part:
     share: int = 0
 
 
-class PartsReference:
-    """Connects with a Trainer on one device; makes each step run once per part."""
+class OneProcessRun:
+    """The connection to a Trainer on one device that runs each step once per microbatch."""
 
     devices = 1
     moved_generators = False  # whether a step that was not keyed drew from a generator of the process
 
-    def __init__(self, cut: Cut, *, keyed: bool = False, reseed: int | None = None, whole: bool = False) -> None:
-        """How to run the parts.
+    def __init__(
+        self, data_split: DataSplit, *, keyed: bool = False, reseed: int | None = None, unsplit: bool = False
+    ) -> None:
+        """Set up the run.
 
         Args:
-            cut: How the data are cut.
-            keyed: Draw as the strategies do: keyed by step, microbatch and module.
-            reseed: Seed of what steps draw, if not that of the run.
-            whole: Run the step once, on the replicas' batches concatenated.
+            data_split: How the data are split.
+            keyed: Whether to draw random numbers as the strategies do: keyed by step, microbatch and module.
+            reseed: Seed of the random numbers inside steps, if not that of the run.
+            unsplit: Whether to run the step once, on the replicas' batches concatenated.
         """
-        self._cut, self._keyed, self._reseed, self._whole = cut, keyed, reseed, whole
-        self._usual: dict[str, tuple[int, int]] = {}
-        self._taken: tuple[Any, list[Any]] | None = None
+        self._data_split, self._keyed, self._reseed, self._unsplit = data_split, keyed, reseed, unsplit
+        self._usual_counts: dict[str, tuple[int, int]] = {}
+        self._latest_batches: tuple[Any, list[Any]] | None = None
         self._losses: dict[int, list[float]] = {}
-        self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(cut.replicas)]
+        self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(data_split.replicas)]
         self._evaluated = 0
 
-    # -- what `run_once` asks for -------------------------------------------------------------------------------------
+    # -- the protocol of `run_once` -----------------------------------------------------------------------------------
 
     def strategy(self, pl: ModuleType) -> Any:
-        """Lightning's own for one device, with its steps replaced on this instance."""
+        """Make Lightning's strategy for one device, with its steps replaced on this instance."""
         strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
         self._strategy: Any = strategy
         self._plain = {name: getattr(strategy, name) for name in ("training_step", *EVALUATIONS)}
@@ -85,22 +87,22 @@ class PartsReference:
         return strategy
 
     def connect(self, trainer: Any, module: Any) -> None:
-        """Deal the data of several replicas."""
-        self._trainer, self._replicas = trainer, Replicas(module, trainer)
+        """Split the loaders over several replicas."""
+        self._trainer, self._replicas = trainer, ReplicaModules(module, trainer)
         self._randomness = KeyedRandomness(torch.default_generator.initial_seed() & 0x7FFFFFFF, torch.device("cpu"))
-        connector, replicas = trainer._data_connector, self._cut.replicas
+        connector, replicas = trainer._data_connector, self._data_split.replicas
         if replicas > 1:
-            connector._prepare_dataloader = lambda dataloader, shuffle, mode: deal(
+            connector._prepare_dataloader = lambda dataloader, shuffle, mode: split_loader(
                 trainer, dataloader, replicas, shuffle=shuffle, mode=mode
             )
 
     def finish(self, observed: Observed) -> None:
-        """Add what is known of each replica."""
+        """Add the losses, predictions and buffers of each replica."""
         observed.replica_losses = list(self._losses.values())
-        observed.replica_predictions = [leaves_of(list(loaders.values())) for loaders in self._predicted]
+        observed.replica_predictions = [prediction_leaves(list(loaders.values())) for loaders in self._predicted]
         if len(self._replicas.modules) > 1:
             self._replicas.before_step()
-            observed.replica_buffers = [held(module.named_buffers()) for module in self._replicas.modules]
+            observed.replica_buffers = [local_copies(module.named_buffers()) for module in self._replicas.modules]
 
     @property
     def _latest(self) -> int:
@@ -116,42 +118,42 @@ class PartsReference:
     def _training_step(self, batch: Any, *rest: Any) -> Any:
         module = self._module
         batches = self._batches(batch, self._trainer.fit_loop._combined_loader, None)
-        if self._whole or not module.automatic_optimization:
-            return self._at_once(batches, rest)
-        parts = self._parts("training_step", batches, [1 / len(batches)] * len(batches))
-        if len(parts) == 1 and not self._keyed:
-            with self._draws(0, parts[0]):
+        if self._unsplit or not module.automatic_optimization:
+            return self._run_unsplit(batches, rest)
+        microbatches = self._split_batches("training_step", batches, [1 / len(batches)] * len(batches))
+        if len(microbatches) == 1 and not self._keyed:
+            with self._random_state(0, microbatches[0]):
                 output = self._plain["training_step"](batch, *rest)
             loss = _loss_of(output)
-            self._note([] if loss is None else [float(loss)])
+            self._record_losses([] if loss is None else [float(loss)])
             return output
-        number, deposit = self._trainer.fit_loop.epoch_loop.total_batch_idx, GradientDeposit(module)
+        number, gradients = self._trainer.fit_loop.epoch_loop.total_batch_idx, DeferredGradients(module)
 
-        def backward(part: _Part, output: Any) -> Any:
+        def backward(microbatch: _Microbatch, output: Any) -> Any:
             loss = _loss_of(output)
             if loss is not None:
-                (loss * part.weight).backward()
+                (loss * microbatch.weight).backward()
             return _detached(output)
 
-        with deposit:
-            outputs = self._run("training_step", batches, parts, rest, number, backward)
+        with gradients:
+            outputs = self._run("training_step", batches, microbatches, rest, number, backward)
         if any(_loss_of(output) is None for output in outputs):
             return None
-        self._note(
+        self._record_losses(
             [
-                sum(float(_loss_of(o)) * p.weight for o, p in zip(outputs, parts, strict=True) if p.replica == r)
-                / sum(p.weight for p in parts if p.replica == r)
+                sum(float(_loss_of(o)) * p.weight for o, p in zip(outputs, microbatches, strict=True) if p.replica == r)
+                / sum(p.weight for p in microbatches if p.replica == r)
                 for r in range(len(batches))
             ]
         )
-        total = sum(float(_loss_of(output)) * part.weight for output, part in zip(outputs, parts, strict=True))
-        loss = deposit.loss(_loss_of(outputs[0]).new_tensor(total))
-        joined = _join(outputs, parts)
+        total = sum(float(_loss_of(output)) * m.weight for output, m in zip(outputs, microbatches, strict=True))
+        loss = gradients.loss(_loss_of(outputs[0]).new_tensor(total))
+        joined = _join(outputs, microbatches)
         return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
 
-    def _note(self, losses: list[float]) -> None:
-        # What callbacks are shown is of the last of the closures that an optimizer has called for this batch, and has
-        # been divided by the number of accumulated batches.
+    def _record_losses(self, losses: list[float]) -> None:
+        # Callbacks receive the loss of the last closure that an optimizer has called for this batch, divided by the
+        # number of accumulated batches.
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx
         self._losses[number] = [loss / self._trainer.accumulate_grad_batches for loss in losses]
 
@@ -162,84 +164,86 @@ class PartsReference:
         index = rest[1] if len(rest) > 1 else 0
         batches = self._batches(batch, loop._combined_loader, index)
         sizes = sizes_of(batches)
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(batches):
-            known = [1] * len(batches)
-        shares = [size / sum(known) for size in known]
-        parts = self._parts(name, batches, shares)
+        counts = [size for size in sizes if size is not None]
+        if len(counts) < len(batches):
+            counts = [1] * len(batches)
+        shares = [size / sum(counts) for size in counts]
+        microbatches = self._split_batches(name, batches, shares)
         self._evaluated += 1
-        if len(parts) == 1 and not self._keyed:
-            with self._draws(0, parts[0]):
+        if len(microbatches) == 1 and not self._keyed:
+            with self._random_state(0, microbatches[0]):
                 outputs = [self._plain[name](batch, *rest)]
         else:
-            outputs = self._run(name, batches, parts, rest, -1 - self._evaluated, lambda part, output: output)
+            outputs = self._run(name, batches, microbatches, rest, -1 - self._evaluated, lambda _, output: output)
         if name != "predict_step":
-            return _join(outputs, parts)
+            return _join(outputs, microbatches)
         for replica in range(len(batches)):
-            mine = [place for place, part in enumerate(parts) if part.replica == replica]
-            predicted = _join([outputs[place] for place in mine], [parts[place] for place in mine])
+            positions = [i for i, m in enumerate(microbatches) if m.replica == replica]
+            predicted = _join([outputs[i] for i in positions], [microbatches[i] for i in positions])
             self._predicted[replica].setdefault(index, []).append(predicted)
         return self._predicted[0][index][-1]
 
-    def _at_once(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
+    def _run_unsplit(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
         return self._plain["training_step"](join_batches(batches), *rest)
 
     def _run(
         self,
         name: str,
         batches: list[Any],
-        parts: list[_Part],
+        microbatches: list[_Microbatch],
         rest: tuple[Any, ...],
         number: int,
-        after: Callable[[_Part, Any], Any],
+        after: Callable[[_Microbatch, Any], Any],
     ) -> list[Any]:
-        """The user's step on each part; what it logs is logged once."""
-        logs = LogCapture(len(parts))
+        """Run the user's step on each microbatch, and log its reduced values once."""
+        logs = LogCapture(len(microbatches))
         outputs = []
         for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
             metric._forward_cache = None
-        self._replicas.before_step(parts[-1].replica)
+        self._replicas.before_step(microbatches[-1].replica)
         self._replicas.share_buffers(name)
         for replica in range(len(batches)):
-            mine = [(place, part) for place, part in enumerate(parts) if part.replica == replica]
-            if not mine:
+            of_replica = [(i, m) for i, m in enumerate(microbatches) if m.replica == replica]
+            if not of_replica:
                 continue
-            module = self._replicas.in_step(replica)
-            in_shares = self._cut.has_ended(self._latest) and name == "training_step"
-            kept = PartsKept(module, self._cut.shares if in_shares else 1) if len(mine) > 1 else None
-            counted, share = CountedMetrics(find_sinks(module)), sum(part.weight for _, part in mine)
-            for place, part in mine:
-                if kept is not None:
-                    kept.before_part(part.share)
-                weighed = counted.microbatch(part.weight / share)
-                with self._draws(number, part), logs.microbatch(module, place), self._as_model(module), weighed:
-                    outputs.append(after(part, self._plain[name](part.batch, *rest)))
-                if kept is not None:
-                    kept.after_part()
-            if kept is not None:
-                kept.finish([part.weight for _, part in mine], sizes_of([part.batch for _, part in mine]))
+            module = self._replicas.begin_replica(replica)
+            in_shares = self._data_split.has_left_stages(self._latest) and name == "training_step"
+            num_shares = self._data_split.shares if in_shares else 1
+            effects = MicrobatchSideEffects(module, num_shares) if len(of_replica) > 1 else None
+            counted, share = CountedMetrics(find_sinks(module)), sum(m.weight for _, m in of_replica)
+            for position, microbatch in of_replica:
+                if effects is not None:
+                    effects.before_microbatch(microbatch.share)
+                weighed = counted.microbatch(microbatch.weight / share)
+                random_state, strategy_module = self._random_state(number, microbatch), self._as_strategy_module(module)
+                with random_state, logs.microbatch(module, position), strategy_module, weighed:
+                    outputs.append(after(microbatch, self._plain[name](microbatch.batch, *rest)))
+                if effects is not None:
+                    effects.after_microbatch()
+            if effects is not None:
+                effects.finish([m.weight for _, m in of_replica], sizes_of([m.batch for _, m in of_replica]))
             counted.close()
         self._replicas.after_step()
-        self._log(logs.entries(), parts)
+        self._log(logs.entries(), microbatches)
         return outputs
 
-    def _log(self, entries: list[Entry], parts: list[_Part]) -> None:
+    def _log(self, entries: list[Entry], microbatches: list[_Microbatch]) -> None:
         module = self._module
-        sizes = sizes_of([part.batch for part in parts])
-        replicas = sorted({part.replica for part in parts})
-        shares = [sum(part.weight for part in parts if part.replica == replica) for replica in replicas]
+        sizes = sizes_of([m.batch for m in microbatches])
+        replicas = sorted({m.replica for m in microbatches})
+        shares = [sum(m.weight for m in microbatches if m.replica == replica) for replica in replicas]
         for entry in entries:
             each = [
                 entry.with_values(
-                    [entry.values[place] for place, part in enumerate(parts) if part.replica == replica], []
-                ).combine([part.weight / share for part in parts if part.replica == replica])
+                    [entry.values[i] for i, m in enumerate(microbatches) if m.replica == replica], []
+                ).combine([m.weight / share for m in microbatches if m.replica == replica])
                 for replica, share in zip(replicas, shares, strict=True)
             ]
-            known = [(value, share) for value, share in zip(each, shares, strict=True) if value == value]
-            total = sum(share for _, share in known)
+            logged = [(value, share) for value, share in zip(each, shares, strict=True) if value == value]
+            total = sum(share for _, share in logged)
             value = each[0]
-            if known:
-                value = _over_replicas(entry.how, [v for v, _ in known], [s / total for _, s in known])
+            if logged:
+                value = _over_replicas(entry.how, [v for v, _ in logged], [s / total for _, s in logged])
             arguments = entry.total_kwargs()
             if "batch_size" not in arguments and None not in sizes:
                 arguments = {**arguments, "batch_size": sum(size or 0 for size in sizes)}
@@ -253,14 +257,16 @@ class PartsReference:
 
     def _batches(self, batch: Any, combined: Any, loader: int | None) -> list[Any]:
         """The batches of all replicas in this step; a closure that is called again gets the same."""
-        if self._cut.replicas == 1:
+        if self._data_split.replicas == 1:
             return [batch]
-        if self._taken is not None and self._taken[0] is batch:
-            return self._taken[1]
-        sources: list[DealtLoader] = combined.flattened if loader is None else [combined.flattened[loader]]
-        rows = [source.dealt.popleft() if source.dealt else [None] * self._cut.replicas for source in sources]
+        if self._latest_batches is not None and self._latest_batches[0] is batch:
+            return self._latest_batches[1]
+        sources: list[ReplicaLoader] = combined.flattened if loader is None else [combined.flattened[loader]]
+        rows = [
+            source.pending.popleft() if source.pending else [None] * self._data_split.replicas for source in sources
+        ]
         others = []
-        for replica in range(1, self._cut.replicas):
+        for replica in range(1, self._data_split.replicas):
             drawn = [row[replica] for row in rows]
             if loader is None:
                 other = torch.utils._pytree.tree_unflatten(drawn, combined._spec)
@@ -269,50 +275,50 @@ class PartsReference:
             else:
                 [other] = drawn
             others.append(self._transferred(other, loader or 0))
-        self._taken = batch, [batch, *others]
-        return self._taken[1]
+        self._latest_batches = batch, [batch, *others]
+        return self._latest_batches[1]
 
     def _transferred(self, batch: Any, loader: int) -> Any:
         batch = self._strategy.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=loader)
         return self._strategy.batch_to_device(batch, dataloader_idx=loader)
 
-    def _parts(self, name: str, batches: list[Any], shares: list[float]) -> list[_Part]:
-        cut, parts = self._cut, []
+    def _split_batches(self, name: str, batches: list[Any], shares: list[float]) -> list[_Microbatch]:
+        data_split, microbatches = self._data_split, []
         for replica, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            if name in cut.at_once:
-                parts.append(_Part(replica, replica, batch, share))
+            if name in data_split.unsplit_steps:
+                microbatches.append(_Microbatch(replica, replica, batch, share))
                 continue
             try:
-                count = choose_count(batch, cut.num_microbatches, cut.num_stages, cut.splitter)
+                count = choose_count(batch, data_split.num_microbatches, data_split.num_stages, data_split.splitter)
             except BatchError:
-                count = 1  # the layout refuses this batch; or runs it whole, if the number was its own choice
+                count = 1  # the layout refuses this batch; or runs it unsplit, if it chose the number itself
             size = batch_size_of(batch)
-            if name == "training_step" and cut.is_whole(self._latest, size):
-                parts.append(_Part(replica, replica, batch, share))
+            if name == "training_step" and data_split.is_unsplit(self._latest, size):
+                microbatches.append(_Microbatch(replica, replica, batch, share))
                 continue
-            ranks = cut.shares if cut.has_ended(self._latest) else 1
-            if size is not None and cut.splitter is None:
-                usual = self._usual.setdefault(name, (size, count))
+            ranks = data_split.shares if data_split.has_left_stages(self._latest) else 1
+            if size is not None and data_split.splitter is None:
+                usual = self._usual_counts.setdefault(name, (size, count))
                 if size >= usual[0]:
-                    self._usual[name] = size, count
+                    self._usual_counts[name] = size, count
                 else:
-                    count = -(-size // -(-usual[0] // usual[1]))  # a short batch: parts of the usual size
+                    count = -(-size // -(-usual[0] // usual[1]))  # a short batch: microbatches of the usual size
             if name == "training_step":
                 count = (count if size is None else min(count, size // ranks)) * ranks
-            pieces, weights = split(batch, count, cut.splitter)
+            pieces, weights = split(batch, count, data_split.splitter)
             for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
                 of_share = index // (count // ranks) if name == "training_step" else 0
-                parts.append(_Part(replica, replica * count + index, piece, weight * share, of_share))
-        if cut.weight is not None and name == "training_step":
-            counts = [float(cut.weight(part.batch)) for part in parts]
-            parts = [replace(p, weight=c / sum(counts)) for p, c in zip(parts, counts, strict=True)]
-        return parts
+                microbatches.append(_Microbatch(replica, replica * count + index, piece, weight * share, of_share))
+        if data_split.weight is not None and name == "training_step":
+            counts = [float(data_split.weight(m.batch)) for m in microbatches]
+            microbatches = [replace(p, weight=c / sum(counts)) for p, c in zip(microbatches, counts, strict=True)]
+        return microbatches
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _as_model(self, module: Any) -> Iterator[None]:
+    def _as_strategy_module(self, module: Any) -> Iterator[None]:
         strategy = self._strategy
         before = strategy._lightning_module, strategy._model
         strategy._lightning_module = strategy._model = module
@@ -322,8 +328,8 @@ class PartsReference:
             strategy._lightning_module, strategy._model = before
 
     @contextlib.contextmanager
-    def _draws(self, number: int, part: _Part) -> Iterator[None]:
-        """Generators run on outside of steps as if nothing had been drawn inside."""
+    def _random_state(self, number: int, microbatch: _Microbatch) -> Iterator[None]:
+        """Isolate the generators: outside of steps they continue as if nothing had been drawn inside."""
         with self._randomness.isolated():
             if not self._keyed:
                 if self._reseed is not None:
@@ -333,7 +339,7 @@ class PartsReference:
                 yield
                 self.moved_generators |= not before.still_stand()
                 return
-            with drawing_as_stages(self._replicas[part.replica], self._randomness, number, part.number):
+            with drawing_as_stages(self._replicas[microbatch.replica], self._randomness, number, microbatch.number):
                 yield
 
 
@@ -351,5 +357,5 @@ def _detached(output: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
-def _join(outputs: list[Any], parts: list[_Part]) -> Any:
-    return join(outputs, [part.weight for part in parts], sizes_of([part.batch for part in parts]))
+def _join(outputs: list[Any], microbatches: list[_Microbatch]) -> Any:
+    return join(outputs, [m.weight for m in microbatches], sizes_of([m.batch for m in microbatches]))

@@ -1,6 +1,6 @@
-"""What one process makes of a training step: the user's own method on a whole copy of the parameters, part after part.
+"""One training step in one process: the user's method on a full copy of the parameters, one microbatch after another.
 
-Nothing of the pipeline takes part. What the step leaves behind (buffers, counters, metrics, lists) is undone.
+It uses no pipeline code. The side effects of the step (buffers, counters, metrics, lists) are undone.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from lightning_hybrid.replicate.forbid_communication import refused_communicatio
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.instrument.instrument import drawing_as_stages
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
-from lightning_hybrid.verify.one_process.undo_step import perturbed, undone
+from lightning_hybrid.verify.one_process.undo_step import perturbed, without_side_effects
 
 # Seeds of the two runs that show whether a module draws random numbers.
 _SEEDS = (-1, -2)
-# Losses of the whole batch and of its parts that differ by more mix samples.
+# If the loss of the full batch and the mean over its microbatches differ by more, the objective mixes samples.
 _MIXES = 1e-9
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a replica works on in a step.
+    """The input of one replica in a step.
 
     Attributes:
-        batch: Its batch.
-        count: In how many microbatches.
-        generators: As they stand before the step.
+        batch: The replica's batch.
+        count: Number of microbatches.
+        generators: States of the random generators before the step.
     """
 
     batch: Any
@@ -48,14 +48,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Call:
-    """How the user's step is called.
+    """The call of the user's step.
 
     Attributes:
         step: The user's bound method.
         rest: Its arguments after the batch.
-        number: Of the batch in the run.
-        seed_factor: What backwards start from (loss scale / accumulated batches).
-        context: Entered around each forward.
+        number: Number of the batch in the run.
+        seed_factor: Initial gradient of the backward (loss scale / accumulated batches).
+        context: Makes the context manager entered around each forward.
     """
 
     step: Callable[..., Any]
@@ -67,17 +67,17 @@ class Call:
 
 @dataclass
 class Alone:
-    """What came out, over all batches of one optimizer step.
+    """Losses and gradients of one process, over all batches of one optimizer step.
 
     Attributes:
-        losses: By batch, of each replica.
+        losses: By batch, then by replica.
         noisy_losses: The same with perturbed weights.
-        gradients: Averaged over the replicas, by FQN; on the CPU.
+        gradients: Full gradients averaged over the replicas, by FQN; on the CPU.
         noisy_gradients: The same with perturbed weights.
-        mixes: Loss of the whole batch, mean over its parts and their number, of the first batch; None where the two
-            cannot be compared.
-        untried: Why they cannot.
-        at_once: The same with each replica's batch as one part, where its loss is no mean over the parts.
+        mixes: Loss of the first full batch, mean over its microbatches, and their number; None where the two cannot be
+            compared.
+        untried: The reason why they cannot be compared.
+        at_once: The same with each replica's batch as one microbatch, if the full loss is no mean over microbatches.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Alone:
 
 
 class StepAlone:
-    """Runs steps of a module whose parameters are all here; the numbers of all replicas gather in ``result``."""
+    """Runs steps of a module that has all its parameters; losses and gradients accumulate in ``result``."""
 
     def __init__(
         self,
@@ -102,68 +102,68 @@ class StepAlone:
         weight: Callable[[Any], float] | None,
         perturbation: float,
     ) -> None:
-        """How to run it.
+        """Set up the step.
 
         Args:
-            module: The user's.
-            keyed: Draws as the pipeline does; None where each replica draws from its generators.
-            device: Where the module is.
+            module: The user's module.
+            keyed: Keyed random numbers as in the pipeline; None where each replica draws from its generators.
+            device: Device of the module.
             splitter: The user's ``batch_splitter``.
             weight: The user's ``microbatch_weight``.
-            perturbation: Relative change of the weights for the noise floor.
+            perturbation: Relative perturbation of the weights for the noise floor.
         """
         self.result = Alone()
         self._module, self._keyed, self._splitter, self._weight = module, keyed, splitter, weight
         self._randomness = keyed or KeyedRandomness(0, device)
         self._perturbation = perturbation
 
-    def run(self, call: Call, given: Sequence[Given]) -> bool:
+    def run(self, call: Call, inputs: Sequence[Given]) -> bool:
         """Run one batch of all replicas, and again with perturbed weights.
 
         Returns:
-            False if the step gave no loss for some part, and nothing was noted.
+            False if the step gave no loss for some microbatch, and nothing was recorded.
         """
-        losses = self._parts(call, given, self.result.gradients)
+        losses = self._run_microbatches(call, inputs, self.result.gradients)
         if losses is None:
             return False
         if not self.result.losses:
-            self._compare_whole(call, given, losses)
+            self._compare_with_full_batch(call, inputs, losses)
         self.result.losses.append(losses)
         with perturbed(self._module, self._perturbation):
-            noisy = self._parts(call, given, self.result.noisy_gradients)
+            noisy = self._run_microbatches(call, inputs, self.result.noisy_gradients)
         self.result.noisy_losses.append(losses if noisy is None else noisy)
         at_once = self.result.at_once
         if at_once is not None:
-            together = [replace(replica, count=1) for replica in given]
-            found = self._parts(call, together, at_once.gradients) or losses
+            together = [replace(replica, count=1) for replica in inputs]
+            found = self._run_microbatches(call, together, at_once.gradients) or losses
             at_once.losses.append(found)
             with perturbed(self._module, self._perturbation):
-                noisy = self._parts(call, together, at_once.noisy_gradients)
+                noisy = self._run_microbatches(call, together, at_once.noisy_gradients)
             at_once.noisy_losses.append(found if noisy is None else noisy)
         return True
 
-    def _parts(self, call: Call, given: Sequence[Given], into: dict[str, Tensor]) -> list[float] | None:
-        """The loss of each replica; gradients are added to ``into``."""
-        pieces = [split(replica.batch, replica.count, self._splitter) for replica in given]
-        weights = [shares for _, shares in pieces]
+    def _run_microbatches(self, call: Call, inputs: Sequence[Given], into: dict[str, Tensor]) -> list[float] | None:
+        """Run the microbatches of all replicas and return the loss of each replica; gradients are added to ``into``."""
+        splits = [split(replica.batch, replica.count, self._splitter) for replica in inputs]
+        weights = [shares for _, shares in splits]
         if self._weight is not None:
-            counts = [[float(self._weight(part)) for part in parts] for parts, _ in pieces]
+            counts = [[float(self._weight(microbatch)) for microbatch in row] for row, _ in splits]
             total = sum(map(sum, counts))
-            weights = [[count * len(given) / total for count in row] for row in counts]
+            weights = [[count * len(inputs) / total for count in row] for row in counts]
         named = list(self._module.named_parameters())
         before = [parameter.grad for _, parameter in named]
         for _, parameter in named:
             parameter.grad = None
         losses: list[float] = []
         try:
-            for replica, (parts, _) in enumerate(pieces):
-                loss = self._of_replica(call, given[replica], replica, parts, weights[replica])
+            for replica, (microbatches, _) in enumerate(splits):
+                loss = self._run_replica(call, inputs[replica], replica, microbatches, weights[replica])
                 if loss is None:
                     return None
                 losses.append(loss)
             for name, parameter in named:
                 if parameter.grad is not None:
-                    gradient = (parameter.grad.detach() / len(given)).to("cpu")
+                    gradient = (parameter.grad.detach() / len(inputs)).to("cpu")
                     gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
                     into[name] = into[name] + gradient if name in into else gradient
         finally:
@@ -171,15 +171,15 @@ class StepAlone:
                 parameter.grad = gradient_before
         return losses
 
-    def _of_replica(
-        self, call: Call, given: Given, replica: int, parts: Sequence[Any], weights: Sequence[float]
+    def _run_replica(
+        self, call: Call, own: Given, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
-        with undone(self._module), self._randomness.isolated(), torch.enable_grad():
-            for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                with self._draws(call.number, replica * given.count + index, given):
+        with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad():
+            for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+                with self._random_state(call.number, replica * own.count + index, own):
                     with call.context():
-                        loss = _loss_of(call.step(part, *call.rest))
+                        loss = _loss_of(call.step(microbatch, *call.rest))
                     if loss is None:
                         return None
                     total += float(loss.detach()) * weight
@@ -187,38 +187,38 @@ class StepAlone:
                         loss.backward(torch.full_like(loss, call.seed_factor * weight))
         return total
 
-    def _compare_whole(self, call: Call, given: Sequence[Given], losses: Sequence[float]) -> None:
-        """Note what the step makes of the replicas' batches concatenated."""
-        count = sum(replica.count for replica in given)
+    def _compare_with_full_batch(self, call: Call, inputs: Sequence[Given], losses: Sequence[float]) -> None:
+        """Record the loss of the replicas' batches concatenated, beside the mean over the microbatches."""
+        count = sum(replica.count for replica in inputs)
         if count == 1:
             return
         try:
-            whole = join_batches([replica.batch for replica in given])
-            at_once = []
+            full_batch = join_batches([replica.batch for replica in inputs])
+            full_losses = []
             for seed in _SEEDS:
-                with undone(self._module), self._randomness.isolated(), torch.no_grad():
+                with without_side_effects(self._module), self._randomness.isolated(), torch.no_grad():
                     with self._randomness.microbatch(seed, call.number):
                         pass
                     with call.context():
-                        at_once.append(float(_loss_of(call.step(whole, *call.rest)).detach()))
+                        full_losses.append(float(_loss_of(call.step(full_batch, *call.rest)).detach()))
         except BatchError as error:
             self.result.untried = str(error)
             return
-        except Exception as error:  # a step that does not take so large a batch is no fault
+        except Exception as error:  # a step may fail on so large a batch, which is no error here
             self.result.untried = f"it raised {type(error).__name__}: {error}"
             return
-        if at_once[0] != at_once[1]:
+        if full_losses[0] != full_losses[1]:
             self.result.untried = "the module draws random numbers, which depend on how samples are grouped"
             return
         mean = sum(losses) / len(losses)
-        self.result.mixes = at_once[0], mean, count
-        if not math.isclose(at_once[0], mean, rel_tol=_MIXES):
+        self.result.mixes = full_losses[0], mean, count
+        if not math.isclose(full_losses[0], mean, rel_tol=_MIXES):
             self.result.at_once = Alone()
 
     @contextlib.contextmanager
-    def _draws(self, number: int, microbatch: int, given: Given) -> Iterator[None]:
+    def _random_state(self, number: int, microbatch: int, own: Given) -> Iterator[None]:
         if self._keyed is None:
-            given.generators.restore()
+            own.generators.restore()
             yield
             return
         with drawing_as_stages(self._module, self._keyed, number, microbatch):
@@ -231,24 +231,24 @@ def _loss_of(output: Any) -> Any:
 
 @contextlib.contextmanager
 def whole_on_first(root: nn.Module, plan: StagePlan | None, group: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, the first rank of a pipeline has the content of all parameters; collective over its ranks.
+    """Context in which the first rank of a pipeline has the content of all parameters; collective over its ranks.
 
     Args:
         root: The user's module.
-        plan: Which rank holds what; None without stages.
+        plan: The owner ranks of all parameters; None without stages.
         group: The ranks of the pipeline.
     """
     filled = []
     if plan is not None and plan.first is not None:
         for name, parameter in root.named_parameters():
-            holder = plan.ranks_of(name)[0]
-            if holder == 0:
+            owner = plan.ranks_of(name)[0]
+            if owner == 0:
                 continue
-            if plan.rank == holder:
+            if plan.rank == owner:
                 dist.send(where_sent(parameter.detach().contiguous(), group), group=group, group_dst=0)
             elif plan.rank == 0:
                 content = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                dist.recv(content, group=group, group_src=holder)
+                dist.recv(content, group=group, group_src=owner)
                 fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
                 filled.append(parameter)
     try:
@@ -260,7 +260,7 @@ def whole_on_first(root: nn.Module, plan: StagePlan | None, group: dist.ProcessG
 
 
 def no_communication() -> AbstractContextManager[None]:
-    """Refuse to talk to other ranks inside: they take no part, and would be waited for.
+    """Context that refuses communication with other ranks: they do not take part, so the call would hang.
 
     Raises:
         RuntimeError: The step calls a collective over more than one rank.

@@ -1,4 +1,4 @@
-"""One process draws what the replicas of a layout would draw: Lightning's own samplers, one per replica."""
+"""Data loading for all replicas of a layout in one process, with Lightning's distributed samplers."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 
 
-class DealtLoader:
-    """Yields the batches of replica 0; those of all replicas lie in ``dealt`` until the step takes them.
+class ReplicaLoader:
+    """A loader that yields the batches of replica 0, and queues those of all replicas in ``pending`` for the step.
 
-    So the user's hooks see an ordinary batch. Each replica's loader draws from generators of its own, which start
-    alike, as in processes of their own.
+    So the user's hooks receive an ordinary batch. Each replica's loader has its own generator states, which start
+    equal, as in separate processes.
     """
 
     def __init__(self, loaders: list[Iterable[Any]]) -> None:
         """Args: loaders: one per replica."""
         self.loaders = loaders
-        self.dealt: deque[list[Any]] = deque()
+        self.pending: deque[list[Any]] = deque()
         self.sampler = _AllSamplers(loaders)
 
     @property
     def dataset(self) -> Any:
-        """The user's, which hooks ask for its length; all replicas have the same."""
+        """The user's dataset, whose length hooks may read; all replicas have the same."""
         return self.loaders[0].dataset  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
-        """Batches of replica 0, which has the most."""
+        """Number of batches of replica 0, which has the most."""
         return len(self.loaders[0])  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """Draw from all loaders at once; a replica that has no batch left gets None."""
-        self.dealt.clear()
+        """Draw one batch from each loader; None for a replica that has no batch left."""
+        self.pending.clear()
         device = torch.device("cpu")
         start = GeneratorStates(device)
         iterators, states = [], []
@@ -49,13 +49,13 @@ class DealtLoader:
         states[0].restore()
         for first in iterators[0]:
             batches = [first]
-            mine = GeneratorStates(device)
+            current_state = GeneratorStates(device)
             for index, iterator in itertools.islice(enumerate(iterators), 1, None):
                 states[index].restore()
                 batches.append(next(iterator, None))
                 states[index] = GeneratorStates(device)
-            mine.restore()
-            self.dealt.append(batches)
+            current_state.restore()
+            self.pending.append(batches)
             yield first
 
 
@@ -74,17 +74,17 @@ class _AllSamplers:
                     sampler.set_epoch(epoch)
 
 
-def deal(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any) -> DealtLoader:
-    """What ``replicas`` processes would make of a loader.
+def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any) -> ReplicaLoader:
+    """Split a loader over replicas as ``replicas`` processes would.
 
-    In training Lightning's samplers fill up with repeated samples, so that all replicas have as many; in evaluation
-    each sample must count once, so here nothing is repeated.
+    In training Lightning's samplers pad with repeated samples, so that all replicas have as many; in evaluation each
+    sample must count once, so here nothing is repeated.
 
     Args:
         trainer: The Trainer of this one process.
-        loader: The user's.
-        replicas: How many.
-        shuffle: As Lightning asks for it.
+        loader: The user's loader.
+        replicas: Number of replicas.
+        shuffle: Whether Lightning requests shuffling.
         mode: Lightning's running stage.
     """
     connector = importlib.import_module(type(trainer._data_connector).__module__)
@@ -95,7 +95,7 @@ def deal(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any) 
         and trainer._accelerator_connector.use_distributed_sampler
     )
     if not is_split:
-        return DealtLoader([loader] * replicas)
+        return ReplicaLoader([loader] * replicas)
     loaders: list[Any] = []
     for rank in range(replicas):
         sampler = connector._get_distributed_sampler(
@@ -105,4 +105,4 @@ def deal(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any) 
             sampler.total_size = len(sampler.dataset)
             sampler.num_samples = len(range(rank, sampler.total_size, replicas))
         loaders.append(connector._update_dataloader(loader, sampler, mode=mode))
-    return DealtLoader(loaders)
+    return ReplicaLoader(loaders)

@@ -1,10 +1,9 @@
-"""Runs of a step that leave nothing behind, and the module's own leaves that they are told apart by."""
+"""Contexts that undo a step: its side effects on the module, and a perturbation of the weights."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,12 @@ from lightning_hybrid.verify.records.run_record import perturb
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterator[None]:
-    """What steps log inside is not logged, and what they leave on the modules is put back.
+def without_side_effects(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Context that discards what steps log, and restores the modules' state at its end.
 
     Args:
-        module: The user's.
-        without: Modules whose attributes stay, but for buffers and metrics.
+        module: The user's module.
+        without: Modules whose attributes are not restored, except buffers and metrics.
     """
     state = ModuleState(module, buffers=False, without=without)
     metrics = [inner for inner in module.modules() if isinstance(inner, Metric)]
@@ -32,15 +31,15 @@ def undone(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterato
     contents = [(value, value.detach().clone()) for value in written if not is_absent(value)]
     bound = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
     for metric in metrics:
-        metric.distributed_available_fn = _nowhere
+        metric.distributed_available_fn = _is_undistributed
     try:
         with replaced(module, "log", lambda *_, **__: None):
             yield
     finally:
         state.restore()
-        for holder, members in bound:
-            holder.clear()
-            holder.update(members)
+        for buffers, before in bound:
+            buffers.clear()
+            buffers.update(before)
         with torch.no_grad():
             for value, content in contents:
                 value.detach().copy_(content)
@@ -48,7 +47,7 @@ def undone(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterato
 
 @contextlib.contextmanager
 def perturbed(module: nn.Module, size: float) -> Iterator[None]:
-    """The weights are others inside, by a relative ``size``."""
+    """Context in which the weights are perturbed by a relative ``size``."""
     weights = [parameter.detach().to("cpu", copy=True) for parameter in module.parameters()]
     try:
         perturb(module, size)
@@ -59,17 +58,6 @@ def perturbed(module: nn.Module, size: float) -> Iterator[None]:
                 parameter.copy_(weight)
 
 
-def _nowhere() -> bool:
-    """Whether a metric may ask other processes."""
+def _is_undistributed() -> bool:
+    """Whether a metric may communicate with other processes: never."""
     return False
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two leaves hold the same; of objects that are no values, whether they are of one type."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if hasattr(one, "__array__"):
-        return equal(torch.as_tensor(one), torch.as_tensor(other)) if one.dtype.kind in "biufc" else True
-    return bool(one == other) if isinstance(one, int | float | complex | str | bytes) or one is None else True

@@ -1,1 +1,1 @@
-"""Records of runs that can be compared between processes."""
+"""Run records, and their comparison between processes."""

@@ -1,8 +1,8 @@
-"""Compare runs, value by value in the order in which they arose, against the noise of the arithmetic itself.
+"""Comparison of run records, value by value in the order of training, with a noise floor of the arithmetic.
 
-A value is the same if it differs from the reference's by no more than some times what a second reference differs
-whose initial weights were perturbed in their last digits, or by the rounding of the precision. For a parameter both are
-of its update: how far it is from the reference's, relative to how far the reference moved it.
+A second reference starts from weights that are perturbed in their last digits; its distance from the first is the noise
+floor. A value is the same if it differs by at most a multiple of the noise floor, or by the rounding of the precision.
+Differences of parameters are relative to their update: how far the reference moved them.
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from torch import Tensor
 
 from lightning_hybrid.verify.records.run_record import Observed
 
-# How many times the noise floor is still noise: the perturbed run is one draw out of many. In 32 bits the floor is high
-# enough to hide small faults; there, what exceeds the rounding below has been seen at 1.3 times the floor at most.
+# Tolerance as a multiple of the noise floor: the perturbed run is one sample of many. In 32 bits the floor is high
+# enough to hide small faults; there, differences above the rounding below were at most 1.3 times the floor.
 _FACTOR = {"32-true": 10.0}
-# Relative differences that only summation order makes, and the perturbation for the floor, by precision. In 32 bits
-# right layouts have been seen 2e-6 off, with BatchNorm over 4 samples 8e-6.
+# Relative differences that come from summation order only, by precision. In 32 bits right layouts have been observed
+# 2e-6 off, with BatchNorm over 4 samples 8e-6.
 _ROUNDING = {"64-true": 1e-10, "32-true": 2e-5}
-# By how many units of its last digit, times the root of the number of steps, rounding may move the weight itself: its
-# update may be of few digits.
+# Units in the last place, times the root of the number of steps, by which rounding may move the weight itself: its
+# update may have few significant digits.
 _LAST_DIGITS = 2.0
+# The perturbation of the initial weights for the noise floor.
 _PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-mixed": 2.0**-11, "16-true": 2.0**-11}
-# For metrics that are kept in float32 whatever the precision is.
+# Relative tolerance of metrics that are kept in float32 whatever the precision is.
 _COARSE = 1e-5
 
 
 def rounding(precision: str) -> float:
-    """The relative difference that counts as equal; both 64-bit and 32-bit have one, all others are coarse."""
+    """The relative difference that counts as equal: set for 64-bit and 32-bit, coarse for all other precisions."""
     return _ROUNDING.get(precision, 5e-2)
 
 
 def noise_factor(precision: str) -> float:
-    """How many times the noise floor is still noise."""
+    """The tolerance as a multiple of the noise floor."""
     return _FACTOR.get(precision, 50.0)
 
 
 def perturbation(precision: str) -> float:
-    """The relative change of the initial weights that shows the noise floor."""
+    """The relative perturbation of the initial weights for the noise floor."""
     return _PERTURBATION.get(precision, 2.0**-9)
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Names a value; the order is that in which values arise.
+    """The identity of a recorded value; keys sort in the order in which values are produced.
 
     Attributes:
-        step: 0 before the first, then from 1.
-        order: Within the step.
-        what: Such as "loss" or "update".
-        name: Of the metric or parameter.
+        step: 0 before the first step, then from 1.
+        order: Position within the step.
+        what: Kind of value, such as "loss" or "update of".
+        name: Name of the metric or parameter.
     """
 
     step: int
@@ -62,7 +63,7 @@ class Key:
     name: str = ""
 
     def __str__(self) -> str:
-        """As a report says it."""
+        """The value's name in a report."""
         return f"{self.what} {self.name}".rstrip()
 
 
@@ -71,17 +72,17 @@ AT_THE_END = 1 << 30
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not the reference's.
+    """A value that differs from the reference's.
 
     Attributes:
-        key: Which one.
-        rank: On which rank.
-        reference: The reference's; of a tensor the element that differs most. NaN if it has none.
-        value: The layout's; NaN if it has none.
-        difference: How far they are apart, relative to the reference; to its update for a parameter.
-        floor: How far apart noise alone puts them, likewise.
-        element: Where in the tensor they are; empty for a number.
-        shapes: Of the reference's and the layout's, if they have different ones.
+        key: The value.
+        rank: The rank that recorded it.
+        reference: The reference's value; for a tensor the element that differs most. NaN if it has none.
+        value: The layout's value; NaN if it has none.
+        difference: Absolute difference, relative to the reference; relative to its update for a parameter.
+        floor: The noise floor, relative to the same.
+        element: Index of the element in the tensor; empty for a number.
+        shapes: Shapes of the reference's and the layout's tensor, if they differ.
     """
 
     key: Key
@@ -114,40 +115,40 @@ class Difference:
 def compare(
     ranks: Sequence[Observed], reference: Observed, noisy: Observed, *, precision: str, factor: float | None = None
 ) -> list[Difference]:
-    """All values that differ, the earliest first.
+    """List all values that differ, the earliest first.
 
     Args:
-        ranks: What each rank of the layout saw.
-        reference: The one-process run.
-        noisy: The same with perturbed initial weights.
-        precision: As Lightning spells it.
-        factor: How many times the noise floor is still noise; by the precision if None.
+        ranks: The record of each rank of the layout.
+        reference: The record of the one-process run.
+        noisy: The record of the same run with perturbed initial weights.
+        precision: Lightning's name of the precision, such as "64-true".
+        factor: Tolerance as a multiple of the noise floor; by the precision if None.
     """
     factor = noise_factor(precision) if factor is None else factor
     differences: list[Difference] = []
-    seen: set[Key] = set()
+    recorded: set[Key] = set()
     expected_keys: set[Key] = set()
     relative = rounding(precision)
     per_replica = bool(reference.replica_losses) or len(ranks) == 1
     mean_losses = None if per_replica else _mean_losses(ranks)
     for rank, observed in enumerate(ranks):
-        # A second reference has seen all replicas, as the first has.
+        # A second reference records all replicas, as the first does.
         is_reference = bool(observed.replica_losses)
         expected = _values(reference) if is_reference else _of_replica(reference, observed.replica)
-        noise = _without_perturbation(_values(noisy) if is_reference else _of_replica(noisy, observed.replica), noisy)
+        noise = _subtract_perturbation(_values(noisy) if is_reference else _of_replica(noisy, observed.replica), noisy)
         found = _values(observed, mean_losses)
         expected_keys.update(expected)
-        seen.update(found)
+        recorded.update(found)
         for key in sorted(expected.keys() | found.keys()):
-            if key not in found and _is_spread(key):
-                continue  # held by another rank; whether one holds it is checked below
+            if key not in found and _is_sharded(key):
+                continue  # another rank may have it; whether any has it is checked below
             difference = _judge(
                 key, rank, expected.get(key), found.get(key), noise.get(key), reference, relative, factor
             )
             if difference is not None:
                 differences.append(difference)
-    for key in expected_keys - seen:
-        if _is_spread(key):
+    for key in expected_keys - recorded:
+        if _is_sharded(key):
             differences.append(Difference(key, 0, _shown(_of_replica(reference, 0)[key]), math.nan, math.inf, 0.0))
     return sorted(differences, key=lambda d: (d.key, d.rank))
 
@@ -155,7 +156,8 @@ def compare(
 def noise_of(reference: Observed, noisy: Observed) -> float:
     """The largest noise floor of any parameter's update after the run, relative to that update."""
     floors = [
-        float((_wide(_updated(noisy.weights[name], name, noisy)) - _wide(value)).abs().max()) / update
+        float((_as_float64(_without_initial_noise(noisy.weights[name], name, noisy)) - _as_float64(value)).abs().max())
+        / update
         for name, value in reference.weights.items()
         if value.numel() and (update := _largest_update(reference, name, value)) > 0
     ]
@@ -163,7 +165,7 @@ def noise_of(reference: Observed, noisy: Observed) -> float:
 
 
 def unmoved(observed: Observed) -> list[str]:
-    """Parameters that want gradients and that the run did not move."""
+    """Parameters that require gradients and that the run did not change."""
     return [
         name
         for name in observed.trained
@@ -171,16 +173,16 @@ def unmoved(observed: Observed) -> list[str]:
     ]
 
 
-def _is_spread(key: Key) -> bool:
-    """Whether each rank has only its own part of such values."""
+def _is_sharded(key: Key) -> bool:
+    """Whether each rank records only some of these values: those of its own parameters."""
     return key.what in ("initial weights of", "gradient norm of", "update of")
 
 
 def _values(observed: Observed, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
-    return dict(_in_order(observed, losses))
+    return dict(_iterate_values(observed, losses))
 
 
-def _in_order(observed: Observed, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
+def _iterate_values(observed: Observed, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
     for name, weight in observed.start.items():
         yield Key(0, 0, "initial weights of", name), weight
     for index, step in enumerate(observed.steps):
@@ -191,8 +193,8 @@ def _in_order(observed: Observed, losses: Sequence[float | None] | None) -> Iter
             yield Key(index + 1, 1, "metric", name), _number(metric)
         for name, norm in step.grad_norms.items():
             yield Key(index + 1, 2, "gradient norm of", name), _number(norm)
-        for place, rate in enumerate(step.learning_rates):
-            yield Key(index + 1, 3, "learning rate of group", str(place)), _number(rate)
+        for group, rate in enumerate(step.learning_rates):
+            yield Key(index + 1, 3, "learning rate of group", str(group)), _number(rate)
         for name, weight in step.weights.items():
             yield Key(index + 1, 4, "update of", name), weight
     for index, metrics in enumerate(observed.validations):
@@ -225,18 +227,18 @@ def _of_replica(reference: Observed, replica: int) -> dict[Key, Tensor]:
     return values
 
 
-def _without_perturbation(values: dict[Key, Tensor], noisy: Observed) -> dict[Key, Tensor]:
-    """Weights less what was added to them at the start: what is left is the noise of their updates.
+def _subtract_perturbation(values: dict[Key, Tensor], noisy: Observed) -> dict[Key, Tensor]:
+    """Subtract the initial perturbation from the weights, so that only the noise of their updates remains.
 
-    In 32 bits the former is larger than many an update, which could be missing altogether and still pass for noise.
+    In 32 bits the perturbation is larger than many updates: an update could be missing and still count as noise.
     """
     return {
-        key: _updated(value, key.name, noisy) if key.what in ("update of", "weights") else value
+        key: _without_initial_noise(value, key.name, noisy) if key.what in ("update of", "weights") else value
         for key, value in values.items()
     }
 
 
-def _updated(weight: Tensor, name: str, noisy: Observed) -> Tensor:
+def _without_initial_noise(weight: Tensor, name: str, noisy: Observed) -> Tensor:
     start, perturbed = noisy.start.get(name), noisy.perturbed.get(name)
     if start is None or perturbed is None or not (start.shape == perturbed.shape == weight.shape):
         return weight
@@ -245,7 +247,7 @@ def _updated(weight: Tensor, name: str, noisy: Observed) -> Tensor:
 
 
 def _mean_losses(ranks: Sequence[Observed]) -> list[float | None]:
-    """Over the replicas; each is asked for once."""
+    """The mean loss of each step over the replicas, each counted once."""
     firsts = {observed.replica: observed for observed in reversed(ranks)}.values()
     rows = zip(*([step.loss for step in observed.steps] for observed in firsts), strict=False)
     return [None if None in row else sum(loss or 0.0 for loss in row) / len(row) for row in rows]
@@ -268,7 +270,7 @@ def _judge(
         return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0, shapes=shapes)
     if expected.numel() == 0 or torch.equal(expected, found):
         return None
-    was, now = _wide(expected), _wide(found)
+    was, now = _as_float64(expected), _as_float64(found)
     apart = (now - was).abs()
     apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
     worst = int(apart.nan_to_num(math.inf, math.inf).argmax())
@@ -276,33 +278,33 @@ def _judge(
     scale = _scale(key, expected, reference)
     floor = 0.0
     if noise is not None and noise.shape == expected.shape:
-        floor = float((_wide(noise) - was).abs().nan_to_num(0.0, 0.0).max())
+        floor = float((_as_float64(noise) - was).abs().nan_to_num(0.0, 0.0).max())
     if key.what.startswith("metric") and key.name in reference.coarse:
         relative = max(relative, _COARSE)
     if largest <= max(factor * floor, relative * scale + _last_digits(key, expected, reference)):
         return None
     unit = scale or 1.0
-    place = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
-    at = tuple(map(int, place))
+    element = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
+    at = tuple(map(int, element))
     return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)
 
 
 def _scale(key: Key, expected: Tensor, reference: Observed) -> float:
-    """What a difference is relative to."""
-    size = float(_wide(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    """The size that a difference is relative to."""
+    size = float(_as_float64(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
     if key.what in ("update of", "weights"):
         return _largest_update(reference, key.name, expected)
     if key.what == "gradient norm of":
-        # A gradient that is zero but for rounding (a key's bias) has no digits of its own to compare.
+        # A gradient that is zero except for rounding (a key's bias) has no significant digits to compare.
         return max(size, 1e-2 * max(reference.steps[key.step - 1].grad_norms.values(), default=0.0))
     return size
 
 
 def _last_digits(key: Key, weight: Tensor, reference: Observed) -> float:
-    """What rounding may do to a weight in the steps so far."""
+    """The absolute error that rounding may cause in a weight in the steps so far."""
     if key.what not in ("update of", "weights") or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
-    size = float(_wide(weight).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    size = float(_as_float64(weight).abs().nan_to_num(0.0, 0.0, 0.0).max())
     steps = min(key.step, len(reference.steps))
     return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * size
 
@@ -311,18 +313,18 @@ def _largest_update(reference: Observed, name: str, weight: Tensor) -> float:
     start = reference.start.get(name)
     if start is None or start.shape != weight.shape or not weight.numel():
         return 0.0
-    return float((_wide(weight) - _wide(start)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return float((_as_float64(weight) - _as_float64(start)).abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _wide(value: Tensor) -> Tensor:
+def _as_float64(value: Tensor) -> Tensor:
     if value.is_complex():
         return torch.view_as_real(value.to(torch.complex128)).reshape(-1)
     return value.to(torch.float64).reshape(-1)
 
 
 def _shown(value: Tensor | None) -> float:
-    return math.nan if value is None or not value.numel() else float(_wide(value)[0])
+    return math.nan if value is None or not value.numel() else float(_as_float64(value)[0])

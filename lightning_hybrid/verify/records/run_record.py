@@ -1,4 +1,4 @@
-"""What one rank sees of a run, in a form that can be sent to another process."""
+"""The record of a run on one rank: losses, metrics, parameters and failures, picklable for another process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
 @dataclass
 class Step:
-    """After one training batch.
+    """State recorded after one training batch.
 
     Attributes:
-        loss: Of this rank's replica; None if the step returned none.
+        loss: Loss of this rank's replica; None if the step returned none.
         metrics: ``trainer.callback_metrics``.
-        learning_rates: Of every parameter group.
-        grad_norms: Of each parameter that this rank stepped on, by FQN.
-        weights: The parameters that this rank holds, by FQN.
+        learning_rates: One per parameter group.
+        grad_norms: Norm of the full gradient of each parameter that this rank stepped, by FQN.
+        weights: Full copies of the parameters that this rank has, by FQN.
     """
 
     loss: float | None
@@ -37,13 +37,13 @@ class Step:
 
 @dataclass
 class Failure:
-    """How a run ended before its end.
+    """The exception that ended a run early.
 
     Attributes:
         message: Type and text of the exception.
-        refused: Whether it is a clear error of this package's, raised before any parameter changed.
+        refused: Whether this package raised it on purpose, before any parameter changed.
         where: File and line that raised.
-        lost: Whether it only says that another rank is not there any more.
+        lost: Whether it only reports that the connection to another rank was lost.
         unchanged: Whether no parameter of this rank had changed.
     """
 
@@ -56,31 +56,31 @@ class Failure:
 
 @dataclass
 class Observed:
-    """One run, as one rank saw it.
+    """One run, as recorded by one rank.
 
     Attributes:
-        replica: Which replica's batches this rank saw.
-        start: The parameters that this rank holds before the first step.
-        perturbed: The same with what was added to them, if anything was.
+        replica: Index of the replica whose batches this rank received.
+        start: Parameters of this rank before the first step.
+        perturbed: The same with the perturbation added, if there is one.
         steps: One entry per training batch.
         validations: ``trainer.callback_metrics`` after each validation.
-        metrics: The same after the run.
-        tests: The same after a test, if the module and its data have one.
-        predictions: Tensors and numbers of what a prediction returned, by where they are in it; likewise.
+        metrics: ``trainer.callback_metrics`` after the run.
+        tests: ``trainer.callback_metrics`` after a test, if the module and its data have one.
+        predictions: Tensors and numbers that a prediction returned, by pytree path, if there is one.
         coarse: Names of metrics that are kept in less than float64.
         weights: All parameters after the run.
         buffers: All buffers after the run.
-        trained: FQNs of the parameters that want gradients.
-        uncut: Names of steps of evaluation that each rank ran whole.
-        at_once: Names of steps whose batches were one microbatch each.
-        shares: Ranks that hold shards instead of stages.
-        in_shares: Whether they ran training steps on shares of a batch, but for the first.
+        trained: FQNs of the parameters that require gradients.
+        unpartitioned_steps: Names of evaluation steps that each rank ran unpartitioned.
+        unsplit_steps: Names of steps whose batches were one microbatch each.
+        shares: Number of ranks that hold shards instead of stages.
+        in_shares: Whether they ran training steps on shares of a batch, except for the first.
         pipelined: The first training batch that ran in stages, and the first after them that did not, if the layout
             has changed.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
-        failure: How it failed.
+        failure: The exception that ended the run, if one did.
     """
 
     replica: int = 0
@@ -95,8 +95,8 @@ class Observed:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
-    uncut: frozenset[str] = frozenset()
-    at_once: frozenset[str] = frozenset()
+    unpartitioned_steps: frozenset[str] = frozenset()
+    unsplit_steps: frozenset[str] = frozenset()
     shares: int = 1
     in_shares: bool = False
     pipelined: tuple[int, int | None] = (0, None)
@@ -106,42 +106,42 @@ class Observed:
     failure: Failure | None = None
 
 
-class Notes:
-    """Hooks that fill an ``Observed``; to be mixed with the Callback of the module's Lightning."""
+class RunRecorder:
+    """Callback hooks that fill an ``Observed``; a mixin for the Callback class of the module's Lightning."""
 
     def __init__(self, perturbation: float) -> None:
-        """Args: perturbation: relative size of what is added to the weights before the first step."""
+        """Args: perturbation: relative size of the noise that is added to the weights before the first step."""
         self.observed = Observed()
         self._perturbation = perturbation
         self._grad_norms: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the start, perturb it, and watch the optimizers."""
-        self.observed.start = held(pl_module.named_parameters(), trainer)
+        """Record the initial weights, perturb them, and wrap the optimizers' steps."""
+        self.observed.start = local_copies(pl_module.named_parameters(), trainer)
         self.observed.trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
         self.observed.replica = getattr(trainer.strategy, "data_rank", trainer.global_rank)
         if self._perturbation:
             perturb(pl_module, self._perturbation)
-            self.observed.perturbed = held(pl_module.named_parameters(), trainer)
+            self.observed.perturbed = local_copies(pl_module.named_parameters(), trainer)
         for optimizer in trainer.optimizers:
             _after_steps(optimizer, self._after_step(trainer, pl_module))
 
     def _after_step(self, trainer: Any, module: nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        def note(optimizer: torch.optim.Optimizer) -> None:
+        def record_norms(optimizer: torch.optim.Optimizer) -> None:
             names = {id(p): name for name, p in module.named_parameters()}
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
                     gradient = parameter.grad.detach()
-                    if (parts := _parts_of(trainer)) is not None:
-                        gradient = parts.whole_like(parameter, gradient)
+                    if (shards := _local_shards_of(trainer)) is not None:
+                        gradient = shards.whole_like(parameter, gradient)
                     gradient = gradient.to_dense() if gradient.is_sparse else gradient
                     norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
                     self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
 
-        return note
+        return record_norms
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note what the step left behind."""
+        """Record loss, metrics, learning rates and weights after the step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self.observed.steps.append(
@@ -150,40 +150,40 @@ class Notes:
                 metrics=self._numbers(trainer.callback_metrics),
                 learning_rates=rates,
                 grad_norms=self._grad_norms,
-                weights=held(pl_module.named_parameters(), trainer),
+                weights=local_copies(pl_module.named_parameters(), trainer),
             )
         )
         self._grad_norms = {}
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note what validation logged."""
+        """Record the metrics that validation logged."""
         self.observed.validations.append(self._numbers(trainer.callback_metrics))
 
     def finish(self, trainer: Any, module: nn.Module) -> Observed:
-        """Note what is there after the run."""
+        """Record metrics, parameters and buffers after the run."""
         self.observed.metrics = self._numbers(trainer.callback_metrics)
-        self.observed.weights = held(module.named_parameters(), trainer)
-        self.observed.buffers = held(module.named_buffers(), trainer)
-        self._note_steps(trainer)
+        self.observed.weights = local_copies(module.named_parameters(), trainer)
+        self.observed.buffers = local_copies(module.named_buffers(), trainer)
+        self._record_step_modes(trainer)
         return self.observed
 
-    def note_test(self, trainer: Any) -> None:
-        """Note what a test logged."""
+    def record_test(self, trainer: Any) -> None:
+        """Record the metrics that a test logged."""
         self.observed.tests = self._numbers(trainer.callback_metrics)
-        self._note_steps(trainer)
+        self._record_step_modes(trainer)
 
-    def note_predictions(self, predictions: Any, trainer: Any) -> None:
-        """Note what came out of a prediction."""
-        self._note_steps(trainer)
+    def record_predictions(self, predictions: Any, trainer: Any) -> None:
+        """Record the results of a prediction."""
+        self._record_step_modes(trainer)
         num_loaders = trainer.predict_loop.num_dataloaders
-        self.observed.predictions = leaves_of([predictions] if num_loaders == 1 else predictions)
+        self.observed.predictions = prediction_leaves([predictions] if num_loaders == 1 else predictions)
 
-    def _note_steps(self, trainer: Any) -> None:
+    def _record_step_modes(self, trainer: Any) -> None:
         run = getattr(trainer.strategy, "run", None)
         if run is None:  # another strategy, whose steps are those of one process
             return
-        self.observed.uncut |= run.uncut_steps
-        self.observed.at_once |= run.steps_at_once
+        self.observed.unpartitioned_steps |= run.uncut_steps
+        self.observed.unsplit_steps |= run.steps_at_once
         self.observed.shares = max(self.observed.shares, run.batch_shares)
         self.observed.pipelined = trainer.strategy.pipelined_batches
         self.observed.in_shares |= run.shares_batches
@@ -193,23 +193,23 @@ class Notes:
         return {name: float(value) for name, value in metrics.items()}
 
 
-def held(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str, Tensor]:
-    """Copies of those tensors whose content is on this rank.
+def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str, Tensor]:
+    """Full CPU copies of the tensors whose content is on this rank.
 
     Args:
         tensors: Parameters or buffers, by FQN.
-        trainer: Whose strategy may have cut them over tensor ranks; then they are joined, which is collective.
+        trainer: If its strategy has sharded them, the shards are all-gathered, which is collective.
     """
-    parts = _parts_of(trainer)
+    shards = _local_shards_of(trainer)
     return {
-        name: (tensor if parts is None else parts.whole_of(name, tensor)).detach().to("cpu", copy=True)
+        name: (tensor if shards is None else shards.whole_of(name, tensor)).detach().to("cpu", copy=True)
         for name, tensor in tensors
         if not is_absent(tensor) and not tensor.is_meta
     }
 
 
-def leaves_of(loaders: list[Any]) -> dict[str, Tensor]:
-    """Tensors and numbers of predictions, by where they are: loader, batch, and place in what the step returned."""
+def prediction_leaves(loaders: list[Any]) -> dict[str, Tensor]:
+    """Tensors and numbers of predictions, by pytree path: loader, batch, and path in the step's output."""
     leaves = torch.utils._pytree.tree_flatten_with_path(loaders)[0]
     return {
         torch.utils._pytree.keystr(path): torch.as_tensor(leaf).detach().to("cpu", copy=True)
@@ -218,12 +218,12 @@ def leaves_of(loaders: list[Any]) -> dict[str, Tensor]:
     }
 
 
-def _parts_of(trainer: Any) -> Any:
+def _local_shards_of(trainer: Any) -> Any:
     return getattr(getattr(getattr(trainer, "strategy", None), "run", None), "parts", None)
 
 
 def perturb(module: nn.Module, size: float) -> None:
-    """Change every weight by a random share of itself, of a relative ``size``."""
+    """Multiply every weight elementwise by 1 + ``size`` * standard normal noise, in place."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -234,13 +234,13 @@ def perturb(module: nn.Module, size: float) -> None:
 
 
 def describe_failure(error: Exception, *, steps_done: int) -> Failure:
-    """Tell a refusal from a crash: it was raised by a ``raise`` in this package, and nothing has changed yet."""
+    """Describe an exception; it is a refusal if a ``raise`` of this package raised it and nothing has changed yet."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    ours = last is not None and _raised_here(last)
+    is_raised_here = last is not None and _raised_here(last)
     unchanged = steps_done == 0
-    refused = ours and unchanged and not isinstance(error, AssertionError)
+    refused = is_raised_here and unchanged and not isinstance(error, AssertionError)
     where = "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
     return Failure(f"{type(error).__name__}: {error}", refused, where, is_lost_connection(error), unchanged)
 
@@ -250,21 +250,21 @@ _RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.shared_memor
 
 def _raised_here(frame: TracebackType) -> bool:
     module = str(frame.tb_frame.f_globals.get("__name__", ""))
-    # Who loses its connection to another rank, or waits for it in vain, refuses nothing.
+    # A lost connection to another rank, or a wait for it that timed out, is no refusal.
     if not module.startswith("lightning_hybrid.") or module.startswith(_RAISES_NO_REFUSALS):
         return False
-    # An operation of torch that fails in code of ours leaves no frame of its own, but it is no refusal.
+    # An operation of torch that fails in code of this package leaves no frame of its own, but it is no refusal.
     code = frame.tb_frame.f_code.co_code
     return dis.opname[code[frame.tb_lasti]] == "RAISE_VARARGS"
 
 
-def _after_steps(optimizer: torch.optim.Optimizer, note: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call ``note`` after each step; not as a hook, which wrappers without torch's ``__init__`` have none of."""
+def _after_steps(optimizer: torch.optim.Optimizer, callback: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call ``callback`` after each step; no hook, since wrappers that skip torch's ``__init__`` have no hooks."""
     original = optimizer.step
 
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        note(self)
+        callback(self)
         return result
 
     replace_step(optimizer, step)
