@@ -24,7 +24,7 @@ from lightning_hybrid.tensor.runtime.region_mode import tensors_in
 Pair = tuple[tuple[str, ...], tuple[str, ...]]  # columns, and the rows that they feed
 
 _RESHAPES = frozenset({"view", "reshape", "unflatten"})
-_PARTS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", "unbind", "split_with_sizes"})
+_SPLITS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", "unbind", "split_with_sizes"})
 
 
 @dataclass
@@ -102,20 +102,20 @@ def discover(unit: nn.Module, run: Callable[[], Any]) -> Discovery:
         run: Calls it on small inputs.
     """
     found = Discovery()
-    shared = _shared_parameters(unit)
+    shared = _tied_parameters(unit)
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for fqn, module in unit.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 found.attentions.append(fqn)
-                hooks.callback(module.register_forward_hook(_forget).remove)
+                hooks.callback(module.register_forward_hook(_clear_sources).remove)
             elif may_be_linear(module) and not any(id(p) in shared for p in module.parameters()):
-                hooks.callback(module.register_forward_hook(_Listener(fqn, found)).remove)
-        with _Lineage(found):
+                hooks.callback(module.register_forward_hook(_LinearHook(fqn, found)).remove)
+        with _DataflowMode(found):
             run()
     return found
 
 
-def _shared_parameters(unit: nn.Module) -> set[int]:
+def _tied_parameters(unit: nn.Module) -> set[int]:
     """Ids of parameters that several modules hold; they would have to be cut in several ways."""
     seen: set[int] = set()
     shared: set[int] = set()
@@ -132,17 +132,17 @@ def may_be_linear(module: nn.Module) -> bool:
     if weight is None or set(module._parameters) - {"weight", "bias"} or next(module.children(), None) is not None:
         return False
     if isinstance(module, _ConvNd):
-        return module.groups == 1 and _is_torchs(module)
-    return weight.dim() == 2 and (_is_torchs(module) or _does_one_product(module))
+        return module.groups == 1 and _runs_torch_code(module)
+    return weight.dim() == 2 and (_runs_torch_code(module) or _does_one_product(module))
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _runs_torch_code(module: nn.Module) -> bool:
     """Whether a module runs torch's own code."""
     return "forward" not in module.__dict__ and type(module).forward.__module__.startswith("torch.nn.")
 
 
 # What code names that multiplies by a weight and adds a bias, and no more.
-_OF_A_PRODUCT = frozenset(
+_PRODUCT_NAMES = frozenset(
     {
         "torch", "nn", "functional", "F", "linear", "matmul", "mm", "addmm", "baddbmm", "einsum", "add",
         "weight", "bias", "t", "T", "transpose", "mT", "size", "shape", "view", "reshape", "to", "dtype", "type_as",
@@ -160,15 +160,15 @@ def _does_one_product(module: nn.Module) -> bool:
         return False
     sizes = set(module._parameters["weight"].shape)  # type: ignore[union-attr]
     plain = {name for name, value in module.__dict__.items() if type(value) is int and value in sizes}
-    return not set(code.co_names) - _OF_A_PRODUCT - plain
+    return not set(code.co_names) - _PRODUCT_NAMES - plain
 
 
-def _forget(module: nn.Module, args: Any, output: Any) -> None:
+def _clear_sources(module: nn.Module, args: Any, output: Any) -> None:
     for tensor in tensors_in([output]):
         tensor.__dict__.pop("_from", None)
 
 
-class _Listener:
+class _LinearHook:
     """A forward hook: notes where the input comes from, and that the output comes from here."""
 
     def __init__(self, fqn: str, found: Discovery) -> None:
@@ -206,7 +206,7 @@ def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> Linear
     return None
 
 
-class _Lineage(TorchFunctionMode):
+class _DataflowMode(TorchFunctionMode):
     """Hands down where values come from, and notes how the features of a linear's output are taken apart."""
 
     def __init__(self, found: Discovery) -> None:
@@ -237,7 +237,7 @@ class _Lineage(TorchFunctionMode):
         tensor, (fqn, start, length) = parts[0], parts[0]._part
         arrangement = self._found.arrangements[fqn]
         dim = self._found.linears[fqn].feature_dim
-        if name in _PARTS and all(result.dim() == tensor.dim() for result in results):
+        if name in _SPLITS and all(result.dim() == tensor.dim() for result in results):
             self._split(tensor, results, arrangement, fqn, start, dim)
         elif name in _RESHAPES and len(results) == 1 and dim == -1:
             _view(tensor, results[0], arrangement, start, length)

@@ -50,7 +50,7 @@ def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.M
 
     def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def seen(*args: Any, **kwargs: Any) -> Any:
-            calls.arguments[fqn] = _own(args, kwargs)
+            calls.arguments[fqn] = _copied_call(args, kwargs)
             running.append(fqn)
             try:
                 return forward(*args, **kwargs)
@@ -67,7 +67,7 @@ def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.M
                 if inner == fqn or inner.startswith(fqn + ".")
                 for name, parameter in unit.named_parameters()
             }
-            with _ReadWatch(owners, running, calls):
+            with _OutsideReads(owners, running, calls):
                 return forward(*args, **kwargs)
 
         return seen
@@ -76,7 +76,7 @@ def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.M
         yield calls
 
 
-class _ReadWatch(TorchFunctionMode):
+class _OutsideReads(TorchFunctionMode):
     """Notes parameters that are read while their unit does not run."""
 
     def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: Calls) -> None:
@@ -95,7 +95,7 @@ class _ReadWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _copied_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as they are now: a unit may change the objects that it is given."""
     leaves, spec = flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, (Tensor, *_PLAIN)) else copied(leaf) for leaf in leaves]

@@ -30,7 +30,7 @@ _TRANSPOSES = frozenset({"t", "transpose", "swapaxes", "get_T", "get_mT"})
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm"})
 # What is done to logits and gives logits, a part of their positions or their log-probabilities.
-_HANDED_ON = (
+_LOGITS_OPS = (
     _CASTS
     | {"view", "reshape", "flatten", "unflatten", "permute", "movedim", "squeeze", "unsqueeze", "__getitem__", "narrow"}
     | {"transpose", "select", "split", "chunk", "unbind", "index_select", "cat", "view_as", "reshape_as"}
@@ -39,7 +39,7 @@ _HANDED_ON = (
     | {"tanh", "where", "masked_fill", "log_softmax", "softmax"}
 )  # fmt: skip
 _LOSSES = frozenset({"cross_entropy", "nll_loss", "logsumexp", "gather", "log_softmax"})
-_MORE_READS = frozenset({"argmax"})
+_OTHER_READERS = frozenset({"argmax"})
 
 
 @dataclass
@@ -99,15 +99,15 @@ class VocabularyUses(TorchFunctionMode):
         elif name in _METADATA or name == "__set__":
             return out
         leaves = list(tensors_in(flatten_call(args, kwargs)[0]))
-        weights = [(leaf, self._weight(leaf)) for leaf in leaves]
+        weights = [(leaf, self._weight_of(leaf)) for leaf in leaves]
         if any(weight is not None for _, weight in weights):
-            self._weights_used(name, func, args, kwargs, out)
+            self._record_weights_used(name, func, args, kwargs, out)
         logits = frozenset[str]().union(*(getattr(leaf, _LOGITS, ()) for leaf in leaves))
         if logits:
-            self._logits_read(name, logits, leaves, out)
+            self._record_logits_read(name, logits, leaves, out)
         return out
 
-    def _weight(self, tensor: Any) -> tuple[str, bool] | None:
+    def _weight_of(self, tensor: Any) -> tuple[str, bool] | None:
         """FQN of the parameter that a tensor is, or is the transposed of."""
         if not isinstance(tensor, Tensor):
             return None
@@ -128,11 +128,11 @@ class VocabularyUses(TorchFunctionMode):
         use.outside |= not any(unit in self._running for unit in self._units.get(name, ()))
         return use
 
-    def _weights_used(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_weights_used(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         handled: set[str] = set()
-        first = self._weight(args[0]) if args else None
+        first = self._weight_of(args[0]) if args else None
         if func is F.embedding:
-            weight = self._weight(args[1] if len(args) > 1 else kwargs.get("weight"))
+            weight = self._weight_of(args[1] if len(args) > 1 else kwargs.get("weight"))
             if weight is not None and not weight[1]:
                 use = self._use(weight[0])
                 use.is_table, use.dims = True, use.dims | {0}
@@ -141,53 +141,53 @@ class VocabularyUses(TorchFunctionMode):
                 handled.add(weight[0])
         elif name == "linear":
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            handled |= self._product(self._weight(args[1]) if len(args) > 1 else None, 0, args[0], bias, out)
+            handled |= self._record_product(self._weight_of(args[1]) if len(args) > 1 else None, 0, args[0], bias, out)
         elif name in _PRODUCTS and len(args) == 2:
-            handled |= self._product(self._weight(args[1]), 1, args[0], None, out)
+            handled |= self._record_product(self._weight_of(args[1]), 1, args[0], None, out)
         elif name == "addmm" and len(args) == 3:
-            handled |= self._product(self._weight(args[2]), 1, args[1], args[0], out)
+            handled |= self._record_product(self._weight_of(args[2]), 1, args[1], args[0], out)
         elif first is not None and name in _TRANSPOSES | _CASTS and isinstance(out, Tensor):
             setattr(out, _WEIGHT, (first[0], first[1] ^ (name in _TRANSPOSES)))
             handled.add(first[0])
-        elif name in _HANDED_ON and any(hasattr(leaf, _LOGITS) for leaf in tensors_in(args)):
+        elif name in _LOGITS_OPS and any(hasattr(leaf, _LOGITS) for leaf in tensors_in(args)):
             for leaf in tensors_in(args):
-                weight = self._weight(leaf)
+                weight = self._weight_of(leaf)
                 if weight is not None and isinstance(out, Tensor) and leaf.dim() == 1 and len(leaf) == out.shape[-1]:
-                    self._biased(next(other for other in tensors_in(args) if hasattr(other, _LOGITS)), weight[0])
+                    self._add_bias(next(other for other in tensors_in(args) if hasattr(other, _LOGITS)), weight[0])
                     handled.add(weight[0])
         for leaf in tensors_in(flatten_call(args, kwargs)[0]):
-            weight = self._weight(leaf)
+            weight = self._weight_of(leaf)
             if weight is not None and weight[0] not in handled:
                 use = self._use(weight[0])
                 use.other = use.other or f"read by {name} at {user_line()}"
 
-    def _product(self, weight: tuple[str, bool] | None, dim: int, x: Any, bias: Any, out: Any) -> set[str]:
-        if weight is None or self._weight(x) is not None or not isinstance(out, Tensor):
+    def _record_product(self, weight: tuple[str, bool] | None, dim: int, x: Any, bias: Any, out: Any) -> set[str]:
+        if weight is None or self._weight_of(x) is not None or not isinstance(out, Tensor):
             return set()
         name, transposed = weight
         use = self._use(name)
         use.is_head, use.dims = True, use.dims | {dim ^ transposed}
         setattr(out, _LOGITS, frozenset({name}))
-        added = self._weight(bias)
+        added = self._weight_of(bias)
         if added is None:
             return {name}
-        self._biased(out, added[0])
+        self._add_bias(out, added[0])
         return {name, added[0]}
 
-    def _biased(self, logits: Tensor, bias: str) -> None:
+    def _add_bias(self, logits: Tensor, bias: str) -> None:
         self._use(bias)
         for name in getattr(logits, _LOGITS):
             self.uses[name].biases.add(bias)
 
-    def _logits_read(self, name: str, logits: frozenset[str], leaves: list[Tensor], out: Any) -> None:
+    def _record_logits_read(self, name: str, logits: frozenset[str], leaves: list[Tensor], out: Any) -> None:
         if name in _LOSSES:
             for weight in logits:
                 self.uses[weight].reads_loss = True
-        elif name not in _HANDED_ON | _MORE_READS:
+        elif name not in _LOGITS_OPS | _OTHER_READERS:
             for weight in logits:
                 use = self.uses[weight]
                 use.reads_others = use.reads_others or f"{name} at {user_line()}"
-        if name in _HANDED_ON:
+        if name in _LOGITS_OPS:
             for tensor in tensors_in([out]):
                 setattr(tensor, _LOGITS, logits)
 
@@ -211,7 +211,7 @@ def _lookup_options(
 
 
 @dataclass(frozen=True)
-class VocabularyCut:
+class VocabularySharding:
     """One weight that is to be cut by its vocabulary.
 
     Attributes:
@@ -225,7 +225,9 @@ class VocabularyCut:
     is_head: bool
 
 
-def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[dict[str, VocabularyCut], dict[str, str]]:
+def choose_cuts(
+    root: nn.Module, uses: Mapping[str, Use], size: int
+) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
     """What is cut by vocabulary.
 
     Args:
@@ -237,7 +239,7 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
         Weights and biases that are cut, and why other tables are not; by first FQN in the root.
     """
     parameters = dict(root.named_parameters())
-    cuts: dict[str, VocabularyCut] = {}
+    cuts: dict[str, VocabularySharding] = {}
     reasons: dict[str, str] = {}
     tables = [whole_shape(parameters[name]) for name, use in uses.items() if use.is_table]
     largest = max(tables, key=prod, default=(0, 0))
@@ -261,17 +263,17 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
         if shape[dim] <= shape[1 - dim]:
             reasons[name] = f"a table of {shape[dim]} rows of {shape[1 - dim]}: less than what ranks would send for it"
             continue
-        if not _can_share(shape[dim], size):
+        if not _can_shard(shape[dim], size):
             reasons[name] = f"its vocabulary of {shape[dim]} rows is too small for {size} ranks"
             continue
-        cuts[name] = VocabularyCut(dim, use.outside, use.is_head)
+        cuts[name] = VocabularySharding(dim, use.outside, use.is_head)
         for bias in use.biases:
             only = uses[bias]
             is_bias_alone = not (only.other or only.is_table or only.is_head)
             if is_bias_alone and whole_shape(parameters[bias]) == (shape[dim],):
-                cuts[bias] = VocabularyCut(0, only.outside, is_head=True)
+                cuts[bias] = VocabularySharding(0, only.outside, is_head=True)
     return cuts, reasons
 
 
-def _can_share(length: int, size: int) -> bool:
+def _can_shard(length: int, size: int) -> bool:
     return length % size == 0 or (length >= _UNEVEN_ROWS * size and -(-length // size) * (size - 1) < length)

@@ -24,7 +24,7 @@ from lightning_hybrid.tensor.trial.threaded_ranks import (
     Setting,
     TrialFailed,
     TrialRanks,
-    beside,
+    local_and_expected,
     run_whole,
 )
 
@@ -41,7 +41,7 @@ class Proof:
         example: Its arguments.
         ranks: Runs it on all ranks.
         dtype: Of weights and arguments.
-        cut_outputs: Outputs of the last run that had the local size along one dim: place -> dim.
+        sharded_outputs: Outputs of the last run that had the local size along one dim: place -> dim.
         relative_error: What the last run differed by; infinite where not by numbers alone.
     """
 
@@ -56,14 +56,14 @@ class Proof:
         return Setting(dtype=self.dtype)
 
     @property
-    def evaluating(self) -> Setting:
+    def eval_mode(self) -> Setting:
         """In which code runs that trained units do not have."""
         return Setting(training=False, grad=False, dtype=self.dtype)
 
     @property
-    def unwatched(self) -> Setting:
+    def without_modes(self) -> Setting:
         """As the user's code will see it: torch takes other paths where nothing watches."""
-        return replace(self.evaluating, exact=False)
+        return replace(self.eval_mode, exact=False)
 
     @property
     def settings(self) -> list[Setting]:
@@ -72,20 +72,20 @@ class Proof:
             self.first,
             Setting(training=False, dtype=self.dtype),
             Setting(grad=False, dtype=self.dtype),
-            self.evaluating,
-            self.unwatched,
+            self.eval_mode,
+            self.without_modes,
         ]
 
     def __post_init__(self) -> None:
         self._whole: dict[str, tuple[Outcome, frozenset[str]]] = {}  # and whose gradients it lacks
-        self._as_first: dict[str, bool] = {}
-        self.cut_outputs: dict[int, int] = {}
+        self._same_as_first: dict[str, bool] = {}
+        self.sharded_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
         """The same example on other numbers of tensor and context ranks."""
         proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
-        proof._whole, proof._as_first = self._whole, self._as_first
+        proof._whole, proof._same_as_first = self._whole, self._same_as_first
         return proof
 
     def whole(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
@@ -128,7 +128,7 @@ class Proof:
             for name, wanted in getattr(expected, kind).items():
                 if kind == "grads" and name in without:
                     continue
-                for found, part in beside(outcomes, plan, name, kind, wanted):
+                for found, part in local_and_expected(outcomes, plan, name, kind, wanted):
                     for each in found:
                         if (error := difference_of(each, part, tolerance, whole=wanted)) is not None:
                             self.relative_error = error.relative
@@ -153,7 +153,7 @@ class Proof:
             forward_only: Whether outputs alone are wanted.
             without: Parameters whose gradients are not wanted.
         """
-        self.cut_outputs, self.relative_error = {}, math.inf
+        self.sharded_outputs, self.relative_error = {}, math.inf
         expected = self.whole(setting, () if learning else without)
         wrong: list[str] = []
 
@@ -172,7 +172,7 @@ class Proof:
         for rank, outcome in enumerate(outcomes):
             if len(outcome.outputs) != len(expected.outputs):
                 return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
-            self.cut_outputs |= self._cut_outputs(outcome, expected)
+            self.sharded_outputs |= self._sharded_outputs(outcome, expected)
             for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
                 if (error := difference_of(found, wanted, self._tolerance(setting))) is not None:
                     self.relative_error = error.relative
@@ -182,7 +182,7 @@ class Proof:
     def _tolerance(self, setting: Setting) -> float:
         return TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
 
-    def _cut_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
+    def _sharded_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
         found = {}
         for place, (local, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
             if isinstance(local, Tensor) and isinstance(wanted, Tensor) and local.dim() == wanted.dim():
@@ -193,10 +193,10 @@ class Proof:
 
     def first_failure(self, plan: UnitPlan) -> str | None:
         """What differs in any setting, or None: then the plan is proved."""
-        failures = (self.difference(plan, setting) for setting in self.settings if not self.is_as_first(setting))
+        failures = (self.difference(plan, setting) for setting in self.settings if not self.runs_as_first(setting))
         return next((failure for failure in failures if failure is not None), None)
 
-    def is_as_first(self, setting: Setting) -> bool:
+    def runs_as_first(self, setting: Setting) -> bool:
         """Whether the whole unit calls the same of torch from the same lines as in the first setting, to the same bits.
 
         What holds there holds here: nothing that a plan is made of can tell the two apart.
@@ -206,15 +206,15 @@ class Proof:
         """
         if not setting.exact or setting == self.first:
             return False
-        known = self._as_first.get(str(setting))
+        known = self._same_as_first.get(str(setting))
         if known is None:
             first = self.whole(self.first)
             here = run_whole(self.unit, self.example, setting, backward=False) if setting.grad else self.whole(setting)
-            known = self._as_first[str(setting)] = (
+            known = self._same_as_first[str(setting)] = (
                 here.path == first.path
                 and len(here.outputs) == len(first.outputs)
-                and all(map(_are_same, here.outputs, first.outputs))
-                and all(map(_are_same, here.buffers.values(), first.buffers.values()))
+                and all(map(_are_equal, here.outputs, first.outputs))
+                and all(map(_are_equal, here.buffers.values(), first.buffers.values()))
             )
         return known
 
@@ -274,15 +274,15 @@ def proof_of(
                 lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
             proof = Proof(twin, example, TrialRanks(twin, size, context), dtype)
-            if written := _written_by(proof):
+            if written := _parameter_written_by(proof):
                 return f"its forward writes {written}, which ranks would do to copies"
-            if dtype is torch.float32 or _runs_by_itself(proof):
+            if dtype is torch.float32 or _runs_without_modes(proof):
                 return proof
     return f"a copy of the unit with random weights does not run: {errors[-1]}"
 
 
 @torch.no_grad()
-def _written_by(proof: Proof) -> str:
+def _parameter_written_by(proof: Proof) -> str:
     """FQN of a parameter that the unit writes in its forward (to a norm, to a range); "" if it writes none."""
     parameters = dict(proof.unit.named_parameters())
     before = {name: parameter.data for name, parameter in parameters.items()}
@@ -298,7 +298,7 @@ def _written_by(proof: Proof) -> str:
             parameter.data = before[name]
 
 
-def _are_same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     return type(a) is type(b)
@@ -320,15 +320,15 @@ def _runs(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example:
         return False
 
 
-def _runs_by_itself(proof: Proof) -> bool:
+def _runs_without_modes(proof: Proof) -> bool:
     try:
-        proof.whole(proof.unwatched)
+        proof.whole(proof.without_modes)
         return True
     except Exception:
         return False
 
 
-def prove_again(
+def prove_cached(
     unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan, *, seed: int = 0
 ) -> UnitPlan | None:
     """The plan if it holds for a unit, and None otherwise.

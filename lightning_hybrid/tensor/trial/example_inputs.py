@@ -79,7 +79,7 @@ def make_example(
         None if the unit does not run on its own inputs.
     """
     leaves, spec = flatten((args, kwargs))
-    real = [_without_fakes(leaf, generator, dtype) for leaf in leaves]
+    real = [_with_real_tensors(leaf, generator, dtype) for leaf in leaves]
     needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
     if not needs:
         first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
@@ -159,11 +159,11 @@ def _lengths(leaves: list[Any], weights: set[int]) -> list[int]:
 
 def _mask_lengths(leaves: list[Any]) -> set[int]:
     """Sizes of what has a row and a column for each position, which must not grow: a longer mask would mean another."""
-    known = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_without_content(leaf)]
+    known = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _has_no_data(leaf)]
     return {length for tensor in known for length in tensor.shape if tensor.shape.count(length) > 1}
 
 
-def _is_without_content(tensor: Tensor) -> bool:
+def _has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -176,7 +176,7 @@ def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     return tensor.requires_grad_(needs)
 
 
-def _without_fakes(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
+def _with_real_tensors(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
     if isinstance(leaf, Tensor):
         return _real(leaf, generator, dtype)
     if isinstance(leaf, _PLAIN):
@@ -188,7 +188,7 @@ def _without_fakes(leaf: Any, generator: torch.Generator, dtype: torch.dtype) ->
 def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     floating = tensor.is_floating_point()
     dtype = dtype if floating else tensor.dtype
-    if not _is_without_content(tensor):
+    if not _has_no_data(tensor):
         value = tensor.detach().to("cpu", dtype)
         return (value.clone() if value is tensor else value).requires_grad_(tensor.requires_grad)
     if floating:

@@ -126,7 +126,7 @@ def _cotangent(tensor: Tensor) -> Tensor:
     return torch.sin(places * 1.7 + 0.3).to(tensor.dtype) + 0.1
 
 
-class _Meeting:
+class _ThreadGroup:
     """Where the threads of one trial exchange tensors."""
 
     def __init__(self, size: int) -> None:
@@ -138,8 +138,8 @@ class _Meeting:
 class ThreadRanks:
     """One of the ranks of a trial; see `ranks.Ranks`."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, meeting: _ThreadGroup) -> None:
+        self.rank, self.size, self._group = rank, meeting.size, meeting
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `ranks.Ranks`."""
@@ -150,11 +150,11 @@ class ThreadRanks:
             shares[0].add_(addend)
         for addend in shares[1:]:
             addend.copy_(shares[0])
-        self._meeting.barrier.wait()
+        self._group.barrier.wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `ranks.Ranks`."""
-        meeting = self._meeting
+        meeting = self._group
         meeting.slots[self.rank] = tensor.detach()
         meeting.barrier.wait()
         gathered = list(meeting.slots)
@@ -165,7 +165,7 @@ class ThreadRanks:
 
     def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """See `ranks.Ranks`."""
-        meeting = self._meeting
+        meeting = self._group
         meeting.slots[self.rank] = [part.detach() for part in parts]
         meeting.barrier.wait()
         received = [given[self.rank] for given in meeting.slots]
@@ -185,18 +185,18 @@ def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
     Raises:
         TrialFailed: A rank raised, or the ranks did not exchange the same things.
     """
-    return Meetings(size, 1).on_each(lambda ranks, _: run(ranks))
+    return ThreadGroups(size, 1).run_on_each(lambda ranks, _: run(ranks))
 
 
-class Meetings:
+class ThreadGroups:
     """Where tensor ranks times context ranks meet; they are in the order of `ranks.PairedRanks`."""
 
     def __init__(self, size: int, context: int) -> None:
         """Args: size, context: the numbers of tensor ranks and of context ranks."""
-        self._tensor = [_Meeting(size) for _ in range(context)]
-        self._context = [_Meeting(context) for _ in range(size)]
+        self._tensor = [_ThreadGroup(size) for _ in range(context)]
+        self._context = [_ThreadGroup(context) for _ in range(size)]
 
-    def on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
+    def run_on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
         """What a function gives on each rank, all of them run at once in threads.
 
         Args:
@@ -287,8 +287,8 @@ class TrialRanks:
         self.num_trials += 1
         self.watches = [None] * (self.size * self.context)
         self.dealings = [None] * (self.size * self.context)
-        meetings = Meetings(self.size, self.context)
-        runs = meetings.on_each(
+        meetings = ThreadGroups(self.size, self.context)
+        runs = meetings.run_on_each(
             lambda ranks, context: self._one(ranks, context, plan, example, setting, learning, without),
         )
         outcomes = [outcome for outcome, _ in runs]
@@ -298,7 +298,7 @@ class TrialRanks:
                 outcome, wanted = runs[ranks.rank * context.size + context.rank]
                 return _gradients(outcome.outputs, wanted)
 
-            for outcome, grads in zip(outcomes, meetings.on_each(backward), strict=True):
+            for outcome, grads in zip(outcomes, meetings.run_on_each(backward), strict=True):
                 outcome.grads = grads
         return outcomes
 
@@ -348,7 +348,7 @@ class TrialRanks:
         return Outcome(outputs, buffers=buffers), {**inputs, **parameters}
 
 
-def beside(
+def local_and_expected(
     outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str, wanted: Tensor
 ) -> list[tuple[list[Tensor], Tensor]]:
     """What ranks have of a gradient or buffer, beside what it should be; nothing is joined, layers are large.
