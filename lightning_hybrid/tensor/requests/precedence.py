@@ -89,20 +89,20 @@ def wishes_by_unit(
 
 
 def requested_pairs(
-    found: Discovery, wishes: Mapping[str, Wish], taken: Collection[str] = ()
+    found: Discovery, wishes: Mapping[str, Wish], assigned: Collection[str] = ()
 ) -> tuple[list[Pair], dict[str, str]]:
     """Find the pairs that a plan requests, with the linears that it does not name and they need.
 
     Args:
         found: The dataflow of the unit.
         wishes: The requests, by FQN inside the unit.
-        taken: Linears whose role another plan has fixed.
+        assigned: Linears whose role another plan has fixed.
 
     Returns:
         Columns and their rows, and what is wrong with linears that fit no pair, by FQN.
     """
     order = list(found.linears)
-    free = [fqn for fqn in order if fqn not in taken]
+    free = [fqn for fqn in order if fqn not in assigned]
 
     def wanted(fqn: str) -> str | None:
         return wishes[fqn].wanted if fqn in wishes else None

@@ -52,7 +52,7 @@ _ExchangedGroup = tuple[GroupPlan, dict[str, Shard], dict[str, Shard]]
 
 
 def shard_over_context(unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, proof: Proof, deal: Deal) -> UnitPlan:
-    """Shard the sequence over context ranks, with exchanges only in regions that mix positions.
+    """Shard the sequence over context ranks, with exchanges where positions are mixed; or say why not in the plan.
 
     Args:
         unit: A copy of the unit with random weights.
@@ -60,9 +60,6 @@ def shard_over_context(unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, p
         groups: Its groups.
         proof: Of the unit, on tensor ranks times context ranks.
         deal: Whether the shard of a context rank is sharded again over its tensor ranks.
-
-    Returns:
-        The proved plan, or the given one with the reason why the sequence is not sharded.
     """
     candidates = [_exchanged_group(each, groups.linears, plan.size, proof.ranks.context) for each in groups.over_all]
     reasons = [groups.not_exchanged_reason, *(found for found in candidates if isinstance(found, str))]
@@ -87,10 +84,7 @@ def _with_fewest_exchanges(
 ) -> UnitPlan | str:
     """Find a proved plan with few exchanging groups by dropping them one by one, or return what is wrong.
 
-    Args:
-        shard: `_sharded` as a function of the groups that exchange.
-        exchanged: The groups that may exchange.
-        proof: Of the unit.
+    `shard` is `_sharded` as a function of the groups that exchange.
     """
     tried = [(exchanged, shard(exchanged))]
     for group in exchanged if isinstance(tried[0][1], UnitPlan) else ():
@@ -151,12 +145,9 @@ def _sharded(
 
 
 def stored_placements(placements: Mapping[str, Placement], size: int, context: int) -> dict[str, Placement] | str:
-    """Reduce placements over all ranks to tensor ranks, or return which parameter cannot be sharded so.
+    """Reduce placements over `size` tensor ranks times `context` context ranks, by FQN, to tensor ranks.
 
-    Args:
-        placements: Over tensor ranks times context ranks, by FQN.
-        size: Number of tensor ranks.
-        context: Number of context ranks.
+    Returns a description of the parameter that cannot be sharded so, if there is one.
     """
     found: dict[str, Placement] = {}
     for fqn, placement in placements.items():

@@ -46,21 +46,13 @@ class GroupSearch:
         deal: Deal,
         vocabulary: Mapping[str, int],
         found: Discovery | None = None,
-        stored_placements: StoredPlacements | None = None,
+        stored: StoredPlacements | None = None,
         check_gradients: bool = False,
     ) -> None:
-        """Bind the search to a unit and its ranks; unit, wishes, deal and vocabulary are those of `plan_unit`.
+        """Bind the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
-        Args:
-            unit: The user's unit.
-            proof: Of the unit, on these ranks.
-            excluded: Parameters that stay replicated, each with the reason.
-            wishes: Requests of plans for its modules.
-            deal: Whether to shard the sequence over these ranks.
-            vocabulary: Vocabulary-parallel parameters: FQN -> dim.
-            found: The dataflow of the unit, if a run has shown it.
-            stored_placements: For an exchange of positions: the placements over tensor ranks.
-            check_gradients: Whether trials compare gradients too; the proof always does.
+        `unit`, `wishes`, `deal` and `vocabulary` are those of `plan_unit`; `found` is its dataflow, if that is
+        known. With `check_gradients` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
         self.proof_failed = False
@@ -70,9 +62,9 @@ class GroupSearch:
         self._found = discover(proof.unit, proof.run_unit) if found is None else found
         self.reasons: dict[str, str] = dict(excluded)
         self._trials = GroupTrials(
-            proof, self._found.linears, self.reasons, dict(excluded), stored_placements, check_gradients=check_gradients
+            proof, self._found.linears, self.reasons, dict(excluded), stored, check_gradients=check_gradients
         )
-        self._unpaired_reasons: dict[str, str] = {}  # of linears in no pair
+        self._unpaired: dict[str, str] = {}  # of linears in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
 
@@ -87,25 +79,12 @@ class GroupSearch:
         return self._ranks.num_trials
 
     def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement], size: int, context: int) -> GroupSearch:
-        """Make a search of the same unit over tensor ranks times context ranks, with parameters stored on the former.
+        """Make a search over all ranks (`size` tensor ranks times `context` context ranks) of the same unit.
 
-        Args:
-            proof: Of the unit on all of these ranks.
-            placements: Placements of the stored parameters over tensor ranks.
-            size: Number of tensor ranks.
-            context: Number of context ranks.
+        `proof` is on all ranks; `placements` are those of the stored parameters over tensor ranks.
         """
-        stored_placements = StoredPlacements(placements, size, context)
-        return GroupSearch(
-            self._user_unit,
-            proof,
-            self._replicated,
-            Wishes(),
-            None,
-            {},
-            found=self._found,
-            stored_placements=stored_placements,
-        )
+        stored = StoredPlacements(placements, size, context)
+        return GroupSearch(self._user_unit, proof, self._replicated, Wishes(), None, {}, self._found, stored)
 
     def with_gradients(self) -> GroupSearch:
         """Make the same search with trials that compare gradients too."""
@@ -121,14 +100,8 @@ class GroupSearch:
         plan = self._prove(groups)
         # Vocabulary-parallel lookups and products need all positions.
         if self._sequence_parallel is not None and plan.num_sharded and not plan.vocabulary:
-            shard = partial(
-                shard_sequence,
-                self._unit,
-                plan,
-                self._proof,
-                self._sequence_parallel,
-                sequence=find_sequence(self._proof),
-            )
+            sequence = find_sequence(self._proof)
+            shard = partial(shard_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
             guessed = shard(guess=True, prove=False)
             is_right = guessed.undealt or self._proof.first_failure(guessed) is None
             plan = guessed if is_right else shard(guess=False)
@@ -222,7 +195,7 @@ class GroupSearch:
     def _linear_pairs(self) -> list[GroupPlan]:
         """The user's pairs, those of the model's own plan, and further pairs that are found."""
         by_user, by_model = self._wishes.by_user, self._wishes.by_model
-        taken = set(by_user)
+        assigned = set(by_user)
         groups: list[GroupPlan] = []
         pairs, problems = requested_pairs(self._found, by_user)
         for fqn, problem in problems.items():
@@ -232,8 +205,8 @@ class GroupSearch:
             if group is None:
                 raise self._refused(pair, reason)
             groups.append(group)
-            taken |= group.roles().keys()
-        pairs, problems = requested_pairs(self._found, by_model, taken)
+            assigned |= group.roles().keys()
+        pairs, problems = requested_pairs(self._found, by_model, assigned)
         for fqn, problem in problems.items():
             self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
         tried: dict[Pair, tuple[GroupPlan | None, str]] = {}
@@ -241,20 +214,20 @@ class GroupSearch:
             group, reason = self._best_variant(pair, "the model's own plan")
             if group is not None:
                 groups.append(group)
-                taken |= group.roles().keys()
+                assigned |= group.roles().keys()
             else:
                 tried[pair] = None, reason
                 self._notes.append(f"the model's own plan is not followed: {_pair_text(pair)}: {reason}")
-        groups += self._found_pairs(taken, tried)
+        groups += self._found_pairs(assigned, tried)
         order = list(self._found.linears)
         return sorted(groups, key=lambda group: order.index(group.group.rows[0]))
 
-    def _found_pairs(self, taken: set[str], tried: dict[Pair, tuple[GroupPlan | None, str]]) -> list[GroupPlan]:
+    def _found_pairs(self, assigned: set[str], tried: dict[Pair, tuple[GroupPlan | None, str]]) -> list[GroupPlan]:
         """Pairs from the dataflow; where one is wrong, its last row is no row, and pairs are searched again."""
         no_rows: set[str] = set()
         uneven: dict[str, tuple[int, str]] | None = None
         while True:
-            pairs = [pair for pair in self._found.candidates(taken, no_rows) if self._is_candidate(pair)]
+            pairs = [pair for pair in self._found.candidates(assigned, no_rows) if self._is_candidate(pair)]
             for pair in pairs:
                 if pair not in tried:
                     tried[pair] = self._best_variant(pair, "found")
@@ -266,9 +239,7 @@ class GroupSearch:
                 return [group for pair in pairs if (group := tried[pair][0]) is not None]
             for pair in wrong:
                 reason = tried[pair][1]
-                self._unpaired_reasons |= {
-                    fqn: reason for side in pair for fqn in side if fqn not in self._unpaired_reasons
-                }
+                self._unpaired |= {fqn: reason for side in pair for fqn in side if fqn not in self._unpaired}
             no_rows.add(wrong[0][1][-1])
 
     def _best_variant(self, pair: Pair, origin: Origin | str) -> tuple[GroupPlan | None, str]:
@@ -306,19 +277,19 @@ class GroupSearch:
             " them replicated"
         )
 
-    def _gathered_linears(self, taken: set[str]) -> list[GroupPlan]:
+    def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:
         """Linears in no pair, column-parallel with their outputs gathered."""
         wishes = self._wishes
         total = sum(p.numel() for p in self._unit.parameters())
         groups = []
         for fqn, linear in self._found.linears.items():
-            if fqn in taken:
+            if fqn in assigned:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
             numel = sum(self._unit.get_parameter(name).numel() for name in names)
             is_small = numel < _SMALL_SHARE * total and fqn not in wishes.by_user
-            if NOT_A_MULTIPLE in self._unpaired_reasons.get(fqn, "") and linear.num_out % self._size:
-                self._replicate(names, self._unpaired_reasons[fqn])
+            if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
+                self._replicate(names, self._unpaired[fqn])
             elif is_small:
                 self._replicate(names, "too small to be worth a gather")
             elif linear.num_out < self._size:
@@ -346,8 +317,8 @@ class GroupSearch:
         return groups
 
     def _why_unpaired(self, fqn: str) -> str:
-        if fqn in self._unpaired_reasons:
-            return self._unpaired_reasons[fqn]
+        if fqn in self._unpaired:
+            return self._unpaired[fqn]
         readers = [reader for reader, sources in self._found.sources.items() if fqn in sources]
         others = [reader for reader in readers if reader in self._wishes.by_user]
         return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"

@@ -50,23 +50,23 @@ class GroupTrials:
         linears: Mapping[str, LinearLike],
         reasons: Mapping[str, str],
         excluded: dict[str, str],
-        stored_placements: StoredPlacements | None,
+        stored: StoredPlacements | None,
         *,
         check_gradients: bool,
     ) -> None:
-        """Bind the trials to a unit and its ranks.
+        """Bind the trials to a unit and to the ranks of its proof.
 
         Args:
             proof: Of the unit, on these ranks.
             linears: All linears that ran.
             reasons: Why parameters are replicated; a live mapping, entries that are added later count.
             excluded: As the attribute.
-            stored_placements: For an exchange of positions: the placements over tensor ranks.
+            stored: For an exchange of positions: the placements over tensor ranks.
             check_gradients: Whether gradients are compared too, and not outputs alone.
         """
         self.excluded = excluded
         self._check_gradients = check_gradients
-        self._proof, self._linears, self._reasons, self._stored_placements = proof, linears, reasons, stored_placements
+        self._proof, self._linears, self._reasons, self._stored = proof, linears, reasons, stored
 
     def plan(self, groups: list[GroupPlan], rules: dict[Site, Rule] | None = None) -> UnitPlan:
         """Merge groups into a plan of the unit, as `merged_plan`."""
@@ -79,7 +79,7 @@ class GroupTrials:
         proof.relative_error = math.inf
         if not group.fits(proof.unit):
             return None, "its sizes cannot be divided"
-        if self._stored_placements is not None and not self._stored_placements.agrees_with(group.placements):
+        if self._stored is not None and not self._stored.agrees_with(group.placements):
             return None, "it would need another sharding of the stored parameters"
         if excluded := self.excluded.keys() & group.placements.keys():
             return None, f"pairs with {min(excluded)}, {self.excluded[min(excluded)]}"
@@ -90,7 +90,7 @@ class GroupTrials:
             rules = {}
             failure = self._failure(group, rules)
         watch = proof.ranks.watches[0]
-        if failure is None and self._stored_placements is None and not proof.runs_as_first(proof.eval_mode):
+        if failure is None and self._stored is None and not proof.runs_as_first(proof.eval_mode):
             # Code that runs only in eval mode needs rules too; for exchanges they are learned in that setting again.
             failure = proof.difference(self.plan([group], rules=rules), proof.eval_mode, learning=True)
         if failure is not None or watch is None:

@@ -131,9 +131,7 @@ def _plan_each_unit(
             elif name in calls.read_outside.get(fqn, ()):
                 replicated[name] = "read outside of its unit"
         if any(id(module) in compiled for module in unit.modules()):
-            why = (
-                "torch.compile has made one function of it, which cannot be split; compile='units' compiles each layer"
-            )
+            why = "torch.compile has made it one function, which cannot be split; compile='units' compiles each layer"
             plans[fqn] = UnitPlan.unsharded(unit, size, why)
             check_followed(requested, plans[fqn])
             continue
@@ -142,9 +140,8 @@ def _plan_each_unit(
             plans[fqn] = _with_vocabulary_shards(plan, unit, vocabulary) if vocabulary else plan
             continue
         args, kwargs = calls.arguments[fqn]
-        find_unit = partial(
-            find, whole=replicated, wishes=requested, **({"vocabulary": vocabulary} if vocabulary else {})
-        )
+        extra = {"vocabulary": vocabulary} if vocabulary else {}
+        find_unit = partial(find, whole=replicated, wishes=requested, **extra)
         key = (
             *(kinds.kind_of(fqn, unit), _call_key(args, kwargs), requested.key),
             *(tuple(replicated.items()), tuple(vocabulary.items())),
@@ -203,9 +200,7 @@ def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping
     return replace(plan, placements={**plan.placements, **shardings}, vocabulary=vocabulary, kept=kept)
 
 
-def _try_plan(
-    find: Callable[..., UnitPlan], unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
-) -> UnitPlan:
+def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int) -> UnitPlan:
     """Plan a unit; one that cannot be tried stays replicated, which is always right."""
     try:
         return find(unit, args, kwargs, size)

@@ -63,7 +63,7 @@ def shard_sequence(
 
 def find_sequence(proof: Proof) -> tuple[int, int] | None:
     """Find the leaf index of the sequence among the arguments, and its dim of positions; None if there is none."""
-    results = {tuple(out.shape) for out in proof.whole(proof.first).outputs if isinstance(out, Tensor)}
+    results = {tuple(out.shape) for out in proof.reference(proof.first).outputs if isinstance(out, Tensor)}
     for place, leaf in enumerate(proof.example.leaves):
         # The first such argument is the hidden state; others are additional inputs.
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and tuple(leaf.shape) in results:
@@ -85,7 +85,7 @@ def _mixes(proof: Proof, place: int, dim: int) -> bool:
     leaves[place].select(dim, middle).mul_(-0.5)
     changed = run_whole(proof.unit, replace(proof.example, leaves=tuple(leaves)), setting)
     others = [index for index in range(leaf.shape[dim]) if index != middle]
-    pairs = zip(proof.whole(setting).outputs, changed.outputs, strict=True)
+    pairs = zip(proof.reference(setting).outputs, changed.outputs, strict=True)
     compared = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == leaf.shape == b.shape]
     return not all(torch.equal(a.select(dim, i), b.select(dim, i)) for a, b in compared for i in others)
 
@@ -134,7 +134,7 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
         outcomes = proof.outcomes(candidate, setting, learning=True, without=guessed)
         if isinstance(outcomes, str):
             return outcomes
-        sharding = proof.ranks.dealings[0]
+        sharding = proof.ranks.sequence_shardings[0]
         if sharding is None:
             return "nothing was sharded"
         for fqn, places in sharding.inputs.items():
@@ -174,7 +174,7 @@ def _find_summed(
         summed: Filled in: the parameters whose gradients are summed over each axis.
     """
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
-    for name, wanted in proof.whole(proof.first).grads.items():
+    for name, wanted in proof.reference(proof.first).grads.items():
         if name in guessed:
             for axis in max(_summed_axes(plan, name), key=len, default=()):
                 summed[axis].append(name)
