@@ -52,7 +52,8 @@ class GroupSearch:
         """Bind the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
         `unit`, `wishes`, `deal` and `vocabulary` are those of `plan_unit`; `found` is its dataflow, if that is
-        known. With `check_gradients` trials compare gradients too; the proof always does.
+        known, and `stored` the placements over tensor ranks, for an exchange of positions. With `check_gradients`
+        trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
         self.proof_failed = False

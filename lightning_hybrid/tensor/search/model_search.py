@@ -24,6 +24,7 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
 
 _PLAIN = (bool, int, float, str, type(None))
+_COMPILED = "torch.compile has made it one function, which cannot be split; compile='units' compiles each layer"
 # An unpaired linear that is so many times smaller than the module costs more messages than it saves memory.
 _SMALL_SHARE = 64
 _FEW_SHARE = 8  # unless all such linears together are more than this share of it
@@ -131,8 +132,7 @@ def _plan_each_unit(
             elif name in calls.read_outside.get(fqn, ()):
                 replicated[name] = "read outside of its unit"
         if any(id(module) in compiled for module in unit.modules()):
-            why = "torch.compile has made it one function, which cannot be split; compile='units' compiles each layer"
-            plans[fqn] = UnitPlan.unsharded(unit, size, why)
+            plans[fqn] = UnitPlan.unsharded(unit, size, _COMPILED)
             check_followed(requested, plans[fqn])
             continue
         if fqn not in calls.arguments:
