@@ -164,6 +164,6 @@ def check_followed(wishes: Wishes, plan: UnitPlan) -> None:
         elif reason == "no weight of a linear":
             reason = "it did not run, or did not multiply its input by its weight"
         raise TensorPlanError(
-            f"tensor_parallel_plan has {wish.entry}, but {wishes.named(fqn)} cannot be sharded like that: {reason};"
-            " leave it out of the plan, or make it replicated"
+            f"tensor_parallel_plan has {wish.entry}, but {wishes.named(fqn)} cannot be sharded like that:"
+            f" {reason}; leave it out of the plan, or make it replicated"
         )

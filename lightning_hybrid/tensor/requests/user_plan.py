@@ -94,8 +94,8 @@ def wishes_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Wish]:
             if not named:
                 first = modules[matched[0]]
                 raise TensorPlanError(
-                    f"tensor_parallel_plan has {wish.entry}, which names {len(matched)} modules, such as {matched[0]}"
-                    f" ({type(first).__name__}), and none that multiplies by one weight; name the linears"
+                    f"tensor_parallel_plan has {wish.entry}, which names {len(matched)} modules, such as"
+                    f" {matched[0]} ({type(first).__name__}), and none that multiplies by one weight; name the linears"
                 )
         found |= {fqn: wish for fqn in named if next(modules[fqn].parameters(recurse=False), None) is not None}
     return found

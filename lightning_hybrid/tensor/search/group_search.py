@@ -51,9 +51,9 @@ class GroupSearch:
     ) -> None:
         """Bind the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
-        `unit`, `wishes`, `deal` and `vocabulary` are those of `plan_unit`; `found` is its dataflow, if that is
-        known, and `stored` the placements over tensor ranks, for an exchange of positions. With `check_gradients`
-        trials compare gradients too; the proof always does.
+        `unit`, `wishes`, `deal` and `vocabulary` are those of `plan_unit`; `found` is the
+        dataflow of the unit, if known, and `stored` the placements over tensor ranks, for an exchange of positions. With
+        `check_gradients` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
         self.proof_failed = False

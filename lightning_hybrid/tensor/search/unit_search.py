@@ -42,8 +42,8 @@ def plan_unit(
         size: Number of tensor ranks.
         whole: Parameters that must stay replicated, each with the reason, by FQN inside the unit.
         context: Number of context ranks, over which the sequence is sharded.
-        deal: "tensor" to shard the sequence, or the shard of a context rank, over tensor ranks between regions
-            (sequence parallelism).
+        deal: "tensor" to shard the sequence, or the shard of a context rank, over tensor ranks
+            between regions (sequence parallelism).
         wishes: The requests of plans for its modules.
         vocabulary: Weights and biases to shard by vocabulary, by FQN inside the unit, each with its dim of rows.
         seed: Seed of the random weights.
