@@ -91,7 +91,7 @@ class PositionsPlan:
         summed_over_context: The same for context ranks.
         features: For context ranks, how the features of each linear of an exchanging region are sharded over all ranks,
             tensor ranks times context ranks, by FQN; other linears run on the local positions of a context rank.
-        parts: For context ranks, parameters sharded over all ranks in such a region, but stored over tensor ranks.
+        parts: Parameters sharded over all ranks in such a region, over tensor ranks in storage.
     """
 
     by: SequenceAxes

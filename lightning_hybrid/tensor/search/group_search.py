@@ -52,7 +52,7 @@ class GroupSearch:
         """Bind the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
         `unit`, `wishes`, `deal` and `vocabulary` are those of `plan_unit`; `found` is the
-        dataflow of the unit, if known, and `stored` the placements over tensor ranks, for an exchange of positions. With
+        dataflow of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
         `check_gradients` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
