@@ -1,1 +1,1 @@
-"""Tensor parallelism inside one unit: a plan is found, tried and proved, and then applied around the unit's forward."""
+"""Tensor parallelism inside one unit: a plan is searched, tried and proved, then applied around the unit's forward."""

@@ -102,7 +102,11 @@ def test_the_last_pattern_counts():
         ("mlp", {"2": "colwise"}, ["layers.0.2 is colwise", "read by no linear", "colwise_gather_output"]),
         ("mlp", {"0": "colwise", "2": "none"}, ["layers.0.0 is colwise", "read by 2 ('2': 'none')"]),
         ("mlp", {"2": "rowwise", "layers.0.0": "none"}, ["layers.0.2 is rowwise", "comes from 0 ('layers.0.0'"]),
-        ("mixes", {"up": "colwise"}, ["up -> down of layers.0", "not proved", "relative difference", "cut by output"]),
+        (
+            "mixes",
+            {"up": "colwise"},
+            ["up -> down of layers.0", "not proved", "relative difference", "sharded by output"],
+        ),
         ("encoder layer", {"out_proj": "rowwise"}, ["self_attn.out_proj", "MultiheadAttention", "by heads"]),
         ("own bias", {"own": "colwise"}, ["layers.0.own", "did not run, or did not multiply"]),
     ],
@@ -119,7 +123,7 @@ def test_sizes_that_do_not_divide_are_named_with_their_modules():
     plan = planned("grouped queries", size=3)
     assert shown(plan) == ["gate, up -> down (found"]
     assert plan.uneven == {"q_proj": (4, "heads"), "k_proj": (2, "heads"), "v_proj": (2, "heads")}
-    assert any(line.startswith("warning: whole on every rank (4 heads of q_proj") for line in plan.lines())
+    assert any(line.startswith("warning: replicated (4 heads of q_proj") for line in plan.lines())
 
 
 def test_the_plan_of_the_model_comes_before_the_search():

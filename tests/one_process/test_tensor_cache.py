@@ -76,7 +76,7 @@ def test_what_changed_is_searched_again(tmp_path):
         {"unit": unit},
         {"unit": GroupedQueries(2), "args": (tokens(2, 6),)},
         {"unit": GroupedQueries(2), "whole": {"up.weight": "read by the step"}},
-        {"unit": GroupedQueries(2), "wishes": Wishes("", {"up": Wish("whole", "")})},
+        {"unit": GroupedQueries(2), "wishes": Wishes("", {"up": Wish("replicated", "")})},
     ]
     for change in changes:
         assert found(tmp_path, **change)[1] == (1, 0), change

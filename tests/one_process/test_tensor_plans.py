@@ -173,8 +173,7 @@ def test_a_unit_that_cannot_run_is_kept_whole_with_its_reason():
     plan = plan_unit(Broken(), (torch.zeros(2, 4),), {}, 2)
     assert plan.num_sharded == 0
     assert plan.lines() == [
-        "whole on every rank (a copy of the unit with random weights does not run: no such input): "
-        "linear.weight, linear.bias"
+        "replicated (a copy of the unit with random weights does not run: no such input): linear.weight, linear.bias"
     ]
 
 

@@ -36,7 +36,7 @@ def test_a_plan_of_the_user_is_followed_by_stage_and_layer(worlds):
     assert ranks[3].plans == plans
     text = describe_tensor_plans(plans)
     assert "layers.0 .. layers.3 (3)\n    0 -> 2 (your plan: by output features)" in text
-    assert "whole on every rank (your plan has 'layers.1': 'replicated')" in text
+    assert "replicated (your plan has 'layers.1': 'replicated')" in text
 
 
 @pytest.mark.parametrize(

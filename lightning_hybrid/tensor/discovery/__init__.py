@@ -1,1 +1,1 @@
-"""What a recorded step shows of linears, attention and vocabularies."""
+"""The dataflow of linears, calls of units, and uses of vocabulary weights in a recorded step."""

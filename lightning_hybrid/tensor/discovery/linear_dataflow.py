@@ -1,8 +1,8 @@
-"""The dataflow between the linears of a unit, which tells the pairs that can be sharded together.
+"""The dataflow between the linears of a unit, which shows the pairs that can be sharded together.
 
 Each value is tracked to the linears that it comes from, without another linear between. A linear that reads such a
-value can be cut by its input features, the linears that the value comes from by their output features. What the code
-does to a linear's output right away (splitting it, viewing it as heads) says how its features are arranged.
+value can be row-parallel, the linears that the value comes from column-parallel. The first operations on a linear's
+output (a split, a view as heads) show how its features are arranged.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lightning_hybrid.tensor.runtime.region_mode import tensors_in
 Pair = tuple[tuple[str, ...], tuple[str, ...]]  # columns, and the rows that they feed
 
 _RESHAPES = frozenset({"view", "reshape", "unflatten"})
-_PARTS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", "unbind", "split_with_sizes"})
+_SPLITS = frozenset({"split", "chunk", "tensor_split", "narrow", "__getitem__", "unbind", "split_with_sizes"})
 
 
 @dataclass
 class Arrangement:
-    """How the output features of a linear are used.
+    """How the output features of a linear are arranged in pieces and heads.
 
     Attributes:
-        bounds: Offsets at which the code cuts them.
-        heads: Start of a piece -> how many heads it is viewed as.
-        joined: Lengths of the pieces that an input of this linear was joined from, if it was.
+        bounds: Offsets at which the code splits them.
+        heads: Start of a piece -> the number of heads that it is viewed as.
+        joined: Lengths of the pieces that the input of this linear was concatenated from, if it was.
     """
 
     bounds: set[int] = field(default_factory=set)
@@ -42,7 +42,7 @@ class Arrangement:
     joined: tuple[int, ...] = ()
 
     def pieces(self, length: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Lengths of the pieces, and the heads of each."""
+        """Return the lengths of the pieces of `length` features, and the number of heads of each."""
         bounds = sorted({0, length} | {bound for bound in self.bounds if bound < length})
         lengths = tuple(stop - start for start, stop in pairwise(bounds))
         return lengths, tuple(self.heads.get(start) for start in bounds[:-1])
@@ -50,12 +50,12 @@ class Arrangement:
 
 @dataclass
 class Discovery:
-    """What one run showed.
+    """The linears of one run, and how they feed each other.
 
     Attributes:
         linears: All linears that ran, in the order of their first call.
         sources: For each, the linears that its inputs come from.
-        arrangements: For each, how its features are used.
+        arrangements: For each, the arrangement of its features.
         attentions: FQNs of the `nn.MultiheadAttention` modules that ran.
     """
 
@@ -64,23 +64,23 @@ class Discovery:
     arrangements: dict[str, Arrangement] = field(default_factory=dict)
     attentions: list[str] = field(default_factory=list)
 
-    def candidates(self, taken: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
-        """Columns and the rows they feed, in the order of their run; each linear in one candidate at most.
+    def candidates(self, assigned: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
+        """Pair columns with the rows that they feed, in the order of their run; each linear in one pair at most.
 
         Args:
-            taken: Linears whose role is fixed.
-            no_rows: Those that are known to be no rows; they may be columns.
+            assigned: Linears whose role is fixed.
+            no_rows: Linears that cannot be rows; they may be columns.
         """
         groups: list[tuple[set[str], list[str]]] = []
-        used: set[str] = set(taken)
-        rows: set[str] = set(taken)  # what these give is whole
+        used: set[str] = set(assigned)
+        rows: set[str] = set(assigned)  # their outputs are full
         for row in self.linears:
             columns = {column for column in self.sources[row] if column not in rows}
             if not columns or row in columns or row in used or row in no_rows:
                 continue
             joined = next((group for group in groups if group[0] & columns), None)
             if joined is not None:
-                # It may read others as well: weights of channels that were made from sums over them, say.
+                # It may read others as well, for example channel weights that were computed from sums over channels.
                 if not (columns - joined[0]) & used:
                     joined[0].update(columns)
                     joined[1].append(row)
@@ -95,28 +95,28 @@ class Discovery:
 
 
 def discover(unit: nn.Module, run: Callable[[], Any]) -> Discovery:
-    """Run a unit once and see which linears feed which.
+    """Run a unit once and record which linears feed which.
 
     Args:
-        unit: A copy of the unit; its weights are random, so that a linear can be told from its numbers.
+        unit: A copy of the unit with random weights, so that a linear is recognized by its numbers.
         run: Calls it on small inputs.
     """
     found = Discovery()
-    shared = _shared_parameters(unit)
+    shared = _tied_parameters(unit)
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for fqn, module in unit.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 found.attentions.append(fqn)
-                hooks.callback(module.register_forward_hook(_forget).remove)
+                hooks.callback(module.register_forward_hook(_clear_sources).remove)
             elif may_be_linear(module) and not any(id(p) in shared for p in module.parameters()):
-                hooks.callback(module.register_forward_hook(_Listener(fqn, found)).remove)
-        with _Lineage(found):
+                hooks.callback(module.register_forward_hook(_LinearHook(fqn, found)).remove)
+        with _DataflowMode(found):
             run()
     return found
 
 
-def _shared_parameters(unit: nn.Module) -> set[int]:
-    """Ids of parameters that several modules hold; they would have to be cut in several ways."""
+def _tied_parameters(unit: nn.Module) -> set[int]:
+    """Ids of parameters that several modules hold; they would need several shardings."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in unit.modules():
@@ -127,22 +127,22 @@ def _shared_parameters(unit: nn.Module) -> set[int]:
 
 
 def may_be_linear(module: nn.Module) -> bool:
-    """Whether a module holds one weight as a linear or a convolution does; what it computes is seen when it runs."""
+    """Return whether a module has the parameters of a linear or a convolution; a run shows what it computes."""
     weight = module._parameters.get("weight")
     if weight is None or set(module._parameters) - {"weight", "bias"} or next(module.children(), None) is not None:
         return False
     if isinstance(module, _ConvNd):
-        return module.groups == 1 and _is_torchs(module)
-    return weight.dim() == 2 and (_is_torchs(module) or _does_one_product(module))
+        return module.groups == 1 and _runs_torch_code(module)
+    return weight.dim() == 2 and (_runs_torch_code(module) or _does_one_product(module))
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _runs_torch_code(module: nn.Module) -> bool:
     """Whether a module runs torch's own code."""
     return "forward" not in module.__dict__ and type(module).forward.__module__.startswith("torch.nn.")
 
 
-# What code names that multiplies by a weight and adds a bias, and no more.
-_OF_A_PRODUCT = frozenset(
+# The names in code that multiplies by a weight and adds a bias, and does no more.
+_PRODUCT_NAMES = frozenset(
     {
         "torch", "nn", "functional", "F", "linear", "matmul", "mm", "addmm", "baddbmm", "einsum", "add",
         "weight", "bias", "t", "T", "transpose", "mT", "size", "shape", "view", "reshape", "to", "dtype", "type_as",
@@ -151,25 +151,25 @@ _OF_A_PRODUCT = frozenset(
 
 
 def _does_one_product(module: nn.Module) -> bool:
-    """Whether a module's own code can do nothing but a product with its weight, now and later.
+    """Whether the user's forward can do nothing but a product with its weight, now and later.
 
-    What it computed once may hang by a flag, a mask or the size of numbers, and its code is not run any more.
+    One run is no proof: the result may depend on a flag, a mask or values, and the sharded forward replaces this code.
     """
     code = getattr(type(module).forward, "__code__", None)
     if code is None or "forward" in module.__dict__ or any(True for _ in module.buffers()):
         return False
     sizes = set(module._parameters["weight"].shape)  # type: ignore[union-attr]
-    plain = {name for name, value in module.__dict__.items() if type(value) is int and value in sizes}
-    return not set(code.co_names) - _OF_A_PRODUCT - plain
+    size_attributes = {name for name, value in module.__dict__.items() if type(value) is int and value in sizes}
+    return not set(code.co_names) - _PRODUCT_NAMES - size_attributes
 
 
-def _forget(module: nn.Module, args: Any, output: Any) -> None:
+def _clear_sources(module: nn.Module, args: Any, output: Any) -> None:
     for tensor in tensors_in([output]):
-        tensor.__dict__.pop("_from", None)
+        tensor.__dict__.pop("_sources", None)
 
 
-class _Listener:
-    """A forward hook: notes where the input comes from, and that the output comes from here."""
+class _LinearHook:
+    """A forward hook that records the sources of the input, and marks the output as the linear's."""
 
     def __init__(self, fqn: str, found: Discovery) -> None:
         self._fqn, self._found = fqn, found
@@ -182,11 +182,11 @@ class _Listener:
             return
         found = self._found
         found.linears.setdefault(self._fqn, linear)
-        found.sources.setdefault(self._fqn, set()).update(getattr(args[0], "_from", ()))
+        found.sources.setdefault(self._fqn, set()).update(getattr(args[0], "_sources", ()))
         arrangement = found.arrangements.setdefault(self._fqn, Arrangement())
         arrangement.joined = getattr(args[0], "_joined", arrangement.joined)
-        output._from = frozenset({self._fqn})  # type: ignore[attr-defined]
-        output._part = (self._fqn, 0, linear.num_out)  # type: ignore[attr-defined]
+        output._sources = frozenset({self._fqn})  # type: ignore[attr-defined]
+        output._features = (self._fqn, 0, linear.num_out)  # type: ignore[attr-defined]
 
 
 def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> LinearLike | None:
@@ -206,8 +206,8 @@ def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> Linear
     return None
 
 
-class _Lineage(TorchFunctionMode):
-    """Hands down where values come from, and notes how the features of a linear's output are taken apart."""
+class _DataflowMode(TorchFunctionMode):
+    """A function mode that propagates the sources of values, and records how the output of a linear is split."""
 
     def __init__(self, found: Discovery) -> None:
         super().__init__()
@@ -217,51 +217,51 @@ class _Lineage(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
-        sources = frozenset().union(*(getattr(tensor, "_from", ()) for tensor in tensors))
+        sources = frozenset().union(*(getattr(tensor, "_sources", ()) for tensor in tensors))
         results = list(tensors_in([out]))
         if sources:
             for result in results:
-                result._from = sources  # type: ignore[attr-defined]
-            self._arrange(getattr(func, "__name__", ""), tensors, results)
+                result._sources = sources  # type: ignore[attr-defined]
+            self._record_arrangement(getattr(func, "__name__", ""), tensors, results)
         return out
 
-    def _arrange(self, name: str, tensors: list[Tensor], results: list[Tensor]) -> None:
+    def _record_arrangement(self, name: str, tensors: list[Tensor], results: list[Tensor]) -> None:
         if name in ("cat", "concat", "concatenate") and len(results) == 1:
             lengths = tuple(tensor.shape[-1] for tensor in tensors)
             if sum(lengths) == results[0].shape[-1]:
                 results[0]._joined = lengths  # type: ignore[attr-defined]
             return
-        parts = [tensor for tensor in tensors if hasattr(tensor, "_part")]
-        if len(parts) != 1 or not results:
+        slices = [tensor for tensor in tensors if hasattr(tensor, "_features")]
+        if len(slices) != 1 or not results:
             return
-        tensor, (fqn, start, length) = parts[0], parts[0]._part
+        tensor, (fqn, start, length) = slices[0], slices[0]._features
         arrangement = self._found.arrangements[fqn]
         dim = self._found.linears[fqn].feature_dim
-        if name in _PARTS and all(result.dim() == tensor.dim() for result in results):
-            self._split(tensor, results, arrangement, fqn, start, dim)
+        if name in _SPLITS and all(result.dim() == tensor.dim() for result in results):
+            self._record_split(tensor, results, arrangement, fqn, start, dim)
         elif name in _RESHAPES and len(results) == 1 and dim == -1:
-            _view(tensor, results[0], arrangement, start, length)
+            _record_view(tensor, results[0], arrangement, start, length)
         elif len(results) == 1 and results[0].shape == tensor.shape and results[0] is not tensor:
-            results[0]._part = (fqn, start, length)  # type: ignore[attr-defined]
+            results[0]._features = (fqn, start, length)  # type: ignore[attr-defined]
 
-    def _split(
+    def _record_split(
         self, tensor: Tensor, results: list[Tensor], arrangement: Arrangement, fqn: str, start: int, dim: int
     ) -> None:
         for result in results:
             length = result.shape[dim]
             if length == tensor.shape[dim]:
                 continue
-            # Where the part lies is read off its memory: splits and slices are views of one tensor.
+            # The storage offset gives the slice: splits and slices are views of one tensor.
             offset = (result.storage_offset() - tensor.storage_offset()) // max(tensor.stride(dim), 1)
             if result.stride(dim) != tensor.stride(dim) or not 0 <= offset <= tensor.shape[dim] - length:
                 continue
             arrangement.bounds |= {start + offset, start + offset + length}
-            result._part = (fqn, start + offset, length)  # type: ignore[attr-defined]
+            result._features = (fqn, start + offset, length)  # type: ignore[attr-defined]
 
 
-def _view(tensor: Tensor, result: Tensor, arrangement: Arrangement, start: int, length: int) -> None:
-    """Features seen as (heads, features per head), or as (2 or 3 pieces, heads, features per head)."""
-    extra = _trailing(result.shape, length)
+def _record_view(tensor: Tensor, result: Tensor, arrangement: Arrangement, start: int, length: int) -> None:
+    """Record features viewed as (heads, features per head), or as (2 or 3 pieces, heads, features per head)."""
+    extra = _trailing_sizes(result.shape, length)
     if len(extra) < 2:
         return
     if len(extra) >= 3 and extra[0] in (2, 3):
@@ -273,8 +273,8 @@ def _view(tensor: Tensor, result: Tensor, arrangement: Arrangement, start: int, 
         arrangement.heads[start] = extra[0]
 
 
-def _trailing(shape: torch.Size, length: int) -> list[int]:
-    """The last sizes whose product is ``length``; empty if there are none."""
+def _trailing_sizes(shape: torch.Size, length: int) -> list[int]:
+    """The trailing sizes whose product is ``length``; empty if there are none."""
     found: list[int] = []
     product = 1
     for size in reversed(shape):

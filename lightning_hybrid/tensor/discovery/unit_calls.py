@@ -18,18 +18,18 @@ from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
 from lightning_hybrid.step.tracing.step_mode import VIEW_PROPERTIES
 
 _PLAIN = (bool, int, float, str, type(None))
-# Properties of a parameter that differ where a rank has a part of it; its dtype, say, does not.
-_TELLING_PROPERTIES = VIEW_PROPERTIES | SHAPE_PROPERTIES
+# Properties of a parameter that differ where a rank has a shard of it; its dtype, for example, does not.
+_SHAPE_OR_VIEW_PROPERTIES = VIEW_PROPERTIES | SHAPE_PROPERTIES
 
 
 @dataclass
 class Calls:
-    """What a recording shows of the tensor units.
+    """The calls of the tensor units in a recorded step, and reads of their parameters outside of them.
 
     Attributes:
         arguments: Positional and keyword arguments of one call of each unit that is called.
         read_outside: For each unit, FQNs inside it of parameters that code outside of it reads.
-        running: FQNs of the units that run right now.
+        running: FQNs of the units that are running.
     """
 
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -39,45 +39,45 @@ class Calls:
 
 @contextlib.contextmanager
 def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[Calls]:
-    """Note how the units are called while a step is recorded inside.
+    """Record the calls of units while a step is recorded in this context.
 
     Args:
         units: The tensor units.
-        pipeline_units: What the recording runs as one operation; it does not look inside, so that is done here.
+        pipeline_units: Modules that the recording runs as one operation; reads inside of them are recorded here.
     """
     calls = Calls()
     running = calls.running
 
     def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            calls.arguments[fqn] = _own(args, kwargs)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            calls.arguments[fqn] = _copied_call(args, kwargs)
             running.append(fqn)
             try:
                 return forward(*args, **kwargs)
             finally:
                 running.pop()
 
-        return seen
+        return recorded
 
     def wrap_pipeline_unit(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             owners = {
                 id(parameter): (inner, name)
                 for inner, unit in units.items()
                 if inner == fqn or inner.startswith(fqn + ".")
                 for name, parameter in unit.named_parameters()
             }
-            with _ReadWatch(owners, running, calls):
+            with _OutsideReads(owners, running, calls):
                 return forward(*args, **kwargs)
 
-        return seen
+        return recorded
 
     with each_alone(units), replaced_forwards(units, wrap), replaced_forwards(pipeline_units, wrap_pipeline_unit):
         yield calls
 
 
-class _ReadWatch(TorchFunctionMode):
-    """Notes parameters that are read while their unit does not run."""
+class _OutsideReads(TorchFunctionMode):
+    """A function mode that records parameters which are read while their unit does not run."""
 
     def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: Calls) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _ReadWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_property = getattr(func, "__name__", "") == "__get__"
-        if not is_property or func.__self__.__name__ in _TELLING_PROPERTIES:
+        if not is_property or func.__self__.__name__ in _SHAPE_OR_VIEW_PROPERTIES:
             for leaf in flatten_call(args, kwargs)[0]:
                 if id(leaf) in self._owners:
                     unit, name = self._owners[id(leaf)]
@@ -95,8 +95,8 @@ class _ReadWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as they are now: a unit may change the objects that it is given."""
+def _copied_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy the arguments as they are now: a unit may change the objects that it receives."""
     leaves, spec = flatten((args, kwargs))
-    kept = [leaf if isinstance(leaf, (Tensor, *_PLAIN)) else copied(leaf) for leaf in leaves]
-    return unflatten(kept, spec)
+    copies = [leaf if isinstance(leaf, (Tensor, *_PLAIN)) else copied(leaf) for leaf in leaves]
+    return unflatten(copies, spec)

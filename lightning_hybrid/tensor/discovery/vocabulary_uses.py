@@ -1,7 +1,7 @@
-"""The uses of vocabulary weights in a step, and which of them are cut for the whole model.
+"""The uses of vocabulary weights in a step, and the choice of those that are sharded by vocabulary.
 
-A weight can be cut by vocabulary if it is only looked up (``F.embedding``) or multiplied by, so that each of its rows
-makes one number of an output (``F.linear``, ``h @ weight.t()``). A tied weight is cut once for all its uses.
+A weight can be sharded by vocabulary if it is only looked up (``F.embedding``) or multiplied by, so that each of its
+rows makes one number of an output (``F.linear``, ``h @ weight.t()``). A tied weight is sharded once for all its uses.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_hybrid.step.standins.absent_tensors import whole_shape
 from lightning_hybrid.step.tracing.step_mode import _METADATA, user_line
 from lightning_hybrid.tensor.runtime.region_mode import tensors_in
 
-# A table with so many times fewer rows than the largest one (positions, token types) is not worth a sum over ranks.
-_SMALL = 8
-# Parts of different sizes need so many rows for each rank.
+# A table with so many times fewer rows than the largest one (positions, token types) is not worth an all-reduce.
+_SMALL_TABLE_FACTOR = 8
+# Shards of different sizes need so many rows for each rank.
 _UNEVEN_ROWS = 4
 
 _VIEW_PROPERTIES = frozenset({"T", "mT"})
 _TRANSPOSES = frozenset({"t", "transpose", "swapaxes", "get_T", "get_mT"})
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm"})
-# What is done to logits and gives logits, a part of their positions or their log-probabilities.
-_HANDED_ON = (
+# Operations on logits whose results are logits, a slice of their positions or their log-probabilities.
+_LOGITS_OPS = (
     _CASTS
     | {"view", "reshape", "flatten", "unflatten", "permute", "movedim", "squeeze", "unsqueeze", "__getitem__", "narrow"}
     | {"transpose", "select", "split", "chunk", "unbind", "index_select", "cat", "view_as", "reshape_as"}
@@ -39,22 +39,22 @@ _HANDED_ON = (
     | {"tanh", "where", "masked_fill", "log_softmax", "softmax"}
 )  # fmt: skip
 _LOSSES = frozenset({"cross_entropy", "nll_loss", "logsumexp", "gather", "log_softmax"})
-_MORE_READS = frozenset({"argmax"})
+_OTHER_READERS = frozenset({"argmax"})
 
 
 @dataclass
 class Use:
-    """What a step does with one weight.
+    """The uses of one weight in a step.
 
     Attributes:
         dims: The dims along which it is used as a vocabulary.
         is_table: Whether it is looked up.
         is_head: Whether something is multiplied by it.
         reads_loss: Whether a loss reads the product, as logits.
-        reads_others: What else reads it, in words.
+        reads_others: Description of another reader of the product; empty if none.
         biases: Parameters that are added to the product.
         outside: Whether code outside of its unit uses it.
-        other: What else is done with it, in words; empty if nothing.
+        other: Description of another use of the weight; empty if none.
     """
 
     dims: set[int] = field(default_factory=set)
@@ -68,14 +68,14 @@ class Use:
 
 
 class VocabularyUses(TorchFunctionMode):
-    """Sees what a step that is recorded inside does with the weights of a module.
+    """A function mode that records the uses of the weights of a module.
 
     Attributes:
-        uses: By the first FQN of the weight in the root.
+        uses: The uses, by the first FQN of the weight in the root.
     """
 
     def __init__(self, root: nn.Module, units: Mapping[str, nn.Module], running: list[str]) -> None:
-        """Args: root: the user's module. units: the tensor units. running: FQNs of those that run right now."""
+        """Args: root: the user's module. units: the tensor units. running: FQNs of those that are running."""
         super().__init__()
         self._root, self._running = root, running
         names = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -84,11 +84,11 @@ class VocabularyUses(TorchFunctionMode):
             for parameter in unit.parameters():
                 self._units.setdefault(names[id(parameter)], set()).add(fqn)
         self._names: dict[int, str] = {}
-        self._stand_ins: list[Tensor] = []  # their ids are theirs while they are held
+        self._stand_ins: list[Tensor] = []  # referenced, so that their ids stay unique
         self.uses: dict[str, Use] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and note what it did to weights and logits."""
+        """Run the function, and record its use of weights and logits."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -99,21 +99,21 @@ class VocabularyUses(TorchFunctionMode):
         elif name in _METADATA or name == "__set__":
             return out
         leaves = list(tensors_in(flatten_call(args, kwargs)[0]))
-        weights = [(leaf, self._weight(leaf)) for leaf in leaves]
+        weights = [(leaf, self._weight_of(leaf)) for leaf in leaves]
         if any(weight is not None for _, weight in weights):
-            self._weights_used(name, func, args, kwargs, out)
+            self._record_weights_used(name, func, args, kwargs, out)
         logits = frozenset[str]().union(*(getattr(leaf, _LOGITS, ()) for leaf in leaves))
         if logits:
-            self._logits_read(name, logits, leaves, out)
+            self._record_logits_read(name, logits, leaves, out)
         return out
 
-    def _weight(self, tensor: Any) -> tuple[str, bool] | None:
-        """FQN of the parameter that a tensor is, or is the transposed of."""
+    def _weight_of(self, tensor: Any) -> tuple[str, bool] | None:
+        """FQN of the parameter that a tensor is or comes from by casts and transposes, and whether it is transposed."""
         if not isinstance(tensor, Tensor):
             return None
-        known: tuple[str, bool] | None = getattr(tensor, _WEIGHT, None)
-        if known is not None:
-            return known
+        marked: tuple[str, bool] | None = getattr(tensor, _WEIGHT, None)
+        if marked is not None:
+            return marked
         if not isinstance(tensor, nn.Parameter):
             return None
         if id(tensor) not in self._names:  # a recording has stand-ins of its own
@@ -123,71 +123,71 @@ class VocabularyUses(TorchFunctionMode):
         found = self._names.get(id(tensor))
         return None if found is None else (found, False)
 
-    def _use(self, name: str) -> Use:
+    def _use_of(self, name: str) -> Use:
         use = self.uses.setdefault(name, Use())
         use.outside |= not any(unit in self._running for unit in self._units.get(name, ()))
         return use
 
-    def _weights_used(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_weights_used(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         handled: set[str] = set()
-        first = self._weight(args[0]) if args else None
+        first = self._weight_of(args[0]) if args else None
         if func is F.embedding:
-            weight = self._weight(args[1] if len(args) > 1 else kwargs.get("weight"))
+            weight = self._weight_of(args[1] if len(args) > 1 else kwargs.get("weight"))
             if weight is not None and not weight[1]:
-                use = self._use(weight[0])
+                use = self._use_of(weight[0])
                 use.is_table, use.dims = True, use.dims | {0}
-                given = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
-                use.other = use.other or _lookup_options(*args[2:], **given)
+                options = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
+                use.other = use.other or _lookup_options(*args[2:], **options)
                 handled.add(weight[0])
         elif name == "linear":
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            handled |= self._product(self._weight(args[1]) if len(args) > 1 else None, 0, args[0], bias, out)
+            handled |= self._record_product(self._weight_of(args[1]) if len(args) > 1 else None, 0, args[0], bias, out)
         elif name in _PRODUCTS and len(args) == 2:
-            handled |= self._product(self._weight(args[1]), 1, args[0], None, out)
+            handled |= self._record_product(self._weight_of(args[1]), 1, args[0], None, out)
         elif name == "addmm" and len(args) == 3:
-            handled |= self._product(self._weight(args[2]), 1, args[1], args[0], out)
+            handled |= self._record_product(self._weight_of(args[2]), 1, args[1], args[0], out)
         elif first is not None and name in _TRANSPOSES | _CASTS and isinstance(out, Tensor):
             setattr(out, _WEIGHT, (first[0], first[1] ^ (name in _TRANSPOSES)))
             handled.add(first[0])
-        elif name in _HANDED_ON and any(hasattr(leaf, _LOGITS) for leaf in tensors_in(args)):
+        elif name in _LOGITS_OPS and any(hasattr(leaf, _LOGITS) for leaf in tensors_in(args)):
             for leaf in tensors_in(args):
-                weight = self._weight(leaf)
+                weight = self._weight_of(leaf)
                 if weight is not None and isinstance(out, Tensor) and leaf.dim() == 1 and len(leaf) == out.shape[-1]:
-                    self._biased(next(other for other in tensors_in(args) if hasattr(other, _LOGITS)), weight[0])
+                    self._add_bias(next(other for other in tensors_in(args) if hasattr(other, _LOGITS)), weight[0])
                     handled.add(weight[0])
         for leaf in tensors_in(flatten_call(args, kwargs)[0]):
-            weight = self._weight(leaf)
+            weight = self._weight_of(leaf)
             if weight is not None and weight[0] not in handled:
-                use = self._use(weight[0])
+                use = self._use_of(weight[0])
                 use.other = use.other or f"read by {name} at {user_line()}"
 
-    def _product(self, weight: tuple[str, bool] | None, dim: int, x: Any, bias: Any, out: Any) -> set[str]:
-        if weight is None or self._weight(x) is not None or not isinstance(out, Tensor):
+    def _record_product(self, weight: tuple[str, bool] | None, dim: int, x: Any, bias: Any, out: Any) -> set[str]:
+        if weight is None or self._weight_of(x) is not None or not isinstance(out, Tensor):
             return set()
         name, transposed = weight
-        use = self._use(name)
+        use = self._use_of(name)
         use.is_head, use.dims = True, use.dims | {dim ^ transposed}
         setattr(out, _LOGITS, frozenset({name}))
-        added = self._weight(bias)
+        added = self._weight_of(bias)
         if added is None:
             return {name}
-        self._biased(out, added[0])
+        self._add_bias(out, added[0])
         return {name, added[0]}
 
-    def _biased(self, logits: Tensor, bias: str) -> None:
-        self._use(bias)
+    def _add_bias(self, logits: Tensor, bias: str) -> None:
+        self._use_of(bias)
         for name in getattr(logits, _LOGITS):
             self.uses[name].biases.add(bias)
 
-    def _logits_read(self, name: str, logits: frozenset[str], leaves: list[Tensor], out: Any) -> None:
+    def _record_logits_read(self, name: str, logits: frozenset[str], leaves: list[Tensor], out: Any) -> None:
         if name in _LOSSES:
             for weight in logits:
                 self.uses[weight].reads_loss = True
-        elif name not in _HANDED_ON | _MORE_READS:
+        elif name not in _LOGITS_OPS | _OTHER_READERS:
             for weight in logits:
                 use = self.uses[weight]
                 use.reads_others = use.reads_others or f"{name} at {user_line()}"
-        if name in _HANDED_ON:
+        if name in _LOGITS_OPS:
             for tensor in tensors_in([out]):
                 setattr(tensor, _LOGITS, logits)
 
@@ -202,7 +202,7 @@ def _lookup_options(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> str:
-    """Why a lookup cannot be done in parts; empty if it can."""
+    """Why a lookup has no vocabulary-parallel form; empty if it has one."""
     if max_norm is not None:
         return f"max_norm={max_norm} rewrites the rows that are looked up"
     if scale_grad_by_freq:
@@ -211,13 +211,13 @@ def _lookup_options(
 
 
 @dataclass(frozen=True)
-class VocabularyCut:
-    """One weight that is to be cut by its vocabulary.
+class VocabularySharding:
+    """The vocabulary sharding of one weight.
 
     Attributes:
-        dim: The dim that is cut.
+        dim: The dim that is sharded.
         outside: Whether code outside of its units uses it too.
-        is_head: Whether logits come of it.
+        is_head: Whether it is multiplied by to make logits, or added to them.
     """
 
     dim: int
@@ -225,19 +225,16 @@ class VocabularyCut:
     is_head: bool
 
 
-def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[dict[str, VocabularyCut], dict[str, str]]:
-    """What is cut by vocabulary.
-
-    Args:
-        root: The user's module.
-        uses: What the step does with its parameters.
-        size: Number of tensor ranks.
+def choose_cuts(
+    root: nn.Module, uses: Mapping[str, Use], size: int
+) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
+    """Choose the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
 
     Returns:
-        Weights and biases that are cut, and why other tables are not; by first FQN in the root.
+        The weights and biases to shard, and why other tables are not; by first FQN in the root.
     """
     parameters = dict(root.named_parameters())
-    cuts: dict[str, VocabularyCut] = {}
+    shardings: dict[str, VocabularySharding] = {}
     reasons: dict[str, str] = {}
     tables = [whole_shape(parameters[name]) for name, use in uses.items() if use.is_table]
     largest = max(tables, key=prod, default=(0, 0))
@@ -249,29 +246,29 @@ def choose_cuts(root: nn.Module, uses: Mapping[str, Use], size: int) -> tuple[di
             if use.other:
                 reasons[name] = use.other
                 continue
-            if shape[0] * _SMALL <= largest[0] or prod(shape) * _SMALL <= prod(largest):
+            if shape[0] * _SMALL_TABLE_FACTOR <= largest[0] or prod(shape) * _SMALL_TABLE_FACTOR <= prod(largest):
                 reasons[name] = f"a table of {shape[0]} rows, small beside one of {largest[0]}"
                 continue
         if use.other or len(use.dims) != 1:
             continue
         (dim,) = use.dims
-        # A lone head is worth it if a loss alone reads what it makes, and that is larger than what it is made of.
+        # An untied head is worth it if only a loss reads its output, and that is larger than its input.
         if not use.is_table and (use.reads_others or not use.reads_loss or shape[dim] <= shape[1 - dim]):
             continue
         if shape[dim] <= shape[1 - dim]:
             reasons[name] = f"a table of {shape[dim]} rows of {shape[1 - dim]}: less than what ranks would send for it"
             continue
-        if not _can_share(shape[dim], size):
+        if not _can_shard(shape[dim], size):
             reasons[name] = f"its vocabulary of {shape[dim]} rows is too small for {size} ranks"
             continue
-        cuts[name] = VocabularyCut(dim, use.outside, use.is_head)
+        shardings[name] = VocabularySharding(dim, use.outside, use.is_head)
         for bias in use.biases:
-            only = uses[bias]
-            is_bias_alone = not (only.other or only.is_table or only.is_head)
+            bias_use = uses[bias]
+            is_bias_alone = not (bias_use.other or bias_use.is_table or bias_use.is_head)
             if is_bias_alone and whole_shape(parameters[bias]) == (shape[dim],):
-                cuts[bias] = VocabularyCut(0, only.outside, is_head=True)
-    return cuts, reasons
+                shardings[bias] = VocabularySharding(0, bias_use.outside, is_head=True)
+    return shardings, reasons
 
 
-def _can_share(length: int, size: int) -> bool:
+def _can_shard(length: int, size: int) -> bool:
     return length % size == 0 or (length >= _UNEVEN_ROWS * size and -(-length // size) * (size - 1) < length)

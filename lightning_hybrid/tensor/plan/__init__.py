@@ -1,1 +1,1 @@
-"""How the layers of a model are cut over tensor ranks, as plain data."""
+"""Tensor plans: how the layers of a model are sharded over tensor ranks, as plain data."""

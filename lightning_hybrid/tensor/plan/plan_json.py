@@ -1,7 +1,7 @@
-"""Tensor plans as JSON that people can read, and back, checked against the types of the fields.
+"""Tensor plans as readable JSON, and back, checked against the types of the dataclass fields.
 
-A dataclass is an object that names its class, a mapping with other keys than text is a list of pairs, and what is typed
-as any object consists of tuples, text and numbers.
+A dataclass is an object that names its class, and its keys are the names of the fields or their metadata ``"key"``. A
+mapping with keys other than str is a list of pairs; a value typed as `object` consists of tuples, str and numbers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _CLASS = "is"
 
 
 def to_json(plan: UnitPlan) -> dict[str, Any]:
-    """A plan as what the json module writes.
+    """Convert a plan to objects that the json module writes.
 
     Raises:
-        TypeError: It holds something that cannot be written.
+        TypeError: A value has no JSON form.
     """
     return _written(plan)
 
 
 def from_json(value: Any) -> UnitPlan:
-    """The plan that `to_json` wrote.
+    """Rebuild the plan that `to_json` wrote.
 
     Raises:
         ValueError: This is no plan, or one with other fields.
@@ -41,7 +41,7 @@ def _written(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if dataclasses.is_dataclass(value):
-        fields = {field.name: _written(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {key: _written(getattr(value, name)) for key, name in _names_by_key(type(value)).items()}
         return {_CLASS: type(value).__name__, **fields}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
@@ -85,10 +85,10 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def _read_class(hint: Any, value: Any) -> Any:
-    hints = _hints(hint)
-    if not isinstance(value, dict) or value.get(_CLASS) != hint.__name__ or value.keys() - {_CLASS} != hints.keys():
-        raise ValueError(f"no {hint.__name__} with the fields {sorted(hints)}")
-    return hint(**{name: _read(each, value[name]) for name, each in hints.items()})
+    names, hints = _names_by_key(hint), _hints(hint)
+    if not isinstance(value, dict) or value.get(_CLASS) != hint.__name__ or value.keys() - {_CLASS} != names.keys():
+        raise ValueError(f"no {hint.__name__} with the fields {sorted(names)}")
+    return hint(**{name: _read(hints[name], value[key]) for key, name in names.items()})
 
 
 def _read_one_of(hints: tuple[Any, ...], value: Any) -> Any:
@@ -103,6 +103,10 @@ def _read_one_of(hints: tuple[Any, ...], value: Any) -> Any:
 @functools.cache
 def _hints(hint: Any) -> dict[str, Any]:
     return get_type_hints(hint)
+
+
+def _names_by_key(cls: Any) -> dict[str, str]:
+    return {field.metadata.get("key", field.name): field.name for field in dataclasses.fields(cls)}
 
 
 def _list(value: Any) -> list[Any]:

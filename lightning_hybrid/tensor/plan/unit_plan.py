@@ -14,23 +14,23 @@ Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
 Rule = tuple[object, ...] | None
 Axis = Literal["tensor", "context"]
-DealtBy = Literal["tensor", "context", "both"]
-Deal = Literal["tensor"] | None  # whether positions are dealt to tensor ranks, between what they share
-NOT_A_MULTIPLE = "not a multiple of"  # in each reason that is a size which the number of ranks does not divide
+SequenceAxes = Literal["tensor", "context", "both"]
+Deal = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
+NOT_A_MULTIPLE = "not a multiple of"  # in each reason that names a size which the number of ranks does not divide
 
 
 @dataclass(frozen=True)
 class LinearLike:
-    """A module that multiplies by a weight: a linear layer, however it stores its weight, or a convolution.
+    """A module that multiplies its input by a weight: a linear layer, in either weight layout, or a convolution.
 
     Attributes:
-        fqn: Its name inside the unit.
-        out_dim: The dim of the weight that holds the output features (filters).
-        in_dim: The dim of the weight that holds the input features (channels).
-        feature_dim: The dim of inputs and outputs that holds the features, counted from the end.
+        fqn: FQN inside the unit.
+        out_dim: Dim of the weight that holds the output features (filters).
+        in_dim: Dim of the weight that holds the input features (channels).
+        feature_dim: Dim of inputs and outputs that holds the features, counted from the end.
         is_convolution: Whether the module's own forward is called; otherwise it is one matrix product.
-        num_out: Output features.
-        num_in: Input features.
+        num_out: Number of output features.
+        num_in: Number of input features.
         has_bias: Whether a bias is added.
     """
 
@@ -44,22 +44,21 @@ class LinearLike:
     has_bias: bool
 
     def parameter(self, name: str) -> str:
-        """The FQN of its weight or bias."""
+        """Return the FQN of its weight or bias."""
         return f"{self.fqn}.{name}" if self.fqn else name
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that are sharded together; one sum over ranks forward, one for each of its inputs backward.
+    """Linears that are sharded together: one all-reduce in the forward, one for each input in the backward.
 
     Attributes:
-        role: "column" for columns that feed rows, "gathered" for one whose output is gathered, "attention" for an
-            `nn.MultiheadAttention`, "vocabulary" for weights of embeddings and heads that are cut by their vocabulary.
-        columns: FQNs of the linears cut by output features; for "attention", of the module; for "vocabulary", of the
-            parameters.
-        rows: FQNs of the linears cut by input features.
-        how: In words, which variant was proved, or why an output is gathered.
-        origin: In words, who says that these are cut.
+        role: "column" for column-parallel linears that feed row-parallel ones, "gathered" for one whose output is
+            gathered, "attention" for an `nn.MultiheadAttention`, "vocabulary" for vocabulary-parallel weights.
+        columns: FQNs of the column-parallel linears, of the module ("attention") or of the parameters ("vocabulary").
+        rows: FQNs of the row-parallel linears.
+        how: Description of the variant that was proved, or the reason why an output is gathered.
+        origin: Description of the authority: the user's plan, the model's own plan, or the search ("found").
     """
 
     role: Role
@@ -75,29 +74,28 @@ class Group:
 
 @dataclass(frozen=True)
 class PositionsPlan:
-    """How the positions of a unit's sequence are dealt to the ranks while it runs; proved like the rest.
+    """How the positions of a unit's sequence are sharded over ranks while it runs; proved with the rest of the plan.
 
     Attributes:
-        by: "tensor": dealt to tensor ranks between regions, gathered on the way into one and dealt again behind it
-            (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": dealt to context ranks throughout;
-            in regions that mix positions they exchange them for features. "both": what context ranks have is dealt once
-            more to the tensor ranks of each, between regions.
-        place: Which leaf of the arguments is the sequence.
-        dim: Its dim that holds the positions.
-        num_dims: How many it has; where a call has others, nothing is dealt.
-        outputs: Places among the leaves of the unit's result that come out dealt.
-        shown: Modules whose code is shown the length of the whole sequence.
-        inputs: For each of them and each linear that is cut, the places among its arguments that come in dealt.
-        summed_over_tensor: Parameters that each tensor rank uses on its own positions; their gradients are summed.
+        by: "tensor": sharded over tensor ranks between regions, all-gathered before a region and reduce-scattered after
+            it (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": sharded over context ranks
+            throughout; regions that mix positions exchange them for features (all-to-all). "both": the shard of a
+            context rank is sharded again over its tensor ranks, between regions.
+        place: Index of the sequence among the leaves of the arguments.
+        dim: Dim of the sequence that holds the positions.
+        num_dims: Number of dims of the sequence; in calls with another number nothing is sharded.
+        outputs: Indices of the leaves of the unit's result that come out sharded.
+        shown: Modules whose code sees the length of the full sequence.
+        inputs: For each of them and each sharded linear, the indices of the arguments that come in sharded.
+        summed_over_tensor: Parameters that each tensor rank uses on its local positions; their gradients are summed.
         summed_over_context: The same for context ranks.
-        features: For context ranks, how the features of each linear of such a region lie on all ranks, tensor ranks
-            times context ranks, by FQN; of other linears context ranks have their own positions.
-        parts: For context ranks, parameters that are cut over all ranks in such a region, and at rest over tensor
-            ranks.
+        features: For context ranks, how the features of each linear of an exchanging region are sharded over all ranks,
+            tensor ranks times context ranks, by FQN; other linears run on the local positions of a context rank.
+        parts: Parameters sharded over all ranks in such a region, over tensor ranks in storage.
     """
 
-    by: DealtBy
-    place: int
+    by: SequenceAxes
+    place: int = field(metadata={"key": "place"})
     dim: int
     num_dims: int
     outputs: tuple[int, ...] = ()
@@ -106,39 +104,39 @@ class PositionsPlan:
     summed_over_tensor: tuple[str, ...] = ()
     summed_over_context: tuple[str, ...] = ()
     features: Mapping[str, Shard] = field(default_factory=dict)
-    parts: Mapping[str, Shard] = field(default_factory=dict)
+    parts: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """How one unit runs sharded over tensor ranks, proved; made by `plan_unit`.
+    """How one unit runs sharded over tensor ranks, proved equivalent; made by `plan_unit`.
 
     Attributes:
         size: Number of tensor ranks.
         context: Number of context ranks.
-        groups: What is sharded.
+        groups: The groups of linears that are sharded.
         roles: The role of each linear or attention module, by FQN inside the unit.
-        linears: What each of them is.
-        placements: Of every parameter and buffer of the unit, by FQN.
-        shared_pieces: Parameters that are cut, some ranks holding the same part; their gradients are summed.
-        summed: Replicated parameters that each rank uses on its own features; their gradients are summed.
-        attributes: Whole numbers of modules that differ while the unit runs sharded: FQN -> name -> value.
-        rules: What is rewritten at which call of the user's code.
-        offsets: Columns into whose outputs the code writes offsets in terms of the whole.
-        outputs: Results of the unit that are cut: place among the leaves of its output -> dim; they are gathered.
-        vocabulary: Parameters that are used as wholes of which each rank has its rows: FQN -> dim.
+        linears: Weight layout and sizes of each linear among them.
+        placements: Placement of every parameter and buffer of the unit, by FQN.
+        shared_pieces: Sharded parameters of which several ranks hold the same shard; their gradients are summed.
+        summed: Replicated parameters that each rank uses on its local features; their gradients are summed.
+        attributes: Integer attributes of modules that differ while the unit runs sharded: FQN -> name -> value.
+        rules: The rewrite at each call of the user's code that needs one.
+        offsets: Column-parallel linears into whose outputs the code indexes with offsets of the full output.
+        outputs: Results of the unit that come out sharded: index among the leaves of its output -> dim; all-gathered.
+        vocabulary: Vocabulary-parallel parameters, of which each rank has its rows: FQN -> dim.
         outside: Those of them that code outside of the unit uses too.
-        watched: Whether operations are watched while the unit runs, to rewrite sizes or to let side values enter.
-        quiet: Places among the leaves of the example's arguments that may need a gradient without a watch.
-        kept: Parameters that stay whole on every rank, each with the reason.
-        positions: How positions are dealt, if they are.
-        undealt: Why they are not, if that was asked for.
-        otherwise: For tensor ranks beside context ranks: the plan for calls whose positions are not dealt.
-        uneven: Linears that are not cut in a pair for a size of theirs: FQN -> size, and what it counts.
-        notes: What else the user should know.
-        calls: Which lines of the user's code called torch in trials; see ``proved_calls``.
-        num_trials: How often the unit was run sharded to find this.
-        seconds: How long that took.
+        watched: Whether the unit runs under `RegionWatch`, which rewrites sizes and lets captured values enter.
+        quiet: Indices of the leaves of the example's arguments that may need a gradient without `RegionWatch`.
+        kept: Parameters that stay replicated, each with the reason.
+        positions: How the sequence is sharded, if it is.
+        undealt: Why the sequence is not sharded, if that was requested.
+        otherwise: For tensor ranks with context ranks: the plan for calls whose sequence is not sharded.
+        uneven: Linears that are in no pair because of a size: FQN -> size, and what it counts.
+        notes: Further lines for the user.
+        calls: The lines of the user's code that called torch in trials, as `proved_calls` compares them.
+        num_trials: Number of sharded runs of the unit in the search.
+        seconds: Duration of the search.
     """
 
     size: int
@@ -156,11 +154,11 @@ class UnitPlan:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
     watched: bool = False
-    quiet: frozenset[int] = frozenset()
-    kept: Mapping[str, str] = field(default_factory=dict)
+    quiet: frozenset[int] = field(default=frozenset(), metadata={"key": "quiet"})
+    kept: Mapping[str, str] = field(default_factory=dict, metadata={"key": "kept"})
     positions: PositionsPlan | None = None
-    undealt: str = ""
-    otherwise: UnitPlan | None = None
+    undealt: str = field(default="", metadata={"key": "undealt"})
+    otherwise: UnitPlan | None = field(default=None, metadata={"key": "otherwise"})
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     calls: frozenset[int] = frozenset()
@@ -168,14 +166,8 @@ class UnitPlan:
     seconds: float = 0.0
 
     @classmethod
-    def whole(cls, unit: nn.Module, size: int, reason: str) -> UnitPlan:
-        """A plan that cuts nothing.
-
-        Args:
-            unit: The unit.
-            size: Number of tensor ranks.
-            reason: Why, in words.
-        """
+    def unsharded(cls, unit: nn.Module, size: int, reason: str) -> UnitPlan:
+        """Make a plan that replicates all parameters and buffers over `size` tensor ranks, for a reason in words."""
         parameters = [fqn for fqn, _ in unit.named_parameters()]
         buffers = [fqn for fqn, _ in unit.named_buffers()]
         placements = dict.fromkeys((*parameters, *buffers), Replicated())
@@ -183,37 +175,37 @@ class UnitPlan:
 
     @property
     def num_sharded(self) -> int:
-        """How many parameters and buffers are cut."""
+        """Number of sharded parameters and buffers."""
         return sum(isinstance(placement, Shard) for placement in self.placements.values())
 
     def exchanges(self, group: Group) -> bool:
-        """Whether context ranks exchange positions for features in a group."""
+        """Return whether context ranks exchange positions for features in a group."""
         if self.positions is None or self.positions.by == "tensor":
             return False
         return group.role == "attention" or any(fqn in self.positions.features for fqn in group.columns)
 
     def lines(self) -> list[str]:
-        """The plan in words, one line for each group and each reason to keep something whole."""
+        """Describe the plan, one line for each group and each reason to replicate parameters."""
         lines = [str(group) for group in self.groups]
         if self.positions is not None and self.positions.by == "tensor":
-            lines.append("positions dealt to the ranks between these")
+            lines.append("sequence sharded over the ranks between these")
         elif self.positions is not None:
             exchanging = "; ".join(", ".join(group.columns) or "it" for group in self.groups if self.exchanges(group))
             where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
-            further = ", and to the tensor ranks of each between these" if self.positions.by == "both" else ""
-            lines.append(f"positions dealt to {self.context} context ranks{further}{where}")
+            further = ", and over the tensor ranks of each between these" if self.positions.by == "both" else ""
+            lines.append(f"sequence sharded over {self.context} context ranks{further}{where}")
         elif self.undealt:
-            lines.append(f"all positions on every rank ({self.undealt})")
+            lines.append(f"full sequence on every rank ({self.undealt})")
         lines += self.notes
         reasons: dict[str, list[str]] = {}
         for fqn, reason in self.kept.items():
             reasons.setdefault(reason, []).append(fqn)
-        lines += [f"whole on every rank ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
+        lines += [f"replicated ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
         return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
 
 
 def local_positions(plan: UnitPlan) -> PositionsPlan | None:
-    """How positions are dealt, with features and parts as context ranks share what a tensor rank has of them."""
+    """Return how the sequence is sharded, with the placements that shard a tensor rank's shard over context ranks."""
     positions = plan.positions
     if positions is None or positions.by == "tensor":
         return positions
@@ -223,7 +215,7 @@ def local_positions(plan: UnitPlan) -> PositionsPlan | None:
         for fqn, placement in placements.items():
             cuts = over_two(placement, plan.size, plan.context)
             if cuts is None:
-                raise ValueError(f"{fqn} is not cut over {plan.size} tensor ranks and {plan.context} context ranks")
+                raise ValueError(f"{fqn} is not sharded over {plan.size} tensor ranks and {plan.context} context ranks")
             found[fqn] = cuts[1]
         return found
 

@@ -1,1 +1,1 @@
-"""What the user and the model ask for, and which of them wins."""
+"""Requests of tensor plans, the user's and the model's, and their precedence."""

@@ -1,8 +1,8 @@
 """Precedence of tensor plans: the user's, then the one that the model brings along, then the search's.
 
-A plan fixes the role of linears. Which belong together is seen from a run, and how their features are arranged is found
-by trying, for each authority alike; all is proved. What the user asks for is done or refused; what the model's plan
-asks for is dropped, with a line in the table, where it cannot be proved.
+A plan fixes the role of linears. For each authority in the same way, a run shows which linears belong together, trials
+find how their features are arranged, and all is proved. A request of the user is done or refused; one of the model's
+plan that cannot be proved is dropped, with a line in the table.
 """
 
 from __future__ import annotations
@@ -22,91 +22,93 @@ Origin = Literal["your plan", "the model's own plan", "found"]
 
 @dataclass(frozen=True)
 class Wishes:
-    """What plans ask for the modules of one unit.
+    """The requests for the modules of one unit.
 
     Attributes:
         unit: FQN of the unit in the root.
-        yours: By the user, by FQN inside the unit.
-        own: By the model's own plan; nothing that the user's plan names.
+        by_user: Requests of the user's plan, by FQN inside the unit.
+        by_model: Requests of the model's own plan for modules that the user's plan does not name.
     """
 
     unit: str = ""
-    yours: Mapping[str, Wish] = field(default_factory=dict)
-    own: Mapping[str, Wish] = field(default_factory=dict)
+    by_user: Mapping[str, Wish] = field(default_factory=dict)
+    by_model: Mapping[str, Wish] = field(default_factory=dict)
 
     @property
     def key(self) -> Hashable:
-        """Equal for units of which the same is asked."""
-        return tuple(tuple((fqn, wish.wanted) for fqn, wish in asked.items()) for asked in (self.yours, self.own))
+        """A key that is equal for units with the same requests."""
+        return tuple(
+            tuple((fqn, wish.wanted) for fqn, wish in requested.items()) for requested in (self.by_user, self.by_model)
+        )
 
     def named(self, fqn: str) -> str:
-        """The FQN in the root of a module of the unit."""
-        return ".".join(part for part in (self.unit, fqn) if part)
+        """Return the FQN in the root of a module of the unit."""
+        return ".".join(name for name in (self.unit, fqn) if name)
 
-    def whole(self, unit: nn.Module) -> dict[str, str]:
-        """Parameters that the user wants whole, each with the reason, by FQN inside the unit."""
+    def replicated(self, unit: nn.Module) -> dict[str, str]:
+        """Return the parameters that the user wants replicated, each with the reason, by FQN inside the unit."""
         return {
-            f"{fqn}.{name}" if fqn else name: f"your plan has {wish.said}"
-            for fqn, wish in self.yours.items()
-            if wish.wanted == "whole"
+            f"{fqn}.{name}" if fqn else name: f"your plan has {wish.entry}"
+            for fqn, wish in self.by_user.items()
+            if wish.wanted == "replicated"
             for name, _ in unit.get_submodule(fqn).named_parameters(recurse=False)
         }
 
 
 def wishes_by_unit(
-    root: nn.Module, units: Mapping[str, nn.Module], yours: Mapping[str, Wish], own: Mapping[str, Wish]
+    root: nn.Module, units: Mapping[str, nn.Module], by_user: Mapping[str, Wish], by_model: Mapping[str, Wish]
 ) -> dict[str, Wishes]:
-    """What is asked for each unit.
+    """Assign the requests to units.
 
     Args:
         root: The user's module.
         units: Its tensor units, by FQN.
-        yours: The user's wishes, by FQN in the root.
-        own: Those of the model's own plan.
+        by_user: Requests of the user's plan, by FQN in the root.
+        by_model: Requests of the model's own plan.
 
     Raises:
-        TensorPlanError: The user wants to cut what lies in no unit.
+        TensorPlanError: The user wants to shard a module that is in no unit.
     """
-    places = {id(module): (fqn, inside) for fqn, unit in units.items() for inside, module in unit.named_modules()}
+    locations = {id(module): (fqn, inside) for fqn, unit in units.items() for inside, module in unit.named_modules()}
     modules = dict(root.named_modules(remove_duplicate=False))
-    asked: dict[str, tuple[dict[str, Wish], dict[str, Wish]]] = {fqn: ({}, {}) for fqn in units}
-    for fqn, wish in yours.items():
-        unit, inside = places.get(id(modules[fqn]), (None, ""))
+    requested: dict[str, tuple[dict[str, Wish], dict[str, Wish]]] = {fqn: ({}, {}) for fqn in units}
+    for fqn, wish in by_user.items():
+        unit, inside = locations.get(id(modules[fqn]), (None, ""))
         if unit is not None:
-            asked[unit][0][inside] = wish
-        elif wish.wanted != "whole":
+            requested[unit][0][inside] = wish
+        elif wish.wanted != "replicated":
             raise TensorPlanError(
-                f"tensor_parallel_plan has {wish.said}, which names {fqn}; the step does not call it inside of a layer,"
-                " so it stays whole; leave it out of the plan"
+                f"tensor_parallel_plan has {wish.entry}, which names {fqn}; the step does not call it inside of a"
+                " layer, so it stays replicated; leave it out of the plan"
             )
-    for fqn, wish in own.items():
-        unit, inside = places.get(id(modules[fqn]), (None, ""))
-        if unit is not None and inside not in asked[unit][0]:
-            asked[unit][1][inside] = wish
-    return {fqn: Wishes(fqn, *both) for fqn, both in asked.items()}
+    for fqn, wish in by_model.items():
+        unit, inside = locations.get(id(modules[fqn]), (None, ""))
+        if unit is not None and inside not in requested[unit][0]:
+            requested[unit][1][inside] = wish
+    return {fqn: Wishes(fqn, *both) for fqn, both in requested.items()}
 
 
-def wished_pairs(
-    found: Discovery, wishes: Mapping[str, Wish], taken: Collection[str] = ()
+def requested_pairs(
+    found: Discovery, wishes: Mapping[str, Wish], assigned: Collection[str] = ()
 ) -> tuple[list[Pair], dict[str, str]]:
-    """The pairs that a plan asks for, with what it does not name and they need.
+    """Find the pairs that a plan requests, with the linears that it does not name and they need.
 
     Args:
-        found: What a run showed.
-        wishes: By FQN inside the unit.
-        taken: Linears whose role another plan has fixed.
+        found: The dataflow of the unit.
+        wishes: The requests, by FQN inside the unit.
+        assigned: Linears whose role another plan has fixed.
 
     Returns:
         Columns and their rows, and what is wrong with linears that fit no pair, by FQN.
     """
     order = list(found.linears)
-    free = [fqn for fqn in order if fqn not in taken]
+    free = [fqn for fqn in order if fqn not in assigned]
 
     def wanted(fqn: str) -> str | None:
         return wishes[fqn].wanted if fqn in wishes else None
 
-    def said(fqns: list[str]) -> str:
-        words = [f"{fqn} ({wishes[fqn].said})" if fqn in wishes else fqn for fqn in fqns]
+    def entries(fqns: list[str]) -> str:
+        words = [f"{fqn} ({wishes[fqn].entry})" if fqn in wishes else fqn for fqn in fqns]
         return ", ".join(words) or "no linear of its layer"
 
     problems: dict[str, str] = {}
@@ -115,7 +117,7 @@ def wished_pairs(
         readers = [fqn for fqn in order if column in found.sources[fqn]]
         if not readers or any(r not in free or wanted(r) not in (None, "row") for r in readers):
             problems[column] = (
-                f"is colwise, but its output is read by {said(readers)}; make what reads it rowwise, or make it"
+                f"is colwise, but its output is read by {entries(readers)}; make what reads it rowwise, or make it"
                 " colwise_gather_output"
             )
         else:
@@ -127,11 +129,11 @@ def wished_pairs(
         if not columns:
             problems[row] = (
                 f"is rowwise, but no colwise linear feeds it: its input comes from"
-                f" {said(sorted(found.sources[row], key=order.index))}; make what feeds it colwise, or make it"
+                f" {entries(sorted(found.sources[row], key=order.index))}; make what feeds it colwise, or make it"
                 " colwise_gather_output or replicated"
             )
             continue
-        # What reads a cut value must be a row too.
+        # A linear that reads a sharded value must be a row too.
         used |= columns
         rows += [r for r in free if found.sources[r] & columns and wanted(r) is None and r not in {*rows, *used}]
         joined = [group for group in groups if group[0] & columns]
@@ -146,26 +148,22 @@ def wished_pairs(
     return sorted(pairs, key=lambda pair: order.index(pair[1][0])), problems
 
 
-def check_done(wishes: Wishes, plan: UnitPlan) -> None:
-    """See that the user's plan is followed.
-
-    Args:
-        wishes: What is asked.
-        plan: What was planned.
+def check_followed(wishes: Wishes, plan: UnitPlan) -> None:
+    """Check that a unit's plan follows the user's requests.
 
     Raises:
         TensorPlanError: A linear has another role.
     """
-    for fqn, wish in wishes.yours.items():
-        if wish.wanted == "whole" or plan.roles.get(fqn) == wish.wanted:
+    for fqn, wish in wishes.by_user.items():
+        if wish.wanted == "replicated" or plan.roles.get(fqn) == wish.wanted:
             continue
         prefix = f"{fqn}." if fqn else ""
         reason = next((why for name, why in plan.kept.items() if name.startswith(prefix)), "its region was not proved")
         if any(fqn.startswith(f"{other}.") for other, role in plan.roles.items() if role == "attention"):
-            reason = "it belongs to an nn.MultiheadAttention, which is cut by heads as one"
+            reason = "it belongs to an nn.MultiheadAttention, which is sharded by heads as one"
         elif reason == "no weight of a linear":
             reason = "it did not run, or did not multiply its input by its weight"
         raise TensorPlanError(
-            f"tensor_parallel_plan has {wish.said}, but {wishes.named(fqn)} cannot be cut like that: {reason}; leave it"
-            " out of the plan, or make it replicated"
+            f"tensor_parallel_plan has {wish.entry}, but {wishes.named(fqn)} cannot be sharded like that:"
+            f" {reason}; leave it out of the plan, or make it replicated"
         )

@@ -1,7 +1,7 @@
-"""A digest of the structure of a unit: the key under which its plan is kept.
+"""A digest of the structure of a unit: the key of its plan in the cache.
 
-Units with one digest have the same classes with the same code, whole numbers, shapes and arguments, and the same is
-asked of them. Weights and what functions elsewhere do are not in it: what is read under a key is proved once more.
+Units with one digest have classes with the same code, the same attributes, shapes and arguments, and the same requests.
+Weights and functions of other modules are not part of it: a plan that is read under a key is proved again.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ def digest_of(
     kwargs: Mapping[str, Any],
     sizes: tuple[int, int],
     whole: Mapping[str, str],
-    asked: Wishes,
+    requested: Wishes,
     deal: Deal = None,
 ) -> str:
-    """The key of a unit's plan.
+    """Compute the key of a unit's plan.
 
     Args:
         unit: The unit.
         args: Positional arguments of one call.
         kwargs: Keyword arguments.
         sizes: Numbers of tensor ranks and of context ranks.
-        whole: Parameters that stay whole, each with the reason.
-        asked: What plans ask for its modules.
-        deal: Whether positions are dealt.
+        whole: Parameters that stay replicated, each with the reason.
+        requested: Requests of plans for its modules.
+        deal: Whether the sequence is sharded over tensor ranks.
     """
     classes = {base for module in unit.modules() for base in type(module).__mro__}
     described = (
         [(name, _module(module)) for name, module in unit.named_modules()],
         sorted(_class(base) for base in classes if not f"{base.__module__}.".startswith(_LIBRARIES)),
         _value((args, dict(kwargs))),
-        (sizes, deal, sorted(whole.items()), asked.key),
-        (torch.__version__, sys.version_info[:3], _own_source()),
+        (sizes, deal, sorted(whole.items()), requested.key),
+        (torch.__version__, sys.version_info[:3], _search_source()),
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 @functools.cache
-def _own_source() -> str:
-    """What searches: a plan of another version of it is searched again."""
+def _search_source() -> str:
+    """A digest of the search's source: a plan of another version is searched again."""
     files = sorted(Path(TENSOR).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -73,7 +73,7 @@ def _module(module: nn.Module) -> Any:
 
 
 def _value(value: Any, depth: int = 0, within: bool = False) -> Any:
-    """An attribute or argument; of an object (a configuration) what it holds itself, of objects in it the class."""
+    """Describe a value; an object (a configuration) by its attributes, objects in it by their class."""
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype), value.requires_grad
     if isinstance(value, _PLAIN):
@@ -82,7 +82,7 @@ def _value(value: Any, depth: int = 0, within: bool = False) -> Any:
         if depth == _MAX_DEPTH or len(value) > _MAX_LENGTH:
             return _name(type(value)), len(value)
         if isinstance(value, Mapping):
-            # The ids of hooks are counted over the process.
+            # Keys that are no text are ids of hooks, which are counted over the process.
             pairs = [(name if isinstance(name, str) else "", item) for name, item in value.items()]
             return [(name, _value(item, depth + 1, within)) for name, item in pairs]
         items = [_value(item, depth + 1, within) for item in value]
@@ -106,6 +106,6 @@ def _class(base: type) -> Any:
 
 
 def _code(code: CodeType) -> Any:
-    """The instructions, and where they stand: what a plan rewrites is named by its line."""
+    """Describe instructions and their lines: the rules of a plan name calls by line."""
     constants = [_code(item) if isinstance(item, CodeType) else _value(item) for item in code.co_consts]
     return code.co_filename, code.co_firstlineno, code.co_code, code.co_names, constants

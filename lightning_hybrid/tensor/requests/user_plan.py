@@ -1,10 +1,10 @@
-"""The user's tensor plan: patterns of FQNs, and the styles that they ask for.
+"""The user's tensor plan: patterns of FQNs, and the styles that they request.
 
     {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 
-A name is read part by part. A part that is ``*`` stands for one or more parts; ``*``, ``?`` and ``[...]`` inside a part
-stand for what they do in file names. A pattern that is no whole FQN is tried at the end of FQNs, as if it began with
-``*.``. Of several patterns that name one module, the last counts.
+Names are matched component by component. A component ``*`` matches one or more components; ``*``, ``?`` and ``[...]``
+inside a component match as in file names. A pattern that matches no full FQN is matched against the end of FQNs, as if
+it began with ``*.``. Of several patterns that name one module, the last counts.
 """
 
 from __future__ import annotations
@@ -20,42 +20,39 @@ from torch import nn
 
 from lightning_hybrid.tensor.discovery.linear_dataflow import may_be_linear
 
-Wanted = Literal["column", "row", "gathered", "whole"]
+Wanted = Literal["column", "row", "gathered", "replicated"]
 
 STYLES: Mapping[str, Wanted] = {
     "colwise": "column",
     "rowwise": "row",
     "colwise_gather_output": "gathered",
     "colwise_rep": "gathered",
-    "replicated": "whole",
-    "none": "whole",
+    "replicated": "replicated",
+    "none": "replicated",
 }
 
 
 class TensorPlanError(ValueError):
-    """A `tensor_parallel_plan` names what is not there, or asks for what cannot be done or is not proved."""
+    """A `tensor_parallel_plan` names no module, or requests what cannot be done or is not proved."""
 
 
 class Wish(NamedTuple):
-    """What a plan asks for one module.
+    """The request of a plan for one module.
 
     Attributes:
-        wanted: Its role, or "whole".
-        said: The entry of the plan, as the user knows it.
+        wanted: Its role, or "replicated".
+        entry: The entry of the plan, as the user wrote it.
     """
 
     wanted: Wanted
-    said: str
+    entry: str
 
 
 def check_styles(plan: Any) -> None:
-    """Refuse what is no plan.
-
-    Args:
-        plan: As the user gave it.
+    """Check the types and styles of the user's plan.
 
     Raises:
-        TypeError: It is no mapping of names to names.
+        TypeError: It is no mapping of str to str.
         TensorPlanError: A style is unknown.
     """
     if not isinstance(plan, Mapping) or not all(isinstance(text, str) for pair in plan.items() for text in pair):
@@ -71,14 +68,14 @@ def check_styles(plan: Any) -> None:
 
 
 def wishes_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Wish]:
-    """What the user's plan asks, by FQN in the root of each module that has weights of its own.
+    """Resolve the user's plan to requests, by FQN in the root of each module that has parameters of its own.
 
     Args:
         root: The user's module.
-        plan: Pattern -> style; checked.
+        plan: Pattern -> style, checked by `check_styles`.
 
     Raises:
-        TensorPlanError: A pattern matches nothing, or nothing that could be cut as it says.
+        TensorPlanError: A pattern matches no module, or none that could be sharded so.
     """
     modules = {fqn: module for fqn, module in root.named_modules(remove_duplicate=False) if fqn}
     found: dict[str, Wish] = {}
@@ -86,28 +83,30 @@ def wishes_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Wish]:
         wish = Wish(STYLES[style], f"{pattern!r}: {style!r}")
         matched = _matching(pattern, modules)
         if not matched:
-            known = [fqn for fqn, module in modules.items() if may_be_linear(module)]
-            names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn) for fqn in known))
+            linears = [fqn for fqn, module in modules.items() if may_be_linear(module)]
+            names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn) for fqn in linears))
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise TensorPlanError(f"tensor_parallel_plan names {pattern!r}, which is no module; nearest: {near}")
-        if wish.wanted == "whole":
+        if wish.wanted == "replicated":
             named = [fqn for fqn in modules if any(fqn == top or fqn.startswith(top + ".") for top in matched)]
         else:
             named = [fqn for fqn in matched if may_be_linear(modules[fqn])]
             if not named:
                 first = modules[matched[0]]
                 raise TensorPlanError(
-                    f"tensor_parallel_plan has {wish.said}, which names {len(matched)} modules, such as {matched[0]}"
-                    f" ({type(first).__name__}), and none that multiplies by one weight; name the linears"
+                    f"tensor_parallel_plan has {wish.entry}, which names {len(matched)} modules, such as"
+                    f" {matched[0]} ({type(first).__name__}), and none that multiplies by one weight; name the linears"
                 )
         found |= {fqn: wish for fqn in named if next(modules[fqn].parameters(recurse=False), None) is not None}
     return found
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    parts = pattern.split(".")
+    components = pattern.split(".")
     split = {name: name.split(".") for name in names}
-    return [n for n in split if _covers(parts, split[n])] or [n for n in split if _covers(["*", *parts], split[n])]
+    return [n for n in split if _covers(components, split[n])] or [
+        n for n in split if _covers(["*", *components], split[n])
+    ]
 
 
 def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
@@ -119,30 +118,30 @@ def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def wishes_of_model(root: nn.Module) -> dict[str, Wish]:
-    """What plans that modules bring along ask, by FQN in the root: those of transformers' models.
+    """Resolve the plans that modules carry (those of transformers' models) to requests, by FQN in the root.
 
     Their names are relative to the module that has the plan, and ``*`` stands for a number. The outermost plan counts.
-    Styles that are not about one linear (experts, sequences, fused ones, embeddings) are left to the search.
+    Styles that are not for one linear (experts, sequences, fused ones, embeddings) are left to the search.
     """
     found: dict[str, Wish] = {}
     for owner, module in root.named_modules():
-        plan = _own_plan(module)
+        plan = _plan_of_module(module)
         if not plan:
             continue
         for fqn, inner in module.named_modules(remove_duplicate=False):
             style = plan.get(fqn, plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)))
             wanted = STYLES.get(style) if isinstance(style, str) else None
-            if wanted not in (None, "whole") and may_be_linear(inner):
+            if wanted not in (None, "replicated") and may_be_linear(inner):
                 full = f"{owner}.{fqn}" if owner else fqn
                 found.setdefault(full, Wish(wanted, f"{fqn!r}: {style!r}"))
     return found
 
 
-def _own_plan(module: nn.Module) -> Mapping[str, Any]:
+def _plan_of_module(module: nn.Module) -> Mapping[str, Any]:
     plans: list[Any] = []
-    with contextlib.suppress(Exception):  # somebody else's properties
+    with contextlib.suppress(Exception):  # properties of user code may raise
         plans.append(getattr(module, "_tp_plan", None))
-        # The configuration's is that of the model without a head; the model's own has its children's in it.
+        # The configuration has the plan of the model without a head; the model's own includes those of its children.
         if getattr(module, "base_model", None) is module:
             plans.append(getattr(getattr(module, "config", None), "base_model_tp_plan", None))
     merged: dict[str, Any] = {}

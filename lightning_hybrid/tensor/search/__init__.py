@@ -1,1 +1,1 @@
-"""Find a plan."""
+"""The search for tensor plans of units and models."""

@@ -1,4 +1,4 @@
-"""The plan of a unit as the sum of what each group of linears adds."""
+"""Group plans: the placements and rules of one group of linears, and their merge into the plan of a unit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_hybrid.tensor.trial.example_inputs import Example
 
 
 @dataclass
-class Part:
-    """A group with what it adds to a plan.
+class GroupPlan:
+    """One group of linears, and its entries in the fields of the `UnitPlan`.
 
     Attributes:
         group: The linears.
-        placements: Of parameters and buffers that are cut.
-        attributes: Whole numbers that are divided.
-        offsets: Whether offsets into columns' outputs are written in terms of the whole.
-        rules: What is rewritten.
+        placements: Placements of the parameters and buffers that are sharded.
+        attributes: Integer attributes that are divided: FQN of the module -> name -> value.
+        offsets: Whether the code indexes the columns' outputs with offsets of the full output.
+        rules: Rewrites of calls.
         summed: Replicated parameters whose gradients are summed.
-        outputs: Results of the unit that come out cut: place -> dim.
-        watched: Whether it needs a watch.
-        avoidable: Whether only for sizes and offsets that another variant might get right by itself.
-        vocabulary: Parameters that are cut by their vocabulary: FQN -> dim.
+        outputs: Results of the unit that come out sharded: leaf index -> dim.
+        watched: Whether it must run under `RegionWatch`.
+        avoidable: Whether only because of sizes and offsets, so that another variant may run without.
+        vocabulary: Vocabulary-parallel parameters: FQN -> dim.
     """
 
     group: Group
@@ -43,79 +43,79 @@ class Part:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of_pair(cls, columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant, origin: str) -> Part:
-        """A pair, cut in one of its ways."""
+    def of_pair(cls, columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant, origin: str) -> GroupPlan:
+        """Make the plan of a pair from one of its variants."""
         group = Group("column", columns, rows, variant.how, origin)
         return cls(group, dict(variant.placements), variant.attributes, variant.offsets)
 
     def roles(self) -> dict[str, Role]:
-        """The role of each linear."""
-        if self.group.role == "vocabulary":  # its modules run as they are
+        """Return the role of each linear, by FQN."""
+        if self.group.role == "vocabulary":  # its modules run unmodified
             return {}
         return {**dict.fromkeys(self.group.columns, self.group.role), **dict.fromkeys(self.group.rows, "row")}
 
     def fits(self, unit: nn.Module) -> bool:
-        """Whether its placements are those of parameters of this size."""
+        """Return whether the lengths of its placements are those of the unit's parameters."""
         return all(
             not isinstance(placement, Shard) or unit.get_parameter(fqn).shape[placement.dim] == placement.length
             for fqn, placement in self.placements.items()
         )
 
 
-def plan_of(
+def merged_plan(
     unit: nn.Module,
     size: int,
-    parts: list[Part],
+    groups: list[GroupPlan],
     linears: Mapping[str, LinearLike],
     example: Example,
     reasons: Mapping[str, str],
     rules: dict[Site, Rule] | None = None,
 ) -> UnitPlan:
-    """The plan that parts make together.
+    """Merge group plans into the plan of a unit.
 
     Args:
         unit: The unit, or a copy.
         size: Number of tensor ranks.
-        parts: What is cut.
-        linears: All that ran.
+        groups: The group plans.
+        linears: All linears that ran.
         example: Arguments of one call.
-        reasons: Why parameters are whole, where that is known.
-        rules: Filled while the plan is tried; those of the parts if None.
+        reasons: Why parameters are replicated, where that is known.
+        rules: A dict that trials fill; the rules of the groups if None.
     """
     placements: dict[str, Placement] = {fqn: Replicated() for fqn, _ in unit.named_parameters()}
     placements |= {fqn: Replicated() for fqn, _ in unit.named_buffers()}
     attributes: dict[str, dict[str, int]] = {}
     merged: dict[Site, Rule] = {}
-    for part in parts:
-        placements |= {fqn: placement for fqn, placement in part.placements.items() if fqn in placements}
-        for fqn, values in part.attributes.items():
+    for group in groups:
+        placements |= {fqn: placement for fqn, placement in group.placements.items() if fqn in placements}
+        for fqn, values in group.attributes.items():
             attributes.setdefault(fqn, {}).update(values)
-        merged |= part.rules
-    roles = {fqn: role for part in parts for fqn, role in part.roles().items()}
-    cut = {fqn for fqn, placement in placements.items() if isinstance(placement, Shard)}
+        merged |= group.rules
+    roles = {fqn: role for group in groups for fqn, role in group.roles().items()}
+    sharded = {fqn for fqn, placement in placements.items() if isinstance(placement, Shard)}
     repeated = [fqn for fqn, p in placements.items() if isinstance(p, Shard) and p.is_repeated(size)]
     quiet = (k for k, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
     return UnitPlan(
         size=size,
-        groups=tuple(part.group for part in parts),
+        groups=tuple(group.group for group in groups),
         roles=roles,
         linears={fqn: linear for fqn, linear in linears.items() if fqn in roles},
         placements=placements,
         shared_pieces=tuple(sorted(repeated)),
-        summed=tuple(sorted({fqn for part in parts for fqn in part.summed} - cut)),
+        summed=tuple(sorted({fqn for group in groups for fqn in group.summed} - sharded)),
         attributes=attributes,
         rules=merged if rules is None else rules,
-        offsets=frozenset(fqn for part in parts if part.offsets for fqn in part.group.columns),
-        outputs={place: dim for part in parts for place, dim in part.outputs.items()},
-        vocabulary={fqn: dim for part in parts for fqn, dim in part.vocabulary.items()},
-        watched=any(part.watched for part in parts),
+        offsets=frozenset(fqn for group in groups if group.offsets for fqn in group.group.columns),
+        outputs={place: dim for group in groups for place, dim in group.outputs.items()},
+        vocabulary={fqn: dim for group in groups for fqn, dim in group.vocabulary.items()},
+        watched=any(group.watched for group in groups),
         quiet=frozenset(quiet),
-        kept={fqn: _reason(fqn, roles, reasons) for fqn, _ in unit.named_parameters() if fqn not in cut},
+        kept={fqn: _reason(fqn, roles, reasons) for fqn, _ in unit.named_parameters() if fqn not in sharded},
     )
 
 
 def _reason(fqn: str, roles: Mapping[str, Role], reasons: Mapping[str, str]) -> str:
-    """Why a parameter is whole on every rank."""
+    """Explain why a parameter is replicated."""
     if fqn in reasons:
         return reasons[fqn]
     owner = fqn.rpartition(".")[0]

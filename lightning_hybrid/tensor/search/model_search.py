@@ -1,4 +1,4 @@
-"""The search over all units of a model: like ones share a plan."""
+"""The search over all units of a model: structurally equal units have one plan."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from lightning_hybrid.step.recording.unit_dedup import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import whole_shape
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls import Calls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularyCut, choose_cuts
+from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularySharding, choose_cuts
 from lightning_hybrid.tensor.plan.unit_plan import Deal, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Wishes, check_done
+from lightning_hybrid.tensor.requests.precedence import Wishes, check_followed
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
 
 _PLAIN = (bool, int, float, str, type(None))
-# A linear that stands alone and is so many times smaller than the module costs more messages than it saves memory.
+_COMPILED = "torch.compile has made it one function, which cannot be split; compile='units' compiles each layer"
+# An unpaired linear that is so many times smaller than the module costs more messages than it saves memory.
 _SMALL_SHARE = 64
 _FEW_SHARE = 8  # unless all such linears together are more than this share of it
 
@@ -40,62 +41,62 @@ def plan_units(
     context: int = 1,
     wishes: Mapping[str, Wishes] | None = None,
     uses: Mapping[str, Use] | None = None,
-    watched: Collection[nn.Module] = (),
+    step_units: Collection[nn.Module] = (),
 ) -> dict[str, UnitPlan]:
-    """A proved plan for each unit.
+    """Search a proved plan for each unit.
 
     Args:
         root: The user's module.
         units: Its tensor units, by FQN.
-        calls: How the step calls them.
+        calls: The calls of the units in the step.
         read_by_step: Parameters that the step reads outside of units, each with the line of code, by FQN in the root.
         size: Number of tensor ranks.
         find: Plans one unit.
-        deal: As for ``plan_unit``.
+        deal: As for `plan_unit`.
         context: Number of context ranks.
-        wishes: What plans ask for each unit.
-        uses: What the step does with each parameter, by its first FQN in the root; what is cut by vocabulary follows.
-        watched: The step's units; what the user compiled around them runs as it is written.
+        wishes: The requests of plans, by FQN of the unit.
+        uses: The uses of each parameter in the step, by its first FQN in the root; they select vocabulary sharding.
+        step_units: The step's units; modules that the user compiled around them run uncompiled.
 
     Raises:
         TensorPlanError: The user's plan cannot be followed, or is not proved.
     """
-    cuts, kept = choose_cuts(root, uses or {}, size)
-    said = _said_by_user(root, units, wishes or {})
-    kept |= {name: reason for name, reason in _small_alone(root, units).items() if name not in {*said, *cuts}}
-    cuts = {name: cut for name, cut in cuts.items() if name not in said}
+    shardings, kept = choose_cuts(root, uses or {}, size)
+    named = _named_by_user(root, units, wishes or {})
+    kept |= {name: reason for name, reason in _small_linears(root, units).items() if name not in {*named, *shardings}}
+    shardings = {name: sharding for name, sharding in shardings.items() if name not in named}
     parameters = dict(root.named_parameters())
-    heads = {name: parameters[name].shape[cut.dim] for name, cut in cuts.items() if cut.is_head}
-    compiled = compiled_modules(root, watched)
+    heads = {name: parameters[name].shape[sharding.dim] for name, sharding in shardings.items() if sharding.is_head}
+    compiled = compiled_modules(root, step_units)
     failures = {length: cross_entropy_failure(length, size) for length in set(heads.values())}
     wrong = {name: failures[length] for name, length in heads.items()}
     kept |= {name: failure for name, failure in wrong.items() if failure is not None}
-    cuts = {name: cut for name, cut in cuts.items() if name not in kept}
+    shardings = {name: sharding for name, sharding in shardings.items() if name not in kept}
     while True:
         finder = partial(find, deal=deal, context=context)
-        plans = _planned(root, units, calls, read_by_step, size, finder, wishes or {}, cuts, kept, compiled)
-        refused = _refused(root, units, calls, plans, cuts)
+        plans = _plan_each_unit(root, units, calls, read_by_step, size, finder, wishes or {}, shardings, kept, compiled)
+        refused = _refused(root, units, calls, plans, shardings)
         if not refused:
             return plans
-        # A weight is cut in all of its units or in none.
+        # A weight is sharded in all of its units or in none.
         kept |= refused
-        cuts = {name: cut for name, cut in cuts.items() if name not in refused}
+        shardings = {name: sharding for name, sharding in shardings.items() if name not in refused}
 
 
-def _small_alone(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Weights that would be cut with their output gathered, and are not worth that; by first FQN in the root."""
+def _small_linears(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Weights of unpaired linears that are too small to shard with a gathered output; by first FQN in the root."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     all_numbers = sum(prod(whole_shape(parameter)) for parameter in root.parameters())
     # Not `unit.weight`: where that is computed, asking for it may write buffers (spectral_norm's).
-    own = [unit._parameters.get("weight") for unit in units.values() if isinstance(unit, nn.Linear)]
-    alone = [weight for weight in own if weight is not None]
-    small = [weight for weight in alone if prod(whole_shape(weight)) * _SMALL_SHARE < all_numbers]
+    weights = [unit._parameters.get("weight") for unit in units.values() if isinstance(unit, nn.Linear)]
+    present = [weight for weight in weights if weight is not None]
+    small = [weight for weight in present if prod(whole_shape(weight)) * _SMALL_SHARE < all_numbers]
     if sum(prod(whole_shape(weight)) for weight in small) * _FEW_SHARE > all_numbers:
         return {}
     return {names[id(weight)]: f"less than 1/{_SMALL_SHARE} of the module, and alone" for weight in small}
 
 
-def _planned(
+def _plan_each_unit(
     root: nn.Module,
     units: Mapping[str, nn.Module],
     calls: Calls,
@@ -103,68 +104,68 @@ def _planned(
     size: int,
     find: Callable[..., UnitPlan],
     wishes: Mapping[str, Wishes],
-    cuts: Mapping[str, VocabularyCut],
+    shardings: Mapping[str, VocabularySharding],
     kept: Mapping[str, str],
     compiled: Collection[int],
 ) -> dict[str, UnitPlan]:
-    shared = _shared(root, units)
+    shared = _used_by_several(root, units)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     elsewhere = {names[key] for key in _outside_of_units(root, units)}
     plans: dict[str, UnitPlan] = {}
-    known: dict[Hashable, UnitPlan] = {}
+    plan_of_key: dict[Hashable, UnitPlan] = {}
     kinds = UnitKinds()
     for fqn, unit in units.items():
-        asked = wishes.get(fqn, Wishes(fqn))
-        whole: dict[str, str] = {}
+        requested = wishes.get(fqn, Wishes(fqn))
+        replicated: dict[str, str] = {}
         vocabulary: dict[str, int] = {}
         for name, parameter in unit.named_parameters():
-            full = f"{fqn}.{name}"
+            full_name = f"{fqn}.{name}"
             first = names[id(parameter)]
-            if first in cuts:
-                vocabulary[name] = cuts[first].dim
+            if first in shardings:
+                vocabulary[name] = shardings[first].dim
             elif first in kept:
-                whole[name] = kept[first]
+                replicated[name] = kept[first]
             elif id(parameter) in shared:
-                whole[name] = "used by several units"
-            elif full in read_by_step:
-                whole[name] = f"read by the step at {read_by_step[full]}"
+                replicated[name] = "used by several units"
+            elif full_name in read_by_step:
+                replicated[name] = f"read by the step at {read_by_step[full_name]}"
             elif name in calls.read_outside.get(fqn, ()):
-                whole[name] = "read outside of its unit"
+                replicated[name] = "read outside of its unit"
         if any(id(module) in compiled for module in unit.modules()):
-            why = "torch.compile has made one function of it, which cannot be cut; compile='units' compiles each layer"
-            plans[fqn] = UnitPlan.whole(unit, size, why)
-            check_done(asked, plans[fqn])
+            plans[fqn] = UnitPlan.unsharded(unit, size, _COMPILED)
+            check_followed(requested, plans[fqn])
             continue
         if fqn not in calls.arguments:
-            plan = UnitPlan.whole(unit, size, "the step does not call it")
-            plans[fqn] = _with_slices(plan, unit, vocabulary) if vocabulary else plan
+            plan = UnitPlan.unsharded(unit, size, "the step does not call it")
+            plans[fqn] = _with_vocabulary_shards(plan, unit, vocabulary) if vocabulary else plan
             continue
         args, kwargs = calls.arguments[fqn]
-        options = {"whole": whole, "vocabulary": vocabulary} if vocabulary else {"whole": whole}
+        extra = {"vocabulary": vocabulary} if vocabulary else {}
+        find_unit = partial(find, whole=replicated, wishes=requested, **extra)
         key = (
-            *(kinds.kind_of(fqn, unit), _call_key(args, kwargs), asked.key),
-            *(tuple(whole.items()), tuple(vocabulary.items())),
+            *(kinds.kind_of(fqn, unit), _call_key(args, kwargs), requested.key),
+            *(tuple(replicated.items()), tuple(vocabulary.items())),
         )
-        if key in known:
-            plan = replace(known[key], num_trials=0, seconds=0.0)
+        if key in plan_of_key:
+            plan = replace(plan_of_key[key], num_trials=0, seconds=0.0)
         else:
-            found = _found(find, unit, args, kwargs, size, {**options, "wishes": asked})
-            plan = known[key] = _without_cut_buffers(unit, found)
-            check_done(asked, plan)
+            found = _try_plan(find_unit, unit, args, kwargs, size)
+            plan = plan_of_key[key] = _without_fused_buffers(unit, found)
+            check_followed(requested, plan)
         firsts = {name: names[id(unit.get_parameter(name))] for name in plan.vocabulary}
-        outside = [name for name, first in firsts.items() if cuts[first].outside or first in elsewhere]
+        outside = [name for name, first in firsts.items() if shardings[first].outside or first in elsewhere]
         plans[fqn] = replace(plan, outside=tuple(outside))
     return plans
 
 
-def _said_by_user(root: nn.Module, units: Mapping[str, nn.Module], wishes: Mapping[str, Wishes]) -> set[str]:
-    """First FQNs in the root of parameters that the user's plan speaks of."""
+def _named_by_user(root: nn.Module, units: Mapping[str, nn.Module], wishes: Mapping[str, Wishes]) -> set[str]:
+    """First FQNs in the root of parameters that the user's plan names."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found: set[str] = set()
-    for fqn, asked in wishes.items():
+    for fqn, requested in wishes.items():
         inside = dict(units[fqn].named_parameters())
-        found |= {names[id(inside[name])] for name in asked.whole(units[fqn]) if name in inside}
-        for inner in asked.yours:
+        found |= {names[id(inside[name])] for name in requested.replicated(units[fqn]) if name in inside}
+        for inner in requested.by_user:
             found |= {names[id(parameter)] for parameter in units[fqn].get_submodule(inner).parameters()}
     return found
 
@@ -174,68 +175,66 @@ def _refused(
     units: Mapping[str, nn.Module],
     calls: Calls,
     plans: Mapping[str, UnitPlan],
-    cuts: Mapping[str, VocabularyCut],
+    shardings: Mapping[str, VocabularySharding],
 ) -> dict[str, str]:
-    """Why some of what several units share by vocabulary cannot be cut after all, by first FQN in the root."""
+    """Why weights that several units use by vocabulary cannot be sharded after all, by first FQN in the root."""
     refused: dict[str, str] = {}
-    shared = _shared(root, units)
+    shared = _used_by_several(root, units)
     for name, parameter in root.named_parameters():
-        if name not in cuts or not (id(parameter) in shared or cuts[name].outside):
+        if name not in shardings or not (id(parameter) in shared or shardings[name].outside):
             continue
         for fqn, unit in units.items():
-            for inner, held in unit.named_parameters():
-                if held is parameter and fqn in calls.arguments and inner not in plans[fqn].vocabulary:
-                    reason = plans[fqn].kept.get(inner, "it is cut in another way there")
+            for inner, other in unit.named_parameters():
+                if other is parameter and fqn in calls.arguments and inner not in plans[fqn].vocabulary:
+                    reason = plans[fqn].kept.get(inner, "it has another sharding there")
                     refused[name] = f"used by several units, and by {fqn} not by its vocabulary: {reason}"
     return refused
 
 
-def _with_slices(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping[str, int]) -> UnitPlan:
-    """Another step may call it: it holds parts of what others use by vocabulary, and works with slices."""
-    cuts = {
+def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping[str, int]) -> UnitPlan:
+    """Shard the vocabularies of a unit that is not called: others use them, and another step may call it."""
+    shardings = {
         name: Shard.unevenly(dim, unit.get_parameter(name).shape[dim], plan.size) for name, dim in vocabulary.items()
     }
-    kept = {name: reason for name, reason in plan.kept.items() if name not in cuts}
-    return replace(plan, placements={**plan.placements, **cuts}, vocabulary=vocabulary, kept=kept)
+    kept = {name: reason for name, reason in plan.kept.items() if name not in shardings}
+    return replace(plan, placements={**plan.placements, **shardings}, vocabulary=vocabulary, kept=kept)
 
 
-def _found(
-    find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int, options: Mapping[str, Any]
-) -> UnitPlan:
-    """A unit that cannot be tried stays whole, which is always right."""
+def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int) -> UnitPlan:
+    """Plan a unit; one that cannot be tried stays replicated, which is always right."""
     try:
-        return find(unit, args, kwargs, size, **options)
+        return find(unit, args, kwargs, size)
     except TensorPlanError:
         raise
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        return UnitPlan.whole(unit, size, f"it cannot be tried: {type(error).__name__}: {text[0][:200]}")
+        return UnitPlan.unsharded(unit, size, f"it cannot be tried: {type(error).__name__}: {text[0][:200]}")
 
 
-def _shared(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
-    """Ids of parameters that lie in several units, or also outside of one."""
-    holders: dict[int, set[str]] = {}
+def _used_by_several(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
+    """Ids of parameters of several units, or of a unit and a module outside of units."""
+    owners: dict[int, set[str]] = {}
     for fqn, unit in units.items():
         for parameter in unit.parameters():
-            holders.setdefault(id(parameter), set()).add(fqn)
+            owners.setdefault(id(parameter), set()).add(fqn)
     for key in _outside_of_units(root, units):
-        holders.setdefault(key, set()).add("")
-    return {key for key, names in holders.items() if len(names) > 1}
+        owners.setdefault(key, set()).add("")
+    return {key for key, names in owners.items() if len(names) > 1}
 
 
 def _outside_of_units(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
-    """Ids of parameters that modules hold which are in no unit."""
+    """Ids of the parameters of modules that are in no unit."""
     inside = {id(module) for unit in units.values() for module in unit.modules()}
     modules = [module for module in root.modules() if id(module) not in inside]
     return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
-def _without_cut_buffers(unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-    """A buffer is used as a view of the whole one, so that what a unit writes to its part is kept: one piece only."""
+def _without_fused_buffers(unit: nn.Module, plan: UnitPlan) -> UnitPlan:
+    """Replicate a unit with a buffer in several pieces: its shard must be a view of the full buffer, to be written."""
     buffers = {name for name, _ in unit.named_buffers()}
     for name, placement in plan.placements.items():
         if name in buffers and isinstance(placement, Shard) and len(placement.pieces) > 1:
-            return UnitPlan.whole(unit, plan.size, f"buffer {name} would be cut in several pieces")
+            return UnitPlan.unsharded(unit, plan.size, f"buffer {name} would be sharded in several pieces")
     return plan
 
 

@@ -1,7 +1,7 @@
-"""A cache of tensor plans in a file, so that a second run only proves what the first one found.
+"""A cache of tensor plans in a file, so that a second run only proves the plans that the first one found.
 
-A plan that was read is tried like a new one, in all modes, before it is used. A file that is torn, stale or somebody
-else's is no plan at all, and neither that nor a folder where nothing can be written is an error.
+A plan that was read is proved like a new one, in all settings, before it is used. A file that is torn, stale or of
+another program counts as empty, and neither that nor a folder that cannot be written is an error.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from lightning_hybrid.tensor.plan.unit_plan import Deal, UnitPlan
 from lightning_hybrid.tensor.requests.precedence import Wishes
 from lightning_hybrid.tensor.requests.structure_digest import digest_of
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.equivalence_proof import prove_again
+from lightning_hybrid.tensor.trial.equivalence_proof import prove_cached
 
 FILE_NAME = "tensor_plans.json"
-_MOST_PLANS = 500
-_ABOUT = "how layers are cut over tensor ranks; found by a search, which starts anew if this file is deleted"
+_MAX_PLANS = 500
+_ABOUT = "how layers are sharded over tensor ranks; found by a search, which starts anew if this file is deleted"
 
 
 class PlanCache:
-    """Plans units, or takes their plans from a file.
+    """Plans units, and reads and writes their plans in a file.
 
     Attributes:
         path: The file.
-        num_read: Plans that were read and proved again.
-        num_searched: Plans that were searched.
+        num_read: Number of plans that were read and proved again.
+        num_searched: Number of plans that were searched.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Args: folder: where the file is, or will be made."""
+        """Args: folder: of the file, made where it is missing."""
         self.path = Path(folder) / FILE_NAME
         self.num_read = self.num_searched = 0
         self._plans = self._read()
@@ -59,16 +59,16 @@ class PlanCache:
         deal: Deal = None,
         vocabulary: Mapping[str, int] | None = None,
     ) -> UnitPlan:
-        """As `plan_unit`, which is asked where no plan of the file holds."""
+        """Return a unit's plan, from the file if its proof passes and else from `plan_unit`; arguments as there."""
         by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
         key = digest_of(unit, args, kwargs, (size, context), {**whole, **by_rows}, wishes, deal)
         with contextlib.suppress(Exception):
             read = from_json(self._plans[key]["plan"])
-            if not _is_for(read, unit, size, context, whole):
+            if not _fits_unit(read, unit, size, context, whole):
                 raise ValueError("a plan for another unit")
-            # What cuts nothing is right, and may be for a unit that cannot be tried.
-            does_something = read.num_sharded or read.positions is not None
-            plan = prove_again(unit, args, kwargs, read) if does_something else read
+            # A plan that shards nothing is right, and may be for a unit that cannot be tried.
+            shards_something = read.num_sharded or read.positions is not None
+            plan = prove_cached(unit, args, kwargs, read) if shards_something else read
             if plan is not None:
                 self.num_read += 1
                 return plan
@@ -82,16 +82,16 @@ class PlanCache:
         return plan
 
     def save(self) -> str | None:
-        """Add what was searched to the file; returns why it could not be written."""
+        """Add the searched plans to the file; returns why it could not be written, or None."""
         if not self._searched:
             return None
         others = {key: value for key, value in self._read().items() if key not in self._searched}
-        kept = dict([*others.items(), *self._searched.items()][-_MOST_PLANS:])
-        # Renamed when it is complete: another run may be reading.
+        entries = dict([*others.items(), *self._searched.items()][-_MAX_PLANS:])
+        # Renamed when complete: another run may be reading.
         partial = self.path.with_name(f".{FILE_NAME}.{uuid.uuid4().hex}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"about": _ABOUT, "plans": kept}, indent=1))
+            partial.write_text(json.dumps({"about": _ABOUT, "plans": entries}, indent=1))
             os.replace(partial, self.path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -100,13 +100,9 @@ class PlanCache:
         return None
 
     def summary(self, unwritten: str | None) -> str:
-        """In words, where plans came from.
-
-        Args:
-            unwritten: Why the file could not be written, if it could not.
-        """
-        said = f"{self.num_searched} searched, {self.num_read} read from {self.path} and proved again"
-        return said if unwritten is None else f"{said}; nothing is kept for the next run: {unwritten}"
+        """Describe where plans came from; `unwritten` is the reason why the file could not be written, if any."""
+        text = f"{self.num_searched} searched, {self.num_read} read from {self.path} and proved again"
+        return text if unwritten is None else f"{text}; nothing is kept for the next run: {unwritten}"
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -116,14 +112,14 @@ class PlanCache:
         return plans if isinstance(plans, dict) else {}
 
 
-def _is_for(plan: UnitPlan, unit: nn.Module, size: int, context: int, whole: Collection[str]) -> bool:
-    """Whether a plan can be meant for a unit: what others read too is cut by no plan, however well it is proved."""
+def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, whole: Collection[str]) -> bool:
+    """Whether a plan fits a unit; one that shards parameters which others read does not, although it is proved."""
     names = {name for name, _ in (*unit.named_parameters(), *unit.named_buffers())}
-    cut = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
-    if plan.size != size or plan.placements.keys() != names or cut & set(whole):
+    sharded = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
+    if plan.size != size or plan.placements.keys() != names or sharded & set(whole):
         return False
     if plan.positions is None or plan.positions.by == "tensor":
         return plan.otherwise is None
     otherwise = plan.otherwise
-    rests_alike = otherwise.placements == plan.placements if otherwise is not None else size == 1
-    return plan.context == context and rests_alike
+    same_storage = otherwise.placements == plan.placements if otherwise is not None else size == 1
+    return plan.context == context and same_storage

@@ -1,7 +1,7 @@
 """Variants of the plan of one group of linears, the likely ones first.
 
-They differ in how a projection's output features are arranged (one piece, several, dealt by whole heads), in which
-whole numbers of the modules are divided, and in whether offsets into a projection are written in terms of the whole.
+They differ in how the output features of a projection are arranged (one piece, several, split by heads), in which
+integer attributes of the modules are divided, and in whether the code indexes the full projection with offsets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Attributes = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to cut a group.
+    """One sharding of a group.
 
     Attributes:
-        placements: Of the group's parameters, by FQN.
-        attributes: Whole numbers that are divided: FQN of the module -> name -> value.
-        offsets: Whether offsets into columns' outputs are written in terms of the whole.
-        how: In words.
+        placements: Placements of the group's parameters, by FQN.
+        attributes: Integer attributes that are divided: FQN of the module -> name -> local value.
+        offsets: Whether the code indexes the columns' outputs with offsets of the full output.
+        how: A description.
     """
 
     placements: Mapping[str, Placement]
@@ -39,44 +39,44 @@ class Variant:
 def variants(
     unit: nn.Module, found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> Iterator[Variant]:
-    """All variants of a group.
+    """Yield all variants of a group.
 
     Args:
         unit: The unit, or a copy.
-        found: What a run of it showed.
-        columns: The linears to cut by output features.
-        rows: Those to cut by input features.
+        found: The dataflow of the unit.
+        columns: The column-parallel linears (sharded by output features).
+        rows: The row-parallel linears (sharded by input features).
         size: Number of tensor ranks.
     """
     column_linears = [found.linears[fqn] for fqn in columns]
     seen: list[object] = []
-    for row_placements, row_words in _row_cuts([found.linears[fqn] for fqn in rows], found, size):
-        for pieces, words in _column_cuts(column_linears, found, size):
+    for row_placements, row_words in _row_placements([found.linears[fqn] for fqn in rows], found, size):
+        for pieces, words in _column_pieces(column_linears, found, size):
             placements = {**row_placements}
             for linear, cut in zip(column_linears, pieces, strict=True):
                 placements[linear.parameter("weight")] = Shard(linear.out_dim, cut)
                 if linear.has_bias:
                     placements[linear.parameter("bias")] = Shard(0, cut)
             fused = any(len(cut) > 1 for cut in pieces)
-            numbers = _numbers(column_linears, found.arrangements, pieces, size)
+            numbers = _local_numbers(column_linears, found.arrangements, pieces, size)
             for attributes, which in _attributes(unit, columns, rows, numbers):
                 for offsets in (False, True) if fused else (False,):
                     key = (placements, attributes, offsets)
                     if key not in seen:
                         seen.append(key)
-                        said = [words, row_words, which, "offsets divided" if offsets else ""]
-                        yield Variant(placements, attributes, offsets, ", ".join(word for word in said if word))
+                        texts = [words, row_words, which, "offsets divided" if offsets else ""]
+                        yield Variant(placements, attributes, offsets, ", ".join(text for text in texts if text))
 
 
 def uneven_sizes(
     found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> dict[str, tuple[int, str]]:
-    """The sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
+    """Find sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
 
     Args:
-        found: What a run of the unit showed.
-        columns: Linears to cut by output features.
-        rows: Linears to cut by input features.
+        found: The dataflow of the unit.
+        columns: The column-parallel linears.
+        rows: The row-parallel linears.
         size: Number of tensor ranks.
     """
     uneven = {}
@@ -93,8 +93,8 @@ def uneven_sizes(
     return {fqn: (length, what) for fqn, length, what in lengths if length % size}
 
 
-def _row_cuts(rows: list[LinearLike], found: Discovery, size: int) -> Iterator[tuple[dict[str, Placement], str]]:
-    """Input features in one piece, or in those that the input was joined from."""
+def _row_placements(rows: list[LinearLike], found: Discovery, size: int) -> Iterator[tuple[dict[str, Placement], str]]:
+    """Placements of input features: in one piece, or in those that the input was concatenated from."""
     joined = [found.arrangements[linear.fqn].joined for linear in rows]
     for lengths in ([(linear.num_in,) for linear in rows], joined):
         placements: dict[str, Placement] = {}
@@ -108,15 +108,15 @@ def _row_cuts(rows: list[LinearLike], found: Discovery, size: int) -> Iterator[t
             return
 
 
-def _column_cuts(
+def _column_pieces(
     linears: list[LinearLike], found: Discovery, size: int
 ) -> Iterator[tuple[list[tuple[Piece, ...]], str]]:
-    """Pieces for each column: as the code was seen to use them, then one, three and two equal ones."""
+    """Pieces for each column: as the code used them in the run, then one, three and two equal ones."""
     used = [found.arrangements[linear.fqn].pieces(linear.num_out) for linear in linears]
-    shown = [local_pieces(lengths, heads, size) for lengths, heads in used]
-    if all(cut is not None for cut in shown):
-        most = max(len(cut) for cut in shown if cut is not None)
-        yield [cut for cut in shown if cut is not None], "by output features" if most == 1 else f"in {most} pieces"
+    in_run = [local_pieces(lengths, heads, size) for lengths, heads in used]
+    if all(cut is not None for cut in in_run):
+        most = max(len(cut) for cut in in_run if cut is not None)
+        yield [cut for cut in in_run if cut is not None], "by output features" if most == 1 else f"in {most} pieces"
     for count in (1, 3, 2):
         if count > 1 and len(linears) > 1:
             continue  # a group of several linears is not fused
@@ -126,10 +126,10 @@ def _column_cuts(
             yield [tuple(Piece(length // count, size) for _ in range(count)) for length in cuts], words
 
 
-def _numbers(
+def _local_numbers(
     linears: list[LinearLike], arrangements: Mapping[str, Arrangement], pieces: list[tuple[Piece, ...]], size: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """What numbers of heads and what widths become on one rank."""
+    """Map numbers of heads, and widths, to those of one rank."""
     heads: dict[int, int] = {}
     widths: dict[int, int] = {}
     for linear, cut in zip(linears, pieces, strict=True):
@@ -151,7 +151,7 @@ def _numbers(
 def _attributes(
     unit: nn.Module, columns: tuple[str, ...], rows: tuple[str, ...], numbers: tuple[dict[int, int], dict[int, int]]
 ) -> Iterator[tuple[Attributes, str]]:
-    """None; those named after heads; those with a number of heads; widths too."""
+    """Attributes to divide: none; those named after heads; those whose value is a number of heads; widths too."""
     heads, widths = numbers
     owners = dict.fromkeys(fqn.rpartition(".")[0] for fqn in (*columns, *rows) if fqn)
     modules = {fqn: unit.get_submodule(fqn) for fqn in owners}

@@ -1,8 +1,8 @@
 """The search for sequence parallelism in a unit, and its proof.
 
-What is tried, beside which argument is the sequence and which of its dims holds the positions: whose code must be shown
-the length of the whole sequence, because it writes it into a view (an attention module), and whose need not be. Which
-values are dealt, and which parameters therefore have the gradients of some positions only, is read off a trial.
+It decides which argument is the sequence, which of its dims holds the positions, and which modules must see the length
+of the full sequence because their code writes it into a view (an attention module). A trial then shows which values are
+sharded, and which parameters therefore have the gradients of local positions only.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.output_differences import are_alike, difference_of, difference_of_sum
 from lightning_hybrid.parts.placement import Replicated
-from lightning_hybrid.tensor.plan.unit_plan import Axis, DealtBy, Group, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
 from lightning_hybrid.tensor.trial.equivalence_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
-from lightning_hybrid.tensor.trial.threaded_ranks import Outcome, beside, run_whole
+from lightning_hybrid.tensor.trial.threaded_ranks import Outcome, local_and_expected, run_whole
 
-# More combinations of whose code is shown the whole length are not tried.
-_MOST_TRIALS = 16
+# The largest number of choices of modules that see the full length that are tried.
+_MAX_TRIALS = 16
 
 
-def deal_positions(
+def shard_sequence(
     unit: nn.Module,
     plan: UnitPlan,
     proof: Proof,
-    by: DealtBy,
+    by: SequenceAxes,
     *,
     sequence: tuple[int, int] | None,
     guess: bool,
     prove: bool = True,
-    like: UnitPlan | None = None,
+    same_as: UnitPlan | None = None,
 ) -> UnitPlan:
-    """The plan with positions dealt; or as it was, with the reason why they are not.
+    """Shard the sequence of a unit; returns the new plan, or the given one with the reason why it is not sharded.
 
     Args:
         unit: A copy of the unit with random weights.
-        plan: Its proved plan; for context ranks, one that says which regions get their features by exchange.
+        plan: Its proved plan; for context ranks, one that says which regions exchange positions for features.
         proof: Of the unit, on all ranks.
-        by: Whether positions are dealt to tensor ranks, to context ranks, or to both.
-        sequence: As `sequence_of` says.
-        guess: Whether over which ranks the gradients of weights are summed is guessed, and not read off a trial.
-        prove: Whether to prove it in all modes; else outputs and gradients were right in one.
-        like: One that is dealt, in which some groups exchange that do not here, or the other way round: the code around
-            all others is shown the same.
+        by: Whether positions are sharded over tensor ranks, context ranks, or both.
+        sequence: Leaf index and dim, from `find_sequence`.
+        guess: Whether to guess over which ranks the gradients of weights are summed, instead of comparing sums.
+        prove: Whether to prove the plan in all settings; otherwise outputs and gradients were compared in one.
+        same_as: A plan with a sharded sequence in which other groups exchange: modules around the groups that are the
+            same in both see the same lengths.
     """
     if sequence is None:
         return replace(plan, undealt="no argument of the unit has the shape of its result")
     place, dim = sequence
     reason = ""
-    for shown in itertools.islice(_shown(unit, plan, by, like), _MOST_TRIALS):
+    for shown in itertools.islice(_full_length_choices(unit, plan, by, same_as), _MAX_TRIALS):
         positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
-        dealt = _dealt(plan, positions, proof, guess=guess, prove=prove)
-        if isinstance(dealt, UnitPlan):
-            return dealt
-        reason = reason or dealt
+        sharded = _sharded(plan, positions, proof, guess=guess, prove=prove)
+        if isinstance(sharded, UnitPlan):
+            return sharded
+        reason = reason or sharded
     return replace(plan, undealt=reason)
 
 
-def sequence_of(proof: Proof) -> tuple[int, int] | None:
-    """Which argument is the sequence, and which of its dims holds the positions; None if there is none."""
-    results = {tuple(out.shape) for out in proof.whole(proof.first).outputs if isinstance(out, Tensor)}
+def find_sequence(proof: Proof) -> tuple[int, int] | None:
+    """Find the leaf index of the sequence among the arguments, and its dim of positions; None if there is none."""
+    results = {tuple(out.shape) for out in proof.reference(proof.first).outputs if isinstance(out, Tensor)}
     for place, leaf in enumerate(proof.example.leaves):
-        # The first such argument is what flows through; others are beside it.
+        # The first such argument is the hidden state; others are additional inputs.
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and tuple(leaf.shape) in results:
             if leaf.dim() != 3:
                 return (place, 0) if leaf.dim() == 2 else None
@@ -76,7 +76,7 @@ def sequence_of(proof: Proof) -> tuple[int, int] | None:
 def _mixes(proof: Proof, place: int, dim: int) -> bool:
     """Whether the unit mixes values along a dim: samples of a batch are not mixed, positions mostly are.
 
-    One place in the middle is changed; where values are mixed, results before or after it change too.
+    One index in the middle is changed; where values are mixed, results before or after it change too.
     """
     setting = replace(proof.first, grad=False)
     leaf = proof.example.leaves[place]
@@ -85,28 +85,30 @@ def _mixes(proof: Proof, place: int, dim: int) -> bool:
     leaves[place].select(dim, middle).mul_(-0.5)
     changed = run_whole(proof.unit, replace(proof.example, leaves=tuple(leaves)), setting)
     others = [index for index in range(leaf.shape[dim]) if index != middle]
-    pairs = zip(proof.whole(setting).outputs, changed.outputs, strict=True)
-    alike = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == leaf.shape == b.shape]
-    return not all(torch.equal(a.select(dim, i), b.select(dim, i)) for a, b in alike for i in others)
+    pairs = zip(proof.reference(setting).outputs, changed.outputs, strict=True)
+    compared = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == leaf.shape == b.shape]
+    return not all(torch.equal(a.select(dim, i), b.select(dim, i)) for a, b in compared for i in others)
 
 
 def _num_dims(proof: Proof, place: int) -> int:
     return int(proof.example.leaves[place].dim())
 
 
-def _shown(unit: nn.Module, plan: UnitPlan, by: DealtBy, like: UnitPlan | None) -> Iterator[tuple[str, ...]]:
-    """Modules to be shown the length of the whole sequence; for each group one around its columns, or none."""
+def _full_length_choices(
+    unit: nn.Module, plan: UnitPlan, by: SequenceAxes, same_as: UnitPlan | None
+) -> Iterator[tuple[str, ...]]:
+    """Yield choices of modules that see the full length: for each group one around its columns, or none."""
     choices = []
     for group in plan.groups if by != "context" else filter(plan.exchanges, plan.groups):
-        around = _around(group, unit)
-        if like is not None and like.positions is not None and like.exchanges(group) == plan.exchanges(group):
-            around = [next((fqn for fqn in around if fqn in like.positions.shown), None)]
+        around = _modules_around(group, unit)
+        if same_as is not None and same_as.positions is not None and same_as.exchanges(group) == plan.exchanges(group):
+            around = [next((fqn for fqn in around if fqn in same_as.positions.shown), None)]
         choices.append(around)
     for chosen in itertools.product(*choices):
         yield tuple(dict.fromkeys(fqn for fqn in chosen if fqn is not None))
 
 
-def _around(group: Group, unit: nn.Module) -> list[str | None]:
+def _modules_around(group: Group, unit: nn.Module) -> list[str | None]:
     if group.role == "attention":
         return [None]
     paths = [fqn.split(".")[:-1] for fqn in group.columns]
@@ -116,8 +118,8 @@ def _around(group: Group, unit: nn.Module) -> list[str | None]:
     return [*callable_ones, None]
 
 
-def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: bool, prove: bool) -> UnitPlan | str:
-    """The plan with these positions, completed by what a trial shows; or what is wrong with it."""
+def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: bool, prove: bool) -> UnitPlan | str:
+    """Complete the plan by what a trial with these positions shows; or return what is wrong with it."""
     if plan.positions is not None:
         positions = replace(positions, features=plan.positions.features, parts=plan.positions.parts)
     rules = dict(plan.rules)
@@ -126,26 +128,26 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: boo
     outputs: tuple[int, ...] = ()
     summed: dict[Axis, list[str]] = {"tensor": [], "context": []}
     guessed = [fqn for fqn, parameter in proof.unit.named_parameters() if parameter.dim() > 1] if guess else []
-    # Code that runs in eval mode alone is shown positions too.
-    settings = [proof.first] if proof.is_as_first(proof.evaluating) else [proof.first, proof.evaluating]
+    # Code that runs only in eval mode sees local positions too.
+    settings = [proof.first] if proof.runs_as_first(proof.eval_mode) else [proof.first, proof.eval_mode]
     for setting in settings:
         outcomes = proof.outcomes(candidate, setting, learning=True, without=guessed)
         if isinstance(outcomes, str):
             return outcomes
-        dealing = proof.ranks.dealings[0]
-        if dealing is None:
-            return "nothing was dealt"
-        for fqn, places in dealing.inputs.items():
+        sharding = proof.ranks.sequence_shardings[0]
+        if sharding is None:
+            return "nothing was sharded"
+        for fqn, places in sharding.inputs.items():
             inputs[fqn] = tuple(sorted({*inputs.get(fqn, ()), *places}))
-        outputs = dealing.outputs
+        outputs = sharding.outputs
         if setting == proof.first:
-            wrong = _summed(candidate, outcomes, proof, guessed, summed)
-            if wrong:
-                return wrong
+            failure = _find_summed(candidate, outcomes, proof, guessed, summed)
+            if failure:
+                return failure
     if not outputs:
         return "no result of the unit has positions"
     changed = {site: rule for site, rule in rules.items() if rule and site not in plan.rules}
-    dealt = replace(
+    sharded = replace(
         candidate,
         positions=replace(
             positions,
@@ -156,37 +158,37 @@ def _dealt(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: boo
         ),
         watched=plan.watched or bool(changed),
     )
-    return (proof.first_failure(dealt) if prove else None) or dealt
+    return (proof.first_failure(sharded) if prove else None) or sharded
 
 
-def _summed(
+def _find_summed(
     plan: UnitPlan, outcomes: list[Outcome], proof: Proof, guessed: Collection[str], summed: dict[Axis, list[str]]
 ) -> str:
-    """Note the parameters of which each rank has the gradient of its own positions; or say what is wrong with one.
+    """Collect the parameters whose gradients cover only local positions; returns what is wrong with one, or "".
 
     Args:
-        plan: By which the ranks ran.
-        outcomes: Of the ranks.
+        plan: The plan by which the ranks ran.
+        outcomes: The outcomes of all ranks.
         proof: Of the unit.
-        guessed: Of these the ranks have no gradients; that each has those of its positions alone is likely.
-        summed: Filled: over which ranks their gradients are summed.
+        guessed: Parameters without gradients in this trial; each rank is assumed to have those of its local positions.
+        summed: Filled in: the parameters whose gradients are summed over each axis.
     """
     tolerance = TOLERANCE if proof.dtype is torch.float64 else LOOSE_TOLERANCE
-    for name, wanted in proof.whole(proof.first).grads.items():
+    for name, wanted in proof.reference(proof.first).grads.items():
         if name in guessed:
-            for axis in max(_sums(plan, name), key=len, default=()):
+            for axis in max(_summed_axes(plan, name), key=len, default=()):
                 summed[axis].append(name)
             continue
-        sides = beside(outcomes, plan, name, "grads", wanted)
+        sides = local_and_expected(outcomes, plan, name, "grads", wanted)
         if name not in plan.placements:  # an input, of which each rank must have all of the gradient
             errors = [difference_of(grad, wanted, tolerance) for grad in sides[0][0]]
-            if wrong := next((error for error in errors if error is not None), None):
-                return f"gradient of {name}: {wrong}"
+            if failure := next((error for error in errors if error is not None), None):
+                return f"gradient of {name}: {failure}"
             continue
         error: str | None = None
-        for axes in _sums(plan, name):
-            added = [(addends, part) for found, part in sides for addends in _added(found, axes, plan)]
-            differences = (_difference(addends, part, tolerance, wanted) for addends, part in added)
+        for axes in _summed_axes(plan, name):
+            compared = [(addends, shard) for found, shard in sides for addends in _summands(found, axes, plan)]
+            differences = (_difference(addends, shard, tolerance, wanted) for addends, shard in compared)
             error = next((difference for difference in differences if difference is not None), None)
             if error is None:
                 for axis in axes:
@@ -197,14 +199,14 @@ def _summed(
     return ""
 
 
-def _difference(addends: list[Tensor], part: Tensor, tolerance: float, wanted: Tensor) -> str | None:
+def _difference(addends: list[Tensor], shard: Tensor, tolerance: float, wanted: Tensor) -> str | None:
     if len(addends) > 1:
-        return difference_of_sum(addends, part, tolerance, whole=wanted)
-    return None if are_alike(addends[0], part, tolerance, whole=wanted) else "another one on each rank"
+        return difference_of_sum(addends, shard, tolerance, whole=wanted)
+    return None if are_alike(addends[0], shard, tolerance, whole=wanted) else "another one on each rank"
 
 
-def _sums(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
-    """Over which ranks the gradient of a parameter may have to be summed: least comes first."""
+def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
+    """Return the axes over which the gradient of a parameter may have to be summed, fewest first."""
     assert plan.positions is not None
     over_tensor = plan.positions.by != "context" and plan.placements[name] == Replicated() and name not in plan.summed
     if plan.positions.by == "tensor":
@@ -212,13 +214,13 @@ def _sums(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
     return [(), ("context",), ("tensor",), ("tensor", "context")] if over_tensor else [(), ("context",)]
 
 
-def _added(found: list[Tensor], axes: tuple[Axis, ...], plan: UnitPlan) -> list[list[Tensor]]:
-    """What ranks have of a gradient, as the sums over some axes add it up.
+def _summands(found: list[Tensor], axes: tuple[Axis, ...], plan: UnitPlan) -> list[list[Tensor]]:
+    """Group the local gradients of ranks into the addends of each sum over some axes.
 
     Args:
-        found: Of tensor ranks times context ranks, or of the context ranks of one tensor rank.
-        axes: Over which is summed.
-        plan: Of the unit.
+        found: Local gradients of tensor ranks times context ranks, or of the context ranks of one tensor rank.
+        axes: The axes to sum over.
+        plan: The plan of the unit.
     """
     context = len(found) if len(found) < plan.size * plan.context else plan.context
     rows = [found[start : start + context] for start in range(0, len(found), context)]  # one for each tensor rank

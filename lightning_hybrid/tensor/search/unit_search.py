@@ -1,4 +1,4 @@
-"""The search for the plan of one unit: tensor ranks, and positions of its sequence."""
+"""The search for the plan of one unit, over tensor ranks and context ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.tensor.plan.unit_plan import Deal, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Wishes, check_done
-from lightning_hybrid.tensor.search.context_search import Regions, deal_in_context
+from lightning_hybrid.tensor.requests.precedence import Wishes, check_followed
+from lightning_hybrid.tensor.search.context_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.group_search import GroupSearch
 from lightning_hybrid.tensor.trial.equivalence_proof import Proof, proof_of
 
@@ -32,26 +32,24 @@ def plan_unit(
 ) -> UnitPlan:
     """Find how a unit can be sharded over tensor ranks, and prove it.
 
-    The unit itself, its weights and torch's generators are left alone: everything is tried on a copy with random
-    weights. The same unit, arguments and seed give the same plan.
+    The unit itself, its weights and torch's generators are unchanged: all trials run on a copy with random weights. The
+    same unit, arguments and seed give the same plan.
 
     Args:
-        unit: The smallest module that a cut never enters.
-        example_args: Arguments of one call, as in training: what needs a gradient there, needs one here. Tensors
-            without content will do.
+        unit: The smallest module that a pipeline cut never enters.
+        example_args: Arguments of one call as in training, with ``requires_grad`` as there. Fake tensors will do.
         example_kwargs: Its keyword arguments.
         size: Number of tensor ranks.
-        whole: Parameters that must stay whole, each with the reason, by FQN inside the unit.
-        context: Number of context ranks, to which positions of the sequence are dealt.
-        deal: Deal positions to tensor ranks, between what they share ("tensor": sequence parallelism); those that a
-            context rank has, if there are several.
-        wishes: What plans ask for its modules.
-        vocabulary: Weights and biases that are to be cut by their vocabulary, by FQN inside the unit, each with the
-            dim along which it lies.
-        seed: Of the random weights.
+        whole: Parameters that must stay replicated, each with the reason, by FQN inside the unit.
+        context: Number of context ranks, over which the sequence is sharded.
+        deal: "tensor" to shard the sequence, or the shard of a context rank, over tensor ranks
+            between regions (sequence parallelism).
+        wishes: The requests of plans for its modules.
+        vocabulary: Weights and biases to shard by vocabulary, by FQN inside the unit, each with its dim of rows.
+        seed: Seed of the random weights.
 
     Returns:
-        A proved plan; at worst one that keeps everything whole and says why.
+        A proved plan; at worst one that replicates everything and has the reason.
 
     Raises:
         TensorPlanError: The user's plan cannot be followed, or is not proved.
@@ -62,40 +60,52 @@ def plan_unit(
     wishes = wishes or Wishes()
     with torch.random.fork_rng(devices=[]):
         least = size * context if deal == "tensor" else 1
-        given = unit, example_args, example_kwargs or {}, size, seed, vocabulary
-        proof = proof_of(*given, context=context, least=least)
+        arguments = unit, example_args, example_kwargs or {}, size, seed, vocabulary
+        proof = proof_of(*arguments, context=context, least=least)
         if isinstance(proof, str):
-            plan = UnitPlan.whole(unit, size, proof)
+            plan = UnitPlan.unsharded(unit, size, proof)
         else:
-            kept = {**(whole or {}), **wishes.whole(unit)}
-            on_tensor, dealt = (proof, deal) if context == 1 else (proof.on(size), None)
-            search = GroupSearch(unit, on_tensor, kept, wishes, dealt, vocabulary or {})
-            plan = search.run()
-            if search.spoiled:  # outputs were right in trials where gradients are not
-                search = search.carefully()
-                plan = search.run()
-            if context > 1:
-                plan = _with_context(plan, search, proof, deal)
-            if plan.num_sharded and not plan.vocabulary and (line := proof.value_read):
-                plan = UnitPlan.whole(
-                    unit, size, f"it reads values of tensors ({line}), of which ranks would have parts"
-                )
-            plan = replace(plan, calls=proof.calls)
-    check_done(wishes, plan)
+            excluded = {**(whole or {}), **wishes.replicated(unit)}
+            plan = _search(unit, proof, size, excluded, deal, wishes, vocabulary or {})
+    check_followed(wishes, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
+def _search(
+    unit: nn.Module,
+    proof: Proof,
+    size: int,
+    excluded: Mapping[str, str],
+    deal: Deal,
+    wishes: Wishes,
+    vocabulary: Mapping[str, int],
+) -> UnitPlan:
+    """Search over tensor ranks, then over context ranks; the result is proved."""
+    context = proof.ranks.context
+    on_tensor, on_tensor_deal = (proof, deal) if context == 1 else (proof.on(size), None)
+    search = GroupSearch(unit, on_tensor, excluded, wishes, on_tensor_deal, vocabulary)
+    plan = search.run()
+    if search.proof_failed:  # outputs were right in trials where gradients are not
+        search = search.with_gradients()
+        plan = search.run()
+    if context > 1:
+        plan = _with_context(plan, search, proof, deal)
+    if plan.num_sharded and not plan.vocabulary and (line := proof.value_read):
+        plan = UnitPlan.unsharded(unit, size, f"it reads values of tensors ({line}), of which ranks would have shards")
+    return replace(plan, calls=proof.calls)
+
+
 def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, deal: Deal) -> UnitPlan:
-    """The plan of a search over tensor ranks with positions dealt to context ranks as well."""
+    """Shard the sequence of a plan over tensor ranks over context ranks as well."""
     size, context = proof.ranks.size, proof.ranks.context
     if plan.vocabulary:
-        return replace(plan, context=context, undealt="ranks that look up or multiply by their rows need all positions")
-    wide = search.over_more(proof.on(size * context), plan.placements, size, context)
-    given = plan
-    for with_heads in (True, False):  # mostly what mixes positions has heads
-        exchanged, why = wide.exchanged(None if size == 1 else search.parts, with_heads=with_heads)
-        regions = Regions(wide.linears, search.parts, exchanged, search.reasons, why)
-        plan = deal_in_context(proof.unit, given, regions, proof, deal)
+        return replace(plan, context=context, undealt="vocabulary-parallel lookups and products need all positions")
+    wide = search.over_all_ranks(proof.on(size * context), plan.placements, size, context)
+    over_tensor = plan
+    for with_heads in (True, False):  # groups that mix positions mostly have heads
+        exchanged, why = wide.exchanged(None if size == 1 else search.groups, with_heads=with_heads)
+        groups = ShardedGroups(wide.linears, search.groups, exchanged, search.reasons, why)
+        plan = shard_over_context(proof.unit, over_tensor, groups, proof, deal)
         if plan.positions is not None:
             break
     return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)

@@ -1,7 +1,7 @@
-"""The proof that a vocabulary-parallel cross entropy is that of the full logits.
+"""The proof that a vocabulary-parallel cross entropy equals that of the full logits.
 
-The units are proved by themselves, and a loss is often no part of any. So this is done once for each size of a
-vocabulary, with a weight that is both looked up and multiplied by.
+Units are proved by themselves, and the loss is often in none of them. So this is done once for each size of a
+vocabulary, with a tied weight: it is both looked up and multiplied by.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 _WIDTH, _POSITIONS = 5, (3, 7)
-_MOST_ROWS = 97
+_MAX_ROWS = 97
 
 
 def cross_entropy_failure(length: int, size: int) -> str | None:
-    """What is wrong with a cross entropy in parts, in random float64 numbers; None if nothing is.
+    """Compare a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
 
     Args:
-        length: Of the vocabulary; a large one is stood for by a small one that is as uneven.
+        length: Rows of the vocabulary; a large one is replaced by a small one that is as uneven.
         size: Number of tensor ranks.
     """
-    rows = length if length <= _MOST_ROWS * size else _MOST_ROWS * size + length % size
+    rows = length if length <= _MAX_ROWS * size else _MAX_ROWS * size + length % size
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -41,20 +41,20 @@ def cross_entropy_failure(length: int, size: int) -> str | None:
 
     def one(ranks: ThreadRanks) -> list[Tensor]:
         vocabulary = Vocabulary(rows, ranks)
-        own = [cut(whole, vocabulary.shard(0), ranks.rank, size) for whole in (weight, bias)]
-        return _run(own[0], own[1], x, tokens, targets, vocabulary)
+        local = [cut(full, vocabulary.shard(0), ranks.rank, size) for full in (weight, bias)]
+        return _run(local[0], local[1], x, tokens, targets, vocabulary)
 
     try:
         outcomes = on_ranks(size, one)
     except TrialFailed as failure:
         return str(failure)
     placement = Shard.unevenly(0, rows, size)
-    for place, (name, wanted) in enumerate(zip(_NAMES, expected, strict=True)):
-        each = [outcome[place] for outcome in outcomes]
+    for index, (name, wanted) in enumerate(zip(_NAMES, expected, strict=True)):
+        each = [outcome[index] for outcome in outcomes]
         for found in [join(each, placement)] if "row" in name else each:
             distance = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
             if not distance <= TOLERANCE:
-                return f"{name} of a cross entropy in parts: relative difference {distance:.1e}"
+                return f"{name} of a vocabulary-parallel cross entropy: relative difference {distance:.1e}"
     return None
 
 
@@ -65,10 +65,10 @@ def _run(
     weight: Tensor, bias: Tensor, x: Tensor, tokens: Tensor, targets: Tensor, vocabulary: Vocabulary | None
 ) -> list[Tensor]:
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (weight, bias, x)]
-    own, added, x = inputs
+    rows, row_biases, x = inputs
     if vocabulary is not None:
-        own, added = represent(own, 0, vocabulary), represent(added, 0, vocabulary)
-    logits = F.linear(F.embedding(tokens, own) * 0.5 + x, own, added)
+        rows, row_biases = represent(rows, 0, vocabulary), represent(row_biases, 0, vocabulary)
+    logits = F.linear(F.embedding(tokens, rows) * 0.5 + x, rows, row_biases)
     shifted = logits[:, :-1].flatten(0, 1)
     loss = F.cross_entropy(shifted, targets[:, 1:].flatten())
     smooth = F.cross_entropy(logits.transpose(1, 2), targets, label_smoothing=0.1, reduction="sum")

@@ -1,1 +1,1 @@
-"""Try a plan with threads as ranks, and compare it with the layer."""
+"""Trials of a plan with threads as ranks, and the proof that it is equivalent to the unsharded layer."""

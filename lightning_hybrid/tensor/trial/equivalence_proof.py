@@ -1,4 +1,4 @@
-"""The proof that a sharded unit is the unit: outputs, gradients and buffers, in all its modes."""
+"""The proof that a sharded unit is equivalent to the unit: equal outputs, gradients and buffers, in all modes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from lightning_hybrid.tensor.trial.threaded_ranks import (
     Setting,
     TrialFailed,
     TrialRanks,
-    beside,
+    local_and_expected,
     run_whole,
 )
 
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
-LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it and nothing stops it
+LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it
 
 
 @dataclass
 class Proof:
-    """Compares plans with the whole unit on one example.
+    """Compares sharded runs of a unit with the unsharded unit on one example.
 
     Attributes:
-        unit: The unit with random weights.
+        unit: A copy of the unit with random weights.
         example: Its arguments.
         ranks: Runs it on all ranks.
-        dtype: Of weights and arguments.
-        cut_outputs: Outputs of the last run that had the local size along one dim: place -> dim.
+        dtype: Dtype of weights and arguments.
+        sharded_outputs: Outputs of the last run that had the local size along one dim: index -> dim.
         relative_error: What the last run differed by; infinite where not by numbers alone.
     """
 
@@ -52,54 +52,52 @@ class Proof:
 
     @property
     def first(self) -> Setting:
-        """The setting that finds most errors."""
+        """Train mode with gradients: the setting that finds most errors."""
         return Setting(dtype=self.dtype)
 
     @property
-    def evaluating(self) -> Setting:
-        """In which code runs that trained units do not have."""
+    def eval_mode(self) -> Setting:
+        """Eval mode without gradients, in which units may run other code than in training."""
         return Setting(training=False, grad=False, dtype=self.dtype)
 
     @property
-    def unwatched(self) -> Setting:
-        """As the user's code will see it: torch takes other paths where nothing watches."""
-        return replace(self.evaluating, exact=False)
+    def without_modes(self) -> Setting:
+        """Eval mode without function modes, as in a run of the user: torch takes other paths there."""
+        return replace(self.eval_mode, exact=False)
 
     @property
     def settings(self) -> list[Setting]:
-        """All that a plan must pass."""
+        """The settings in which a plan must pass."""
         return [
             self.first,
             Setting(training=False, dtype=self.dtype),
             Setting(grad=False, dtype=self.dtype),
-            self.evaluating,
-            self.unwatched,
+            self.eval_mode,
+            self.without_modes,
         ]
 
     def __post_init__(self) -> None:
-        self._whole: dict[str, tuple[Outcome, frozenset[str]]] = {}  # and whose gradients it lacks
-        self._as_first: dict[str, bool] = {}
-        self.cut_outputs: dict[int, int] = {}
+        self._references: dict[str, tuple[Outcome, frozenset[str]]] = {}  # with the names of missing gradients
+        self._same_as_first: dict[str, bool] = {}
+        self.sharded_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
-        """The same example on other numbers of tensor and context ranks."""
+        """Make a proof of the same example on other numbers of tensor and context ranks."""
         proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
-        proof._whole, proof._as_first = self._whole, self._as_first
+        proof._references, proof._same_as_first = self._references, self._same_as_first
         return proof
 
-    def whole(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
-        """What the whole unit gives, at least; run once for each setting.
+    def reference(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
+        """Return the outcome of the unsharded unit, which runs once for each setting.
 
-        Args:
-            setting: How it is run.
-            without: Parameters whose gradients are not wanted.
+        Gradients of the parameters in `without` may be missing.
         """
         key = f"{setting} {setting.exact}"
-        known = self._whole.get(key)
-        if known is None or not known[1] <= set(without):
-            known = self._whole[key] = run_whole(self.unit, self.example, setting, without), frozenset(without)
-        return known[0]
+        cached = self._references.get(key)
+        if cached is None or not cached[1] <= set(without):
+            cached = self._references[key] = run_whole(self.unit, self.example, setting, without), frozenset(without)
+        return cached[0]
 
     def difference(
         self,
@@ -110,27 +108,27 @@ class Proof:
         forward_only: bool = False,
         without: Collection[str] = (),
     ) -> str | None:
-        """What differs first when the unit runs by a plan, or None if nothing does.
+        """Run the unit by a plan; returns the first difference from the unsharded unit, or None.
 
         Args:
-            plan: How it is sharded.
-            setting: How it is run.
-            learning: Whether rules are made on the way.
-            forward_only: Whether outputs alone are looked at.
-            without: Parameters whose gradients are not looked at.
+            plan: The plan.
+            setting: The setting of the run.
+            learning: Whether the run makes the rules of the plan.
+            forward_only: Whether to compare outputs alone.
+            without: Parameters whose gradients are not compared.
         """
         outcomes = self.outcomes(plan, setting, learning=learning, forward_only=forward_only, without=without)
         if isinstance(outcomes, str) or forward_only:
             return outcomes if isinstance(outcomes, str) else None
-        expected, tolerance = self.whole(setting, () if learning else without), self._tolerance(setting)
+        expected, tolerance = self.reference(setting, () if learning else without), self._tolerance(setting)
         # While learning, a rank that sees only its slice of a norm's statistics cannot have all of them.
         for kind in ("grads",) if learning else ("grads", "buffers"):
             for name, wanted in getattr(expected, kind).items():
                 if kind == "grads" and name in without:
                     continue
-                for found, part in beside(outcomes, plan, name, kind, wanted):
+                for found, shard in local_and_expected(outcomes, plan, name, kind, wanted):
                     for each in found:
-                        if (error := difference_of(each, part, tolerance, whole=wanted)) is not None:
+                        if (error := difference_of(each, shard, tolerance, whole=wanted)) is not None:
                             self.relative_error = error.relative
                             return f"{kind[:-1]} of {name} in {setting}: {error}"
         return None
@@ -144,17 +142,17 @@ class Proof:
         forward_only: bool = False,
         without: Collection[str] = (),
     ) -> list[Outcome] | str:
-        """What the ranks have when the unit runs by a plan; or what is wrong with its outputs, or else.
+        """Run the unit by a plan; returns the outcomes of all ranks, or a failure or the first difference of outputs.
 
         Args:
-            plan: How it is sharded.
-            setting: How it is run.
-            learning: Whether rules are made on the way.
-            forward_only: Whether outputs alone are wanted.
-            without: Parameters whose gradients are not wanted.
+            plan: The plan.
+            setting: The setting of the run.
+            learning: Whether the run makes the rules of the plan.
+            forward_only: Whether to skip the backward.
+            without: Parameters whose gradients are not needed.
         """
-        self.cut_outputs, self.relative_error = {}, math.inf
-        expected = self.whole(setting, () if learning else without)
+        self.sharded_outputs, self.relative_error = {}, math.inf
+        expected = self.reference(setting, () if learning else without)
         wrong: list[str] = []
 
         def are_right(outcomes: list[Outcome]) -> bool:  # else nothing is run backward
@@ -168,68 +166,66 @@ class Proof:
         return wrong[0] if wrong else found
 
     def _outputs_differ(self, outcomes: list[Outcome], expected: Outcome, setting: Setting) -> str | None:
-        """What differs first between the outputs of ranks and those of the whole unit, or None if nothing does."""
+        """The first difference between the outputs of ranks and those of the unsharded unit, or None."""
         for rank, outcome in enumerate(outcomes):
             if len(outcome.outputs) != len(expected.outputs):
                 return f"rank {rank} returns {len(outcome.outputs)} values, not {len(expected.outputs)}"
-            self.cut_outputs |= self._cut_outputs(outcome, expected)
-            for place, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+            self.sharded_outputs |= self._sharded_outputs(outcome, expected)
+            for index, (found, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
                 if (error := difference_of(found, wanted, self._tolerance(setting))) is not None:
                     self.relative_error = error.relative
-                    return f"output {place} of rank {rank} in {setting}: {error}"
+                    return f"output {index} of rank {rank} in {setting}: {error}"
         return None
 
     def _tolerance(self, setting: Setting) -> float:
         return TOLERANCE if setting.exact and self.dtype is torch.float64 else LOOSE_TOLERANCE
 
-    def _cut_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
+    def _sharded_outputs(self, outcome: Outcome, expected: Outcome) -> dict[int, int]:
         found = {}
-        for place, (local, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
+        for index, (local, wanted) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
             if isinstance(local, Tensor) and isinstance(wanted, Tensor) and local.dim() == wanted.dim():
                 differ = [dim for dim in range(local.dim()) if local.shape[dim] != wanted.shape[dim]]
                 if len(differ) == 1 and local.shape[differ[0]] * self.ranks.size == wanted.shape[differ[0]]:
-                    found[place] = differ[0]
+                    found[index] = differ[0]
         return found
 
     def first_failure(self, plan: UnitPlan) -> str | None:
-        """What differs in any setting, or None: then the plan is proved."""
-        failures = (self.difference(plan, setting) for setting in self.settings if not self.is_as_first(setting))
+        """Return the first difference in any setting, or None if the plan is proved."""
+        failures = (self.difference(plan, setting) for setting in self.settings if not self.runs_as_first(setting))
         return next((failure for failure in failures if failure is not None), None)
 
-    def is_as_first(self, setting: Setting) -> bool:
-        """Whether the whole unit calls the same of torch from the same lines as in the first setting, to the same bits.
+    def runs_as_first(self, setting: Setting) -> bool:
+        """Return whether the unit makes the same torch calls from the same lines as in the first setting, bit for bit.
 
-        What holds there holds here: nothing that a plan is made of can tell the two apart.
-
-        Args:
-            setting: Another one.
+        A proof in the first setting holds in such a setting too: no rule of a plan can tell the two apart.
         """
         if not setting.exact or setting == self.first:
             return False
-        known = self._as_first.get(str(setting))
-        if known is None:
-            first = self.whole(self.first)
-            here = run_whole(self.unit, self.example, setting, backward=False) if setting.grad else self.whole(setting)
-            known = self._as_first[str(setting)] = (
+        cached = self._same_as_first.get(str(setting))
+        if cached is None:
+            first = self.reference(self.first)
+            forward = partial(run_whole, self.unit, self.example, setting, backward=False)
+            here = forward() if setting.grad else self.reference(setting)
+            cached = self._same_as_first[str(setting)] = (
                 here.path == first.path
                 and len(here.outputs) == len(first.outputs)
-                and all(map(_are_same, here.outputs, first.outputs))
-                and all(map(_are_same, here.buffers.values(), first.buffers.values()))
+                and all(map(_are_equal, here.outputs, first.outputs))
+                and all(map(_are_equal, here.buffers.values(), first.buffers.values()))
             )
-        return known
+        return cached
 
     @property
     def calls(self) -> frozenset[int]:
-        """The lines of the unit's code that called torch in its own runs so far; see ``proved_calls``."""
-        return frozenset(call for outcome, _ in self._whole.values() for call in calls_of(outcome.path))
+        """The lines of the unit's code that called torch in its unsharded runs so far, for `proved_calls`."""
+        return frozenset(call for outcome, _ in self._references.values() for call in calls_of(outcome.path))
 
     @property
     def value_read(self) -> str:
-        """A line at which the unit reads values of tensors; "" if it has not so far."""
-        return next(filter(None, (value_read_in(outcome.path) for outcome, _ in self._whole.values())), "")
+        """The first line at which the unit has read values of tensors; "" if there is none."""
+        return next(filter(None, (value_read_in(outcome.path) for outcome, _ in self._references.values())), "")
 
     def run_unit(self) -> None:
-        """One run of the whole unit on its example."""
+        """Run the unsharded unit once on its example."""
         _run(self.unit, self.example, self.dtype)
 
 
@@ -244,53 +240,53 @@ def proof_of(
     context: int = 1,
     least: int = 1,
 ) -> Proof | str:
-    """What plans of a unit are compared with, or why there is nothing.
+    """Make the proof of a unit, or return why that is not possible.
 
     Args:
-        unit: The user's; a copy with random weights is run.
+        unit: The user's unit; a copy with random weights is run.
         args: Arguments of one call.
         kwargs: Its keyword arguments.
         size: Number of tensor ranks.
-        seed: Of the random weights.
-        vocabulary: What is cut by its vocabulary: FQN -> dim; each rank is asked for some of its rows.
+        seed: Seed of the random weights.
+        vocabulary: Vocabulary-parallel parameters: FQN -> dim; the example looks up rows of each rank.
         context: Number of context ranks.
-        least: Positions that the example has at least.
+        least: Minimal number of positions of the example.
     """
     if size * context == 1:
         return "there is one tensor rank"
     generator = torch.Generator().manual_seed(seed)
     errors: list[Exception] = []
-    # Some kernels have no float64; float32 tells right from wrong too, less sharply.
+    # Some kernels have no float64; float32 finds errors too, with a larger tolerance.
     for dtype in (torch.float64, torch.float32):
         try:
-            twin = random_copy(unit, generator, dtype)
+            unit_copy = random_copy(unit, generator, dtype)
         except Exception as error:
             return f"the unit cannot be copied: {type(error).__name__}: {error}"
-        runs = partial(_runs, twin, dtype, errors)
-        example = make_example(args, kwargs, twin, size * context, runs, generator, dtype, max(context, least))
-        # Code that casts by itself runs in its own dtype alone where nothing watches.
+        runs = partial(_can_run, unit_copy, dtype, errors)
+        example = make_example(args, kwargs, unit_copy, size * context, runs, generator, dtype, max(context, least))
+        # Code with casts may run only in its own dtype where no function mode is active.
         if example is not None:
             if vocabulary:
-                lengths = {twin.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
+                lengths = {unit_copy.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
-            proof = Proof(twin, example, TrialRanks(twin, size, context), dtype)
-            if written := _written_by(proof):
-                return f"its forward writes {written}, which ranks would do to copies"
-            if dtype is torch.float32 or _runs_by_itself(proof):
+            proof = Proof(unit_copy, example, TrialRanks(unit_copy, size, context), dtype)
+            if written_name := _parameter_written_by(proof):
+                return f"its forward writes {written_name}, which ranks would do to copies"
+            if dtype is torch.float32 or _runs_without_modes(proof):
                 return proof
     return f"a copy of the unit with random weights does not run: {errors[-1]}"
 
 
 @torch.no_grad()
-def _written_by(proof: Proof) -> str:
-    """FQN of a parameter that the unit writes in its forward (to a norm, to a range); "" if it writes none."""
+def _parameter_written_by(proof: Proof) -> str:
+    """FQN of a parameter that the forward writes (renormalizes, clamps); "" if there is none."""
     parameters = dict(proof.unit.named_parameters())
     before = {name: parameter.data for name, parameter in parameters.items()}
-    large = {name: (data * 1000).to(data.dtype) for name, data in before.items()}  # out of any range, and of no norm
+    large = {name: (data * 1000).to(data.dtype) for name, data in before.items()}  # outside of any range or norm
     try:
         for name, parameter in parameters.items():
             parameter.data = large[name].clone()
-        with contextlib.suppress(Exception):  # sums of large numbers may be none
+        with contextlib.suppress(Exception):  # large numbers may overflow
             run_whole(proof.unit, proof.example, proof.first, backward=False)
         return next((name for name, p in parameters.items() if not torch.equal(p.data, large[name])), "")
     finally:
@@ -298,7 +294,7 @@ def _written_by(proof: Proof) -> str:
             parameter.data = before[name]
 
 
-def _are_same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     return type(a) is type(b)
@@ -310,7 +306,7 @@ def _run(unit: nn.Module, example: Example, dtype: torch.dtype) -> None:
         unit(*args, **kwargs)
 
 
-def _runs(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example: Example) -> bool:
+def _can_run(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example: Example) -> bool:
     try:
         with torch.no_grad():
             _run(unit, example, dtype)
@@ -320,25 +316,25 @@ def _runs(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], example:
         return False
 
 
-def _runs_by_itself(proof: Proof) -> bool:
+def _runs_without_modes(proof: Proof) -> bool:
     try:
-        proof.whole(proof.unwatched)
+        proof.reference(proof.without_modes)
         return True
     except Exception:
         return False
 
 
-def prove_again(
+def prove_cached(
     unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan, *, seed: int = 0
 ) -> UnitPlan | None:
-    """The plan if it holds for a unit, and None otherwise.
+    """Prove a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails.
 
     Args:
-        unit: The user's.
+        unit: The user's unit.
         args: Arguments of one call.
         kwargs: Its keyword arguments.
-        plan: Made for a unit of the same structure.
-        seed: Of the random weights.
+        plan: The plan.
+        seed: Seed of the random weights.
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):

@@ -1,8 +1,7 @@
 """Example inputs for a unit, small, made from those of the recorded step.
 
 Sizes that do not depend on the weights (batch, positions) become small primes that are no multiples of each other or of
-the number of ranks. So a trial takes milliseconds, and a size that user code wrote in terms of the whole cannot be
-mistaken for one of them.
+the number of ranks. So a trial takes milliseconds, and they differ from each feature size of the full or sharded unit.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ class Example:
     """The arguments of one call of a unit.
 
     Attributes:
-        leaves: What the arguments hold, flattened; floating tensors have the dtype of the proof.
-        spec: How they are put together.
+        leaves: The flattened arguments; floating tensors have the dtype of the proof.
+        spec: The structure of the arguments.
     """
 
     leaves: tuple[Any, ...]
     spec: Spec | None
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
-        """Fresh arguments for one run, and those that need a gradient, by their place among the leaves."""
+        """Make arguments for one run; returns args, kwargs, and the inputs that need a gradient by leaf index."""
         fresh: list[Any] = []
         inputs: dict[int, Tensor] = {}
-        for place, leaf in enumerate(self.leaves):
+        for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
                 value = leaf.detach().clone()
                 if leaf.requires_grad:
-                    inputs[place] = value.requires_grad_()
-                    # A unit's input is a result of others: it may be changed in place.
+                    inputs[index] = value.requires_grad_()
+                    # A unit's input is no leaf of autograd: it may be changed in place.
                     value = value.view_as(value) if torch.is_grad_enabled() else value
                 fresh.append(value)
             else:
@@ -62,24 +61,24 @@ def make_example(
     dtype: torch.dtype,
     least: int = 1,
 ) -> Example | None:
-    """An example with small sizes, on which the unit runs.
+    """Make an example with small sizes on which the unit runs.
 
     Args:
-        args: Positional arguments, real or without content.
+        args: Positional arguments, real or fake tensors among them.
         kwargs: Keyword arguments.
         unit: A copy of the unit with random weights.
-        size: Number of tensor ranks; no size will be a multiple of it that need not be.
+        size: Number of tensor ranks; no size is a multiple of it without need.
         runs: Whether the unit runs on an example.
-        generator: For the numbers of floating inputs without content.
-        dtype: Of floating inputs.
-        least: No size becomes smaller: ranks to which positions are dealt must have one each; and two each where
-            another dim comes first, since sizes of 1 are many.
+        generator: For the values of fake floating inputs.
+        dtype: Dtype of floating inputs.
+        least: Minimal size: each rank that the sequence is sharded over must have one position; two where another
+            dim comes first, since many sizes are 1.
 
     Returns:
-        None if the unit does not run on its own inputs.
+        The example, or None if the unit does not run on its recorded inputs.
     """
     leaves, spec = flatten((args, kwargs))
-    real = [_without_fakes(leaf, generator, dtype) for leaf in leaves]
+    real = [_with_real_tensors(leaf, generator, dtype) for leaf in leaves]
     needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
     if not needs:
         first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
@@ -90,48 +89,51 @@ def make_example(
     def example(sizes: Mapping[int, _Resize]) -> Example:
         return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
 
-    lengths = _lengths(real, weights)
-    enough = [prime for prime in _PRIMES if prime >= least] or [*_PRIMES[-1:]]
-    primes = [prime for prime in enough if prime % size and size % prime and prime not in weights] or enough
-    further = [prime for prime in primes[1:] if prime >= 2 * least] or primes
-    masked = _mask_lengths(leaves)
-    numbered: dict[int, int] = {}
-    for length in lengths:
-        fitting = [prime for prime in (further if numbered else primes) if prime <= length or length not in masked]
-        unused = [prime for prime in fitting if prime not in numbered.values()] or fitting
-        if unused:
-            numbered[length] = unused[0]
-    lengths = [*numbered]
-    free = {length: _Resize(numbered[length], _EVERY_DIM) for length in lengths if length not in weights}
+    small = _small_lengths(_lengths(real, weights), _mask_lengths(leaves), weights, size, least)
+    free = {length: _Resize(new, _EVERY_DIM) for length, new in small.items() if length not in weights}
     if runs(example(free)):
         return example(free)
-    # One of them may be given by the weights after all (features per head), or be a number of features by chance.
+    # One of them may depend on the weights after all (features per head), or equal a number of features by chance.
     found: dict[int, _Resize] = {}
-    for length in lengths:
+    for length, new in small.items():
         for spared in (_EVERY_DIM, _NOT_LAST, _NOT_LAST_OF_FEW):
-            attempt = {**found, length: _Resize(numbered[length], spared)}
+            attempt = {**found, length: _Resize(new, spared)}
             if runs(example(attempt)):
                 found = attempt
                 break
     return example(found) if found or runs(example(found)) else None
 
 
+def _small_lengths(lengths: list[int], masked: set[int], weights: set[int], size: int, least: int) -> dict[int, int]:
+    """Assign a small prime to each length that can be replaced by one."""
+    enough = [prime for prime in _PRIMES if prime >= least] or [*_PRIMES[-1:]]
+    primes = [prime for prime in enough if prime % size and size % prime and prime not in weights] or enough
+    further = [prime for prime in primes[1:] if prime >= 2 * least] or primes
+    small: dict[int, int] = {}
+    for length in lengths:
+        fitting = [prime for prime in (further if small else primes) if prime <= length or length not in masked]
+        unused = [prime for prime in fitting if prime not in small.values()] or fitting
+        if unused:
+            small[length] = unused[0]
+    return small
+
+
 def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Example], bool]) -> Example:
-    """The example with whole numbers from all over the vocabularies, so that each rank has some of the rows.
+    """Spread the integers of an example over the vocabularies, so that each rank looks up some of its rows.
 
     Args:
-        example: Of a unit that looks something up.
+        example: The example of a unit with lookups.
         lengths: Sizes of the vocabularies.
-        runs: Whether the unit runs on an example; numbers that mean something else (positions) stay as they are.
+        runs: Whether the unit runs on an example; integers with another meaning (positions) stay unchanged.
     """
     for length in sorted(lengths, reverse=True):
-        for place, leaf in enumerate(example.leaves):
+        for index, leaf in enumerate(example.leaves):
             if not isinstance(leaf, Tensor) or leaf.dtype is not torch.int64 or leaf.numel() < 2:
                 continue
             rows = torch.linspace(0, length - 1, leaf.numel(), dtype=torch.float64).long()
-            # Neighbours far apart: ranks meet in the middle of a row of positions too.
+            # Neighbours far apart: each slice of positions has rows of several ranks.
             rows = rows[torch.arange(leaf.numel()) * _STEP % leaf.numel()].view(leaf.shape)
-            leaves = (*example.leaves[:place], rows, *example.leaves[place + 1 :])
+            leaves = (*example.leaves[:index], rows, *example.leaves[index + 1 :])
             if runs(replace(example, leaves=leaves)):
                 example = replace(example, leaves=leaves)
     return example
@@ -141,7 +143,7 @@ _STEP = 7919
 
 
 class _Resize(NamedTuple):
-    """What a size becomes, and which last dims keep it."""
+    """The new length of a size, and the tensors whose last dim keeps it."""
 
     length: int
     spared: int  # the last dim of tensors with at most so many dims
@@ -158,12 +160,12 @@ def _lengths(leaves: list[Any], weights: set[int]) -> list[int]:
 
 
 def _mask_lengths(leaves: list[Any]) -> set[int]:
-    """Sizes of what has a row and a column for each position, which must not grow: a longer mask would mean another."""
-    known = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_without_content(leaf)]
+    """Sizes of square masks (a row and a column for each position), which must not grow: that would change the mask."""
+    known = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _has_no_data(leaf)]
     return {length for tensor in known for length in tensor.shape if tensor.shape.count(length) > 1}
 
 
-def _is_without_content(tensor: Tensor) -> bool:
+def _has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -176,19 +178,19 @@ def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     return tensor.requires_grad_(needs)
 
 
-def _without_fakes(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
+def _with_real_tensors(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
     if isinstance(leaf, Tensor):
         return _real(leaf, generator, dtype)
     if isinstance(leaf, _PLAIN):
         return leaf
-    # Stand-ins in it too: threads cannot share their kernels.
+    # Fake tensors inside an object too: threads cannot share their kernels.
     return copied(leaf, lambda tensor: _real(tensor, generator, dtype).detach())
 
 
 def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     floating = tensor.is_floating_point()
     dtype = dtype if floating else tensor.dtype
-    if not _is_without_content(tensor):
+    if not _has_no_data(tensor):
         value = tensor.detach().to("cpu", dtype)
         return (value.clone() if value is tensor else value).requires_grad_(tensor.requires_grad)
     if floating:

@@ -1,8 +1,8 @@
-"""Tensor ranks as threads of one process, which run a unit full or sharded.
+"""Tensor and context ranks as threads of one process, which run a unit unsharded or sharded.
 
-Each rank is a thread that runs the very code of `apply` on its own copy of the unit; where ranks exchange tensors, the
-threads meet at a barrier: one for the tensor ranks of each context rank, one for the context ranks of each tensor rank.
-Forward and backward are run, the weights are random numbers, and dropout is off.
+Each rank is a thread that runs `sharded_unit` on its own copy of the unit; its collectives synchronize the threads at a
+barrier: one for the tensor ranks of each context rank, one for the context ranks of each tensor rank. Forward and
+backward are run, the weights are random numbers, and dropout is off.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _TIMEOUT = 60.0
 
 @dataclass
 class Outcome:
-    """What one run gave.
+    """The outputs, gradients and buffers of one run.
 
     Attributes:
-        outputs: The leaves of the unit's result, and of what is given aside in it.
-        grads: Gradients by name: of parameters by FQN, of inputs by "input <place>".
-        buffers: Buffers afterwards, by FQN.
-        path: What the whole unit called of torch, and where.
+        outputs: The leaves of the unit's result, and its side outputs.
+        grads: Gradients by name: of parameters by FQN, of inputs by "input <leaf index>".
+        buffers: Buffers after the run, by FQN.
+        path: The torch calls of the unsharded unit, each with its line.
     """
 
     outputs: list[Any]
@@ -52,18 +52,18 @@ class Outcome:
 
 
 class TrialFailed(Exception):
-    """A rank of a trial raised; the message is what it said."""
+    """A rank of a trial raised; has the message of its exception."""
 
 
 @dataclass
 class Setting:
-    """How a unit is run.
+    """The modes in which a unit is run.
 
     Attributes:
-        training: In train or in eval mode.
-        grad: With gradients, of outputs weighted by ``cotangents``.
+        training: Train mode instead of eval mode.
+        grad: With gradients, of outputs weighted by `_cotangent`.
         exact: Under `Exact`.
-        dtype: Of all floating values.
+        dtype: Dtype of all floating values.
     """
 
     training: bool = True
@@ -78,7 +78,7 @@ class Setting:
 def run_whole(
     unit: nn.Module, example: Example, setting: Setting, without: Collection[str] = (), *, backward: bool = True
 ) -> Outcome:
-    """Run a unit as it is, and backward too if it is to have gradients; see `TrialRanks.run` for the arguments."""
+    """Run a unit unsharded, and its backward if the setting has gradients; arguments as for `TrialRanks.run`."""
     parameters = {fqn: p for fqn, p in unit.named_parameters() if p.requires_grad and fqn not in without}
     before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
     unit.train(setting.training)
@@ -100,7 +100,7 @@ def _forward(
     setting: Setting,
     around: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """The leaves of a unit's result, and the inputs that need a gradient, by name."""
+    """Run the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name."""
     with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
         args, kwargs, inputs = example.call()
         with taking_asides() as asides, around or contextlib.nullcontext():
@@ -121,13 +121,13 @@ def _gradients(outputs: list[Any], wanted: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _cotangent(tensor: Tensor) -> Tensor:
-    """Weights of an output's elements; none is zero, and no two are related."""
-    places = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
-    return torch.sin(places * 1.7 + 0.3).to(tensor.dtype) + 0.1
+    """Weights of an output's elements, different and not zero."""
+    positions = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
+    return torch.sin(positions * 1.7 + 0.3).to(tensor.dtype) + 0.1
 
 
-class _Meeting:
-    """Where the threads of one trial exchange tensors."""
+class _ThreadGroup:
+    """The barrier and slots over which threads exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -136,71 +136,67 @@ class _Meeting:
 
 
 class ThreadRanks:
-    """One of the ranks of a trial; see `ranks.Ranks`."""
+    """One rank of a trial, with the collectives of the protocol `Ranks` between threads."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, group: _ThreadGroup) -> None:
+        self.rank, self.size, self._group = rank, group.size, group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `ranks.Ranks`."""
-        # Each rank sums its share of all addends where they lie: they may be gradients of whole layers.
+        """Sum a contiguous tensor over the ranks, in place."""
+        # Each rank sums its share of all addends in place: they may be gradients of full layers.
         addends = [addend.view(-1) for addend in self.all_gather(tensor)]
         shares = [addend.tensor_split(self.size)[self.rank] for addend in addends]
         for addend in shares[1:]:
             shares[0].add_(addend)
         for addend in shares[1:]:
             addend.copy_(shares[0])
-        self._meeting.barrier.wait()
+        self._group.barrier.wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `ranks.Ranks`."""
-        meeting = self._meeting
-        meeting.slots[self.rank] = tensor.detach()
-        meeting.barrier.wait()
-        gathered = list(meeting.slots)
-        meeting.barrier.wait()
+        """Return the tensors of all ranks, in the order of ranks."""
+        group = self._group
+        group.slots[self.rank] = tensor.detach()
+        group.barrier.wait()
+        gathered = list(group.slots)
+        group.barrier.wait()
         if len({other.shape for other in gathered}) > 1:
             raise TrialFailed(f"ranks exchange tensors of shapes {[tuple(other.shape) for other in gathered]}")
         return gathered
 
     def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """See `ranks.Ranks`."""
-        meeting = self._meeting
-        meeting.slots[self.rank] = [part.detach() for part in parts]
-        meeting.barrier.wait()
-        received = [given[self.rank] for given in meeting.slots]
-        meeting.barrier.wait()
-        if [part.shape for part in received] != list(shapes):
-            raise TrialFailed(f"a rank expects shapes {shapes} and is given {[part.shape for part in received]}")
+        """Send one tensor to each rank; returns the tensors from all ranks, of these shapes (all-to-all)."""
+        group = self._group
+        group.slots[self.rank] = [tensor.detach() for tensor in parts]
+        group.barrier.wait()
+        received = [sent[self.rank] for sent in group.slots]
+        group.barrier.wait()
+        if [tensor.shape for tensor in received] != list(shapes):
+            raise TrialFailed(f"a rank expects shapes {shapes} and receives {[tensor.shape for tensor in received]}")
         return received
 
 
 def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
-    """What a function gives on each rank, all of them run at once in threads.
-
-    Args:
-        size: Number of ranks.
-        run: Called with one rank.
+    """Run a function on `size` ranks at once, in threads; returns the results in the order of ranks.
 
     Raises:
         TrialFailed: A rank raised, or the ranks did not exchange the same things.
     """
-    return Meetings(size, 1).on_each(lambda ranks, _: run(ranks))
+    return ThreadGroups(size, 1).run_on_each(lambda ranks, _: run(ranks))
 
 
-class Meetings:
-    """Where tensor ranks times context ranks meet; they are in the order of `ranks.PairedRanks`."""
+class ThreadGroups:
+    """The thread groups of tensor ranks times context ranks, in the order of `PairedRanks`."""
 
     def __init__(self, size: int, context: int) -> None:
         """Args: size, context: the numbers of tensor ranks and of context ranks."""
-        self._tensor = [_Meeting(size) for _ in range(context)]
-        self._context = [_Meeting(context) for _ in range(size)]
+        self._tensor = [_ThreadGroup(size) for _ in range(context)]
+        self._context = [_ThreadGroup(context) for _ in range(size)]
 
-    def on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
-        """What a function gives on each rank, all of them run at once in threads.
+    def run_on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
+        """Run a function on all ranks at once, in threads; returns the results in the order of ranks.
 
         Args:
-            run: Called with a rank as tensor ranks and as context ranks see it.
+            run: Called with the rank among the tensor ranks, and the rank among the context ranks.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
@@ -214,8 +210,8 @@ class Meetings:
                 found[rank] = run(ThreadRanks(outer, self._tensor[inner]), ThreadRanks(inner, self._context[outer]))
             except BaseException as error:
                 errors.append(error)
-                for meeting in (*self._tensor, *self._context):
-                    meeting.barrier.abort()
+                for group in (*self._tensor, *self._context):
+                    group.barrier.abort()
 
         ranks = range(len(self._tensor) * len(self._context))
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
@@ -232,33 +228,33 @@ class Meetings:
 
 
 class TrialRanks:
-    """Copies of a unit for each rank, used for many trials of plans.
+    """Runs plans of a unit on threads as ranks, with a copy of the unit for each rank.
 
     Attributes:
-        copies: Of the unit, one for each rank at least; they hold the whole's own parameters.
-        num_trials: How often the unit was run.
-        watches: Of the last trial, by rank.
-        dealings: Likewise.
-        num_gathers: Of what is cut by its vocabulary, in the last trial.
+        copies: Copies of the unit, at least one for each rank; they hold the same parameter objects.
+        num_trials: Number of sharded runs.
+        watches: The `RegionWatch` of each rank in the last trial.
+        sequence_shardings: The sharding of the sequence on each rank in the last trial.
+        num_gathers: Number of full vocabulary tensors that were gathered in the last trial.
     """
 
-    def __init__(self, whole: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
+    def __init__(self, unit: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
         """Make the copies.
 
         Args:
-            whole: The unit with random weights, which the copies share.
+            unit: The unit with random weights, which the copies share.
             size: Number of tensor ranks.
             context: Number of context ranks.
-            copies: Those of other trials of the unit; what is missing is added.
+            copies: Copies of other trials of the unit; missing ones are appended.
         """
-        self._whole, self.size, self.context = whole, size, context
+        self._unsharded, self.size, self.context = unit, size, context
         self.copies = [] if copies is None else copies
         while len(self.copies) < size * context:
-            self.copies.append(copy.deepcopy(whole, {id(p): p for p in whole.parameters()}))
+            self.copies.append(copy.deepcopy(unit, {id(p): p for p in unit.parameters()}))
         self.num_trials = 0
-        self._parts: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
+        self._shards: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
         self.watches: list[RegionWatch | None] = []
-        self.dealings: list[Dealing | None] = []
+        self.sequence_shardings: list[Dealing | None] = []
         self.num_gathers = 0
 
     def run(
@@ -274,21 +270,21 @@ class TrialRanks:
         """Run the unit on all ranks.
 
         Args:
-            plan: How it is sharded.
-            example: Its arguments.
-            setting: How it is run.
-            learning: Whether the rules of the plan are made on the way.
-            check: Called with the outputs; gradients are made if it says so, and there are to be any.
-            without: Parameters whose gradients are not wanted, by FQN; while learning, they need one all the same.
+            plan: The plan.
+            example: The arguments of the unit.
+            setting: The setting of the run.
+            learning: Whether the run makes the rules of the plan.
+            check: Called with the outputs; the backward is run if it returns True and the setting has gradients.
+            without: FQNs of parameters whose gradients are not needed; while learning, they require one all the same.
 
         Raises:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
         """
         self.num_trials += 1
         self.watches = [None] * (self.size * self.context)
-        self.dealings = [None] * (self.size * self.context)
-        meetings = Meetings(self.size, self.context)
-        runs = meetings.on_each(
+        self.sequence_shardings = [None] * (self.size * self.context)
+        groups = ThreadGroups(self.size, self.context)
+        runs = groups.run_on_each(
             lambda ranks, context: self._one(ranks, context, plan, example, setting, learning, without),
         )
         outcomes = [outcome for outcome, _ in runs]
@@ -298,18 +294,18 @@ class TrialRanks:
                 outcome, wanted = runs[ranks.rank * context.size + context.rank]
                 return _gradients(outcome.outputs, wanted)
 
-            for outcome, grads in zip(outcomes, meetings.on_each(backward), strict=True):
+            for outcome, grads in zip(outcomes, groups.run_on_each(backward), strict=True):
                 outcome.grads = grads
         return outcomes
 
-    def _part(self, fqn: str, whole: Tensor, placement: Placement, rank: int) -> Tensor:
-        """A rank's part of a parameter; weights, which units do not write, are cut once for all trials of a plan."""
-        if whole.dim() < 2:
-            return cut(whole, placement, rank, self.size).clone()
-        known = self._parts.get((fqn, rank))
-        if known is None or known[0] != placement:
-            known = self._parts[fqn, rank] = placement, cut(whole, placement, rank, self.size)
-        return known[1].detach()
+    def _shard_of(self, fqn: str, full: Tensor, placement: Placement, rank: int) -> Tensor:
+        """A rank's shard of a parameter; weights, which units do not write, are sharded once for all trials."""
+        if full.dim() < 2:
+            return cut(full, placement, rank, self.size).clone()
+        cached = self._shards.get((fqn, rank))
+        if cached is None or cached[0] != placement:
+            cached = self._shards[fqn, rank] = placement, cut(full, placement, rank, self.size)
+        return cached[1].detach()
 
     def _one(
         self,
@@ -321,18 +317,18 @@ class TrialRanks:
         learning: bool,
         without: Collection[str],
     ) -> tuple[Outcome, dict[str, Tensor]]:
-        """What a rank's forward gave, and what is wanted a gradient of."""
-        rank, place = ranks.rank, ranks.rank * context.size + context.rank
-        unit = self.copies[place].train(setting.training)
+        """Run the forward of a rank; returns its outcome, and the tensors to differentiate by, by name."""
+        rank, index = ranks.rank, ranks.rank * context.size + context.rank
+        unit = self.copies[index].train(setting.training)
         local: dict[str, Tensor] = {}
-        for fqn, tensor in self._whole.named_parameters():
+        for fqn, tensor in self._unsharded.named_parameters():
             needs = tensor.requires_grad and (learning or fqn not in without)
-            local[fqn] = self._part(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(needs)
-        for fqn, buffer in self._whole.named_buffers():
+            local[fqn] = self._shard_of(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(needs)
+        for fqn, buffer in self._unsharded.named_buffers():
             local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: tensor for fqn, tensor in local.items() if tensor.requires_grad and fqn not in without}
-        # Nothing is drawn; and threads that ask for torch's generator can wait for each other for ever: who has its
-        # lock waits for the interpreter's if garbage is collected just then.
+        # Nothing is drawn; and threads that access torch's generator can deadlock: its lock's owner waits for the
+        # interpreter's lock if garbage is collected at that moment.
         around: AroundDraw = contextlib.nullcontext
         running = sharded(
             unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_own=around
@@ -342,26 +338,26 @@ class TrialRanks:
             try:
                 outputs, inputs = _forward(unit, example, setting)
             finally:
-                self.watches[place], self.dealings[place] = runner.last_watch, runner.last_dealing
+                self.watches[index], self.sequence_shardings[index] = runner.last_watch, runner.last_dealing
                 self.num_gathers = runner.num_gathers
-        buffers = {fqn: local[fqn] for fqn, _ in self._whole.named_buffers()}
+        buffers = {fqn: local[fqn] for fqn, _ in self._unsharded.named_buffers()}
         return Outcome(outputs, buffers=buffers), {**inputs, **parameters}
 
 
-def beside(
+def local_and_expected(
     outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str, wanted: Tensor
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """What ranks have of a gradient or buffer, beside what it should be; nothing is joined, layers are large.
+    """Pair the local shards of a gradient or buffer with the expected slices; nothing is gathered, layers are large.
 
     Args:
-        outcomes: Of all ranks.
-        plan: That they ran by.
-        name: Of the parameter, buffer or input.
+        outcomes: The outcomes of all ranks.
+        plan: The plan of the run.
+        name: Name of the parameter, buffer or input.
         kind: "grads" or "buffers".
-        wanted: The whole.
+        wanted: The full tensor.
 
     Returns:
-        For each part of one that is cut, what each context rank has of it; for others, what all ranks have.
+        For each shard, the tensors of all context ranks and the slice; for a replicated one, those of all ranks.
     """
     found = [getattr(outcome, kind)[name] for outcome in outcomes]
     placement, context = plan.placements.get(name), len(found) // plan.size
