@@ -68,9 +68,7 @@ class LentParameters(TorchFunctionMode):
         replica_axes = [] if parts is None else [axis for axis in parts.cuts if axis.axis not in ("tp", "cp")]
         self._sharded_over_replicas = {name for axis in replica_axes for name in axis.placements}
         self._full: dict[str, Tensor] = {}
-        self._user_visible: dict[
-            str, Tensor | None
-        ] = {}  # user code may write into these; a copy if replicas shard them
+        self._user_visible: dict[str, Tensor | None] = {}  # user code may write into these; a copy if replicas shard
 
     def __exit__(self, *exception: Any) -> None:
         """Free gathered tensors; what the step has written into them is written back."""
@@ -79,8 +77,7 @@ class LentParameters(TorchFunctionMode):
 
     def end(self, *, failed: bool) -> None:
         """Free gathered tensors, and unless the step has failed write back what it has written into them."""
-        gathered, self._full = self._full, {}
-        shared, self._user_visible = self._user_visible, {}
+        gathered, shared, self._full, self._user_visible = self._full, self._user_visible, {}, {}
         if failed:
             return
         with torch.no_grad():

@@ -83,8 +83,7 @@ class CutReads(TorchFunctionMode):
                 tensors = [value for value in entries.values() if isinstance(value, Tensor)]
                 alive += tensors
                 with torch._C.DisableTorchFunction():
-                    fqn, shape = before[id(parameter)], parameter.shape
-                    self._sharded |= {id(value): fqn for value in tensors if value.shape == shape}
+                    self._sharded |= {id(t): before[id(parameter)] for t in tensors if t.shape == parameter.shape}
         try:
             yield
         finally:
