@@ -89,7 +89,7 @@ class GlobalReads(TorchFunctionMode):
         self.parameters = frozenset(map(id, parameters.values()))
         self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
         for fqn, parameter in parameters.items():
-            self._contents.place(parameter, self._holders[fqn], fqn)
+            self._contents.set_parameter_ranks(parameter, self._holders[fqn], fqn)
         self._hook: str | None = None
         self._is_complete = True
         self._elements = 0
@@ -138,7 +138,7 @@ class GlobalReads(TorchFunctionMode):
         """Track the parameters of a copy of the module, which has the same shards on the same ranks."""
         for fqn, parameter in other.named_parameters():
             if fqn in self._holders:
-                self._contents.place(parameter, self._holders[fqn], fqn)
+                self._contents.set_parameter_ranks(parameter, self._holders[fqn], fqn)
 
     @torch.no_grad()
     def complete(self, tensors: Sequence[Tensor]) -> None:
@@ -167,7 +167,7 @@ class GlobalReads(TorchFunctionMode):
 
     def is_here(self, tensor: Tensor) -> bool | None:
         """Whether a tensor is on all ranks; None if it is absent here, and no record says where it is."""
-        if not self._contents.is_noted(tensor) and is_absent(tensor):
+        if not self._contents.is_recorded(tensor) and is_absent(tensor):
             return None
         return self._contents.ranks_of(tensor) is None
 
@@ -182,7 +182,7 @@ class GlobalReads(TorchFunctionMode):
 
     def note_whole(self, whole: Tensor, fqn: str) -> None:
         """Record that a full tensor, gathered from tensor ranks, is on the ranks of its parameter."""
-        self._contents.note(whole, self._holders[fqn], [self._parameters[fqn]])
+        self._contents.record(whole, self._holders[fqn], [self._parameters[fqn]])
 
     def adopt_state(self, state: Mapping[Any, Any]) -> None:
         """Record that an optimizer's states are on the ranks of their parameters; numbers among them are on all ranks.
@@ -198,7 +198,7 @@ class GlobalReads(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.dim():
                     if self._rank not in self._holders[fqn] and not is_absent(value):
                         value = entries[name] = make_absent(value, requires_grad=False)
-                    self._contents.note(value, self._holders[fqn], [parameter])
+                    self._contents.record(value, self._holders[fqn], [parameter])
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class GlobalReads(TorchFunctionMode):
         for made in flatten(result)[0]:
             if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
                 inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                self._contents.note(made, target, inputs)
+                self._contents.record(made, target, inputs)
         return result
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class GlobalReads(TorchFunctionMode):
                 return func(parameter, *([value] if name == "__set__" else []))
             if value is not None:
                 value = make_absent(parameter, requires_grad=False)
-                self._contents.note(value, holders, [parameter])
+                self._contents.record(value, holders, [parameter])
             self._stand_ins[fqn] = value
             return None
         if len(holders) > 1 and not self._is_complete:
@@ -346,20 +346,20 @@ class GlobalReads(TorchFunctionMode):
                 " on_before_optimizer_step, or set accumulate_grad_batches=1"
             )
         if len(set(holders)) < self._group.size() and not self._has_gradient:
-            self._ask_for_gradients()
+            self._exchange_has_gradient()
         if not is_absent(parameter):
             gradient = func(parameter)
             if gradient is not None:
-                self._contents.note(gradient, holders, [parameter], only_tensor=True)
+                self._contents.record(gradient, holders, [parameter], only_tensor=True)
             return gradient
         if fqn not in self._stand_ins:
             stand_in = make_absent(parameter, requires_grad=False) if self._has_gradient[fqn] else None
             if stand_in is not None:
-                self._contents.note(stand_in, holders, [parameter])
+                self._contents.record(stand_in, holders, [parameter])
             self._stand_ins[fqn] = stand_in
         return self._stand_ins[fqn]
 
-    def _ask_for_gradients(self) -> None:
+    def _exchange_has_gradient(self) -> None:
         """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""
         assert self._hook is not None
         self._contents.meet(self._hook, "reads .grad")
@@ -375,7 +375,7 @@ class GlobalReads(TorchFunctionMode):
 
     def _ranks_of(self, tensor: Tensor) -> Ranks:
         """The ranks that have the content of ``tensor``; None for all."""
-        if self._contents.is_noted(tensor) or not is_absent(tensor):
+        if self._contents.is_recorded(tensor) or not is_absent(tensor):
             return self._contents.ranks_of(tensor)
         raise GlobalReadError(
             f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"

@@ -20,7 +20,7 @@ from lightning_hybrid.step.tracing.step_mode import user_line
 
 Ranks = tuple[int, ...] | None  # None: all
 
-_NOTE = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
+_RECORD = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
 # A rank waits in a hook for the others to do the same no longer than this.
 _PATIENCE = timedelta(seconds=120)
 # The first calls of each hook, this many, are compared although they read nothing, by [Note: comparing at the end].
@@ -55,11 +55,11 @@ class Contents:
         self._calls: Counter[str] = Counter()
         self._reading: set[str] = set()  # hooks that have read something
 
-    def place(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
+    def set_parameter_ranks(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
         """Record that ``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
         self._placed[id(parameter)] = parameter, self._limited(ranks), frozenset({fqn})
 
-    def note(
+    def record(
         self,
         tensor: Tensor,
         ranks: Sequence[int],
@@ -77,35 +77,35 @@ class Contents:
         """
         # The origins are parameters, not operations: ranks may compute a result in other ways, in lists or one by one.
         origins = frozenset().union(*(self._origins_of(other) for other in inputs))
-        note = self._token, self._limited(ranks), origins
-        setattr(tensor, _NOTE, note)
+        record = self._token, self._limited(ranks), origins
+        setattr(tensor, _RECORD, record)
         storage = _storage(tensor)
         if storage is not None and not only_tensor and not any(_storage(other) is storage for other in inputs):
-            setattr(storage, _NOTE, note)
+            setattr(storage, _RECORD, record)
 
-    def is_noted(self, tensor: Tensor) -> bool:
+    def is_recorded(self, tensor: Tensor) -> bool:
         """Whether ranks of ``tensor`` are recorded."""
-        return id(tensor) in self._placed or self._note_of(tensor) is not None
+        return id(tensor) in self._placed or self._record_of(tensor) is not None
 
     def ranks_of(self, tensor: Tensor) -> Ranks:
         """The ranks with the content of ``tensor``; all (None) if nothing is recorded."""
         if id(tensor) in self._placed:
             return self._placed[id(tensor)][1]
-        note = self._note_of(tensor)
-        return None if note is None else note[1]
+        record = self._record_of(tensor)
+        return None if record is None else record[1]
 
     def _origins_of(self, tensor: Tensor) -> frozenset[str]:
         """FQNs of the parameters from which ``tensor``, or the parameter of this gradient, was computed."""
         if id(tensor) in self._placed:
             return self._placed[id(tensor)][2]
-        note = self._note_of(tensor)
-        return frozenset() if note is None else note[2]
+        record = self._record_of(tensor)
+        return frozenset() if record is None else record[2]
 
-    def _note_of(self, tensor: Tensor) -> Any:
+    def _record_of(self, tensor: Tensor) -> Any:
         for owner in (tensor, _storage(tensor)):
-            note = getattr(owner, _NOTE, None)
-            if note is not None and note[0] is self._token:
-                return note
+            record = getattr(owner, _RECORD, None)
+            if record is not None and record[0] is self._token:
+                return record
         return None
 
     def _limited(self, ranks: Sequence[int]) -> Ranks:
@@ -196,8 +196,8 @@ class Contents:
                 sent.append([tensor])
             else:
                 sent[-1].append(tensor)
-        for some in sent:
-            for tensor, content in zip(some, self.fetch(hook, "a checkpoint", some) if some else [], strict=True):
+        for batch in sent:
+            for tensor, content in zip(batch, self.fetch(hook, "a checkpoint", batch) if batch else [], strict=True):
                 if keep:
                     contents[id(tensor)] = content.to("cpu", copy=True)
         return [contents[id(tensor)] if keep else torch.empty(0, dtype=tensor.dtype) for tensor in tensors]
@@ -234,8 +234,8 @@ class Contents:
             dist.broadcast(message, group=self._group, group_src=source)
             # Also a copy on the source rank: a tensor that is on all ranks must not be a view of one that is not.
             for index, start, size in zip(members, starts, sizes, strict=False):
-                part = message[start : start + size].view(tensors[index].dtype)
-                contents[index] = part.view(tensors[index].shape)
+                content = message[start : start + size].view(tensors[index].dtype)
+                contents[index] = content.view(tensors[index].shape)
         return [content for content in contents if content is not None]
 
 

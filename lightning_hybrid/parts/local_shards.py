@@ -43,7 +43,7 @@ class AxisCut:
     places: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def own_places(self) -> Mapping[str, int]:
+    def named_coordinates(self) -> Mapping[str, int]:
         """Coordinates of this rank along it; keyed by the group's name if no axis has one."""
         return self.places or {self.axis or self.group.group_name: self.group.rank()}
 
@@ -221,8 +221,8 @@ class HeldParts:
         coordinates: dict[str, int] = {}
         for along in self._axes:
             if not beside_replicas or along.axis in ("tp", "cp"):
-                coordinates.update(along.own_places)
-        sharded_over = {axis for along in self._axes if name in along.placements for axis in along.own_places}
+                coordinates.update(along.named_coordinates)
+        sharded_over = {axis for along in self._axes if name in along.placements for axis in along.named_coordinates}
         return all(index == 0 or axis in sharded_over for axis, index in coordinates.items())
 
     def first_held(self, parameter: Tensor, local: Tensor) -> list[Tensor]:

@@ -55,17 +55,17 @@ class Piece:
         """Its size on one rank; of an uneven piece, on the rank that holds most."""
         return self.length if self.owner is not None else -(-self.length // self.parts)
 
-    def part_length(self, shard: int) -> int:
+    def shard_length(self, shard: int) -> int:
         """Size of one shard."""
         if self.owner is not None:
             return self.length if shard == self.owner else 0
         return max(0, min(self.local_length, self.length - shard * self.local_length))
 
-    def start_of(self, shard: int) -> int:
+    def shard_start(self, shard: int) -> int:
         """Start of one shard in the piece."""
         return 0 if shard == self.owner else min(shard * self.local_length, self.length)
 
-    def part_of(self, rank: int, size: int) -> int:
+    def shard_index(self, rank: int, size: int) -> int:
         """Index of the shard that a rank holds."""
         if size % self.parts:
             raise ValueError(f"a piece of {self.parts} shards cannot be split evenly over {size} ranks")
@@ -73,7 +73,7 @@ class Piece:
 
     def is_first(self, rank: int, size: int) -> bool:
         """Whether this is the first rank that holds its shard."""
-        return rank == 0 or self.part_of(rank - 1, size) != self.part_of(rank, size)
+        return rank == 0 or self.shard_index(rank - 1, size) != self.shard_index(rank, size)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Shard:
             ValueError: The shard of the last rank would be empty.
         """
         found = cls.shared_out(dim, length, size)
-        if not found.pieces[0].part_length(size - 1):
+        if not found.pieces[0].shard_length(size - 1):
             raise ValueError(f"a piece of length {length} cannot be sharded into {size} shards, none of them empty")
         return found
 
@@ -147,8 +147,8 @@ class Shard:
         """Start and length, in the full dim, of a rank's shard of each piece."""
         found, offset = [], 0
         for piece in self.pieces:
-            shard = piece.part_of(rank, size)
-            found.append((offset + piece.start_of(shard), piece.part_length(shard)))
+            shard = piece.shard_index(rank, size)
+            found.append((offset + piece.shard_start(shard), piece.shard_length(shard)))
             offset += piece.length
         return found
 
@@ -157,7 +157,7 @@ class Shard:
         found, start, offset = [], 0, 0
         for piece in self.pieces:
             found += [
-                (shard * size // piece.parts, start, offset + piece.start_of(shard), piece.part_length(shard))
+                (shard * size // piece.parts, start, offset + piece.shard_start(shard), piece.shard_length(shard))
                 for shard in range(piece.parts)
             ]
             start += piece.local_length
@@ -237,8 +237,10 @@ def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
     """
     if isinstance(placement, Replicated):
         return shards[0]
-    places = placement.places(len(shards))
-    return torch.cat([shards[rank].narrow(placement.dim, start, n) for rank, start, _, n in places], placement.dim)
+    shard_ranges = placement.places(len(shards))
+    return torch.cat(
+        [shards[rank].narrow(placement.dim, start, n) for rank, start, _, n in shard_ranges], placement.dim
+    )
 
 
 def padded(local: Tensor, placement: Shard) -> Tensor:

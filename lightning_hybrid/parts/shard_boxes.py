@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Span:
+class ShardBox:
     """A box of a full tensor that is also a box of a rank's local shard.
 
     Attributes:
@@ -39,7 +39,7 @@ class Span:
                 shard = shard.narrow(dim, start, size)
         return shard
 
-    def in_whole(self) -> Span:
+    def in_whole(self) -> ShardBox:
         """The same box for a rank that has the full tensor."""
         return replace(self, local=self.offsets)
 
@@ -54,7 +54,7 @@ class Part:
     """
 
     shape: Shape
-    spans: tuple[Span, ...]
+    spans: tuple[ShardBox, ...]
 
 
 def part_of(cuts: Sequence[AxisCut], name: str, shape: Sequence[int]) -> Part:
@@ -66,7 +66,7 @@ def part_of(cuts: Sequence[AxisCut], name: str, shape: Sequence[int]) -> Part:
         shape: The full shape.
     """
     zeros = (0,) * len(shape)
-    shard = Part(tuple(shape), (Span(zeros, zeros, tuple(shape)),))
+    shard = Part(tuple(shape), (ShardBox(zeros, zeros, tuple(shape)),))
     for axis in cuts:
         if name in axis.placements:
             shard = _shard_further(shard, axis, name)
@@ -82,7 +82,7 @@ def _shard_further(shard: Part, axis: AxisCut, name: str) -> Part:
             stop = min(start + length, span.local[dim] + span.sizes[dim])
             if begin < stop:
                 found.append(
-                    Span(
+                    ShardBox(
                         _with(span.offsets, dim, span.offsets[dim] + begin - span.local[dim]),
                         _with(span.local, dim, end + begin - start),
                         _with(span.sizes, dim, stop - begin),
