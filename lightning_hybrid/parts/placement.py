@@ -237,10 +237,8 @@ def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
     """
     if isinstance(placement, Replicated):
         return shards[0]
-    shard_ranges = placement.places(len(shards))
-    return torch.cat(
-        [shards[rank].narrow(placement.dim, start, n) for rank, start, _, n in shard_ranges], placement.dim
-    )
+    ranges = placement.places(len(shards))
+    return torch.cat([shards[rank].narrow(placement.dim, start, n) for rank, start, _, n in ranges], placement.dim)
 
 
 def padded(local: Tensor, placement: Shard) -> Tensor:
