@@ -1,6 +1,6 @@
 """A function mode for user hooks: gradients and parameters of other pipeline stages read as the full model's.
 
-``GlobalReads`` intercepts every torch operation of a hook, and tracks the pipeline ranks with the content of a tensor:
+``GlobalReads`` intercepts every torch operation of a hook, and tracks which pipeline ranks have each tensor:
 
     p.grad           on the ranks of p                        elsewhere a stand-in without content
     p.grad.norm()    computed on the ranks of p.grad          elsewhere a stand-in

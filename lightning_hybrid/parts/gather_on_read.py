@@ -1,4 +1,4 @@
-"""Gather on read: a class of sharded parameters that are gathered when code outside their layer's forward reads them.
+"""Gather on read: sharded parameters that are gathered when code outside their layer's forward reads them.
 
 Between calls of its layer such a parameter has the class ``GuardedParameter``, so that torch dispatches every operation
 on it here; code that never reads one pays nothing. The ``Parameter`` object stays the user's own.

@@ -162,8 +162,8 @@ class KeyedRandomness:
     Attributes:
         seed: The run's seed; stored in checkpoints.
         watched: Whether a function mode that reseeds before each draw is active; each draw must be keyed once.
-        as_one: FQNs of modules that are seeded on entry and not at each of their draws, since their operations cannot
-            be intercepted.
+        as_one: FQNs of modules that are seeded on entry and not at each of their draws, since their
+            operations cannot be intercepted.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -121,7 +121,7 @@ class ParameterGroup:
         for name, offset in self._offsets.items():
             shard = self._shards[name]
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
-        self._shards.evict()
+        self._shards.evict_from_memory()
         received = self._empty.new_empty(self._size * message.numel())
         return _all_gather(received, message, group=self.gather_group, async_op=True), received
 
@@ -236,7 +236,7 @@ class ParameterGroup:
         """Copy what a step may have written to full parameters into the local shards."""
         for name in self._placements:
             self._shards.write(name, self._shard_of(name, self._wholes[name], self._rank))
-        self._shards.evict()
+        self._shards.evict_from_memory()
 
     @below_read_guards
     @torch.no_grad()

@@ -78,7 +78,7 @@ class StoredShards:
                 self._shards[name] = views[name].copy_(shard)
             if shard.device == homes.between_steps and self._shards[name].device != homes.between_steps:
                 self._shown[name] = shard
-        self.evict()
+        self.evict_from_memory()
 
     def __getitem__(self, name: str) -> Tensor:
         """The shard in storage; no copy of it may be shown on another device."""
@@ -128,7 +128,7 @@ class StoredShards:
             self.write(name, shown)
         names, self._shown = list(self._shown), {}
         if names:
-            self.evict()
+            self.evict_from_memory()
         return names
 
     def write(self, name: str, content: Tensor) -> None:
@@ -138,7 +138,7 @@ class StoredShards:
         if self.region is None or not torch.equal(shard, content.to(shard.device)):
             shard.copy_(content)
 
-    def evict(self) -> None:
+    def evict_from_memory(self) -> None:
         """Evict shards that are in a file from memory."""
         if self.region is not None:
             self.region.let_go()

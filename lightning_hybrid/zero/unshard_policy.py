@@ -45,7 +45,7 @@ class ZeroSharding:
     Attributes:
         per_layer: Whether each layer is gathered separately (the second policy).
         recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
-        lent: FQNs of layers whose backward calls `come_to` when it begins; they stay full until it is over.
+        lent: FQNs of layers whose backward calls `come_to` when it begins; they stay full then.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ZeroSharding:
         self._backward_at: str | None = None  # FQN of the layer whose backward runs
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Gather parameters for code outside layers, whose reads no recording shows. Args: guards: of the run."""
+        """Gather parameters for code outside layers, whose reads are not recorded. Args: guards: of the run."""
         gather = Gather(guards, self._read)
         for group in self._all:
             group.on_read = gather
@@ -327,7 +327,7 @@ class ZeroSharding:
         return after, before
 
     def come_to(self, fqn: str) -> None:
-        """Gather a layer for its backward, and start to gather the next one; frees the last one if it is complete."""
+        """Gather a layer for its backward, and start to gather the next; frees the last if it is complete."""
         self._free_previous(fqn)
         if not all(group.is_whole for group in self._layers[fqn]):
             self._gather(self._layers[fqn], self._previous.get(fqn, ()))
