@@ -96,7 +96,7 @@ class ZeroSharding:
         self._backward_at: str | None = None  # FQN of the layer whose backward runs
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Gather parameters for code outside layers, whose reads are not recorded. Args: guards: of the run."""
+        """Gather parameters for code outside layers, whose reads are unrecorded. Args: guards: of the run."""
         gather = Gather(guards, self._read)
         for group in self._all:
             group.on_read = gather
