@@ -41,7 +41,7 @@ class CutReads(TorchFunctionMode):
             parts: Local shards of the module.
             parameters: All parameters of the module, by FQN.
             note: Called with each full tensor that is gathered, and the FQN of its parameter.
-            meet: Called with the FQN of a parameter before its shards are sent; raises if ranks read different ones.
+            meet: Called with the FQN of a parameter before its shards are sent; raises if ranks differ.
         """
         super().__init__()
         self._shards, self._note, self._meet = parts, note, meet

@@ -76,7 +76,7 @@ class Gather(NamedTuple):
     Attributes:
         guards: The switch of this run.
         full: Returns the full tensor of a parameter; it may call ``unguard`` and return the parameter itself.
-        handed: Called with the parameter, a full tensor that user code now references or has written into, and whether
+        handed: Called with the parameter, a full tensor that user code references or has written, and whether
             it got that by ``.data``, where autograd does not count writes.
         gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
         set_gradient: Called with a parameter and the full gradient to set; sets ``.grad`` if None.

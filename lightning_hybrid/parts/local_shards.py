@@ -71,7 +71,7 @@ class HeldParts:
     """
 
     def __init__(self, root: nn.Module, cuts: Sequence[AxisCut]) -> None:
-        """Args: root: the user's module, full. cuts: axes that shard it, from the full tensor to the local shard."""
+        """Args: root: the user's module, full. cuts: axes that shard it, from full tensor to local shard."""
         self._root = root
         self._axes = list(cuts)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}

@@ -45,7 +45,7 @@ class ZeroSharding:
     Attributes:
         per_layer: Whether each layer is gathered separately (the second policy).
         recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
-        lent: FQNs of layers whose backward calls `come_to` when it begins; they stay full then.
+        lent: FQNs of layers whose backward calls `come_to` as it begins; they stay full then.
     """
 
     def __init__(
