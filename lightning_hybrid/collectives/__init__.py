@@ -1,1 +1,1 @@
-"""Small messages by which ranks agree."""
+"""Collectives of small messages, by which ranks check that they agree."""

@@ -17,18 +17,18 @@ from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_subclasses import as_plain
 
 _HEADER = 4
-_BROKEN = -1.0  # in place of the form of the step
+_BROKEN = -1.0  # sent in place of the digest of the step
 _SLOTS = 124
-# Places in the header, the more telling ones first.
+# Indices in the header, the more informative ones first.
 _COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set of logged keys"))
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks of one replica do not see the same batch, or do not do the same."""
+    """The ranks of one replica have different batches, or do different things."""
 
 
 def other_batches(checksums: Sequence[float]) -> RanksDisagree:
-    """The error where ranks of one replica have other batches; args: checksums: of the batches, by rank."""
+    """The error for ranks of one replica with different batches; args: checksums: of the batches, by rank."""
     return RanksDisagree(
         f"the batch differs between the ranks of one replica (checksums {checksums} on pipeline ranks 0 to"
         f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before data are made"
@@ -37,22 +37,22 @@ def other_batches(checksums: Sequence[float]) -> RanksDisagree:
 
 
 class StepBroken(Exception):
-    """A pipeline has left a training step, of which nothing stays: the step does not do what it was recorded to do.
+    """A pipeline has aborted a training step and undone it: the step does not do what it was recorded to do.
 
     Attributes:
-        reason: What this rank has found; None if another rank has.
-        arguments: Of the step.
+        reason: The error of this rank; None if another rank aborted.
+        arguments: Arguments of the step.
     """
 
     def __init__(self, reason: Exception | None) -> None:
-        """Args: reason: see the class."""
+        """Args: reason: of this rank, or None."""
         super().__init__(reason)
         self.reason = reason
         self.arguments: Sequence[object] = ()
 
 
 class NumberExchange:
-    """Numbers that each rank knows in part, NaN where it does not; under way from the start."""
+    """Exchange of numbers of which each rank has some, and NaN for the others; it starts at once."""
 
     def __init__(
         self,
@@ -65,52 +65,52 @@ class NumberExchange:
         is_broken: bool = False,
         device: torch.device,
     ) -> None:
-        """Begin to exchange.
+        """Start the exchange.
 
         Args:
-            numbers: As many and in the same order on every rank.
+            numbers: The same count and order on every rank.
             group: The ranks of one replica.
-            names: A digest of what the numbers mean.
-            batch: A digest of the batch; all ranks of a replica must see the same.
-            form: A digest of what the step does.
-            is_broken: Whether this rank has none of the numbers, as the step broke.
-            device: Where the group communicates.
+            names: Digest of the names of the numbers.
+            batch: Digest of the batch, which all ranks of a replica must share.
+            form: Digest of the trace of the step.
+            is_broken: Whether this rank has no numbers, as it aborted the step.
+            device: The device on which the group communicates.
         """
         self._numbers = list(numbers)
         self._group = group
         self._device = device
         self._gathered: Callable[[], list[Tensor]] | None = None
         if group.size() > 1:
-            what = _BROKEN if is_broken else float(form)
-            first = [float(len(numbers)), float(names), float(batch), what, *numbers[:_SLOTS]]
+            trace = _BROKEN if is_broken else float(form)
+            first = [float(len(numbers)), float(names), float(batch), trace, *numbers[:_SLOTS]]
             self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
         return begin_to_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
 
     def finish(self) -> list[float]:
-        """For each number the first rank's that knows it, NaN if none does.
+        """Wait; returns for each number that of the first rank that has it, NaN if none does.
 
         Raises:
-            StepBroken: The step broke on a rank.
-            RanksDisagree: The batch or the meaning of the numbers differs between ranks.
+            StepBroken: A rank aborted the step.
+            RanksDisagree: The batch or the names of the numbers differ between ranks.
         """
         if self._gathered is None:
             return self._numbers
         rows = [row.tolist() for row in self._gathered()]
         if any(row[3] == _BROKEN for row in rows):
             raise StepBroken(None)
-        for place, what in _COMPARED:
-            seen = [row[place] for row in rows]
-            if len(set(seen)) > 1:
-                if place == 2:
-                    raise other_batches(seen)
+        for index, what in _COMPARED:
+            sent = [row[index] for row in rows]
+            if len(set(sent)) > 1:
+                if index == 2:
+                    raise other_batches(sent)
                 raise RanksDisagree(
-                    f"what the step does differs between the ranks of one replica ({seen} on pipeline ranks 0 to"
-                    f" {len(seen) - 1}): a condition on the rank, or on random numbers that are not seeded alike,"
-                    " decides; let all ranks decide alike"
-                    if place == 3
-                    else f"the {what} differs between the ranks of one replica: {seen}; log the same keys on every rank"
+                    f"what the step does differs between the ranks of one replica ({sent} on pipeline ranks 0 to"
+                    f" {len(sent) - 1}): it depends on a condition on the rank, or on random numbers with different"
+                    " seeds; let all ranks decide in the same way"
+                    if index == 3
+                    else f"the {what} differs between the ranks of one replica: {sent}; log the same keys on every rank"
                 )
         rows = [row[_HEADER:] for row in rows]
         if len(self._numbers) > _SLOTS:
@@ -123,14 +123,14 @@ class NumberExchange:
 def share_tensor(
     value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """One tensor, from the pipeline rank ``source`` that has it to all others.
+    """Broadcast a tensor from the pipeline rank ``source``.
 
     Args:
-        value: What is known of it from the recording.
-        content: The tensor on its rank, None elsewhere.
+        value: Its record in the step graph.
+        content: The tensor on ``source``, None elsewhere.
         source: Pipeline rank.
         group: The ranks of one pipeline.
-        device: Where the group communicates.
+        device: The device on which the group communicates.
     """
     if group.size() == 1:
         assert content is not None
@@ -151,23 +151,23 @@ def share_tensor(
     return content.to(value.device) if value.device else content
 
 
-def broadcast_buffer(buffer: Tensor, home: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give every rank of a group the content that a buffer has on one; collective over the group.
+def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Broadcast the content of a buffer from one rank of a group; collective over the group.
 
     Args:
         buffer: On every rank.
-        home: Rank in the group.
+        owner: Owner rank in the group.
         group: The ranks.
-        device: Where the group communicates.
+        device: The device on which the group communicates.
     """
     content = buffer.detach().to(device).contiguous()
-    dist.broadcast(as_sent(content), group=group, group_src=home)
+    dist.broadcast(as_sent(content), group=group, group_src=owner)
     if content.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(content)
 
 
 def digest(leaves: Sequence[object]) -> int:
-    """A number that two batches share only if they (almost surely) are equal; cheap on large tensors."""
+    """A number that is equal for equal batches, and almost surely for no others; cheap on large tensors."""
     total = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
@@ -184,4 +184,4 @@ def digest(leaves: Sequence[object]) -> int:
     return total & 0xFFFFFFFFFFFF  # exact in float64
 
 
-_DIGESTED = 4096  # elements looked at per tensor, about
+_DIGESTED = 4096  # elements used per tensor, about

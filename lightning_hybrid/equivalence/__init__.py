@@ -1,1 +1,1 @@
-"""Whether a copy of a layer is the same function."""
+"""Comparison of a copy of a layer with the layer: is it the same function?"""

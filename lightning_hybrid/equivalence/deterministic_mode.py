@@ -1,4 +1,4 @@
-"""Copies of layers with random weights, and a mode in which results compare to the last digits."""
+"""Copies of layers with random weights, and a deterministic mode in which results agree to the last digits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_hybrid.randomness.keyed_draws import draws
 
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {"float", "half", "bfloat16"}
-# Where attention functions have their dropout probability, whose default is 0 or which is always given.
-_DROPOUT_PLACES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+# Positions of the dropout probability of attention functions, whose default is 0 or which has none.
+_DROPOUT_POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
 def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype) -> nn.Module:
@@ -58,7 +58,7 @@ def _buffer(buffer: Tensor, generator: torch.Generator, dtype: torch.dtype) -> T
 
 
 class Exact(TorchFunctionMode):
-    """Makes runs comparable to the last digits: no dropout, one dtype throughout, other draws the same in each run."""
+    """Makes runs comparable to the last digits: no dropout, one dtype throughout, equal other draws in each run."""
 
     _lock = threading.Lock()  # torch's generator belongs to the process, and ranks are threads
 
@@ -74,12 +74,12 @@ class Exact(TorchFunctionMode):
             return args[0]
         if name in _CASTS:
             return func(*args, **kwargs) if args[0].is_complex() else args[0].to(self._dtype)
-        place = _DROPOUT_PLACES.get(name)
+        position = _DROPOUT_POSITIONS.get(name)
         if kwargs.get("enable_gqa") and not (args[1] if len(args) > 1 else kwargs["key"]).shape[-3]:
-            # torch 2.11 divides by this number before it looks at it, and ends the process.
-            raise ValueError(f"{name} was given no head of keys")
-        if place is not None:
-            args = args[:place] + (0.0,) * (len(args) > place) + args[place + 1 :]
+            # torch 2.11 divides by this number before it checks it, and ends the process.
+            raise ValueError(f"{name} got no head of keys")
+        if position is not None:
+            args = args[:position] + (0.0,) * (len(args) > position) + args[position + 1 :]
             kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
         elif name != "__get__":
             args = tuple(self._dtype if type(a) is torch.dtype and a in _LOWER else a for a in args)
@@ -94,7 +94,7 @@ class Exact(TorchFunctionMode):
 
     @contextlib.contextmanager
     def drawn_again(self) -> Iterator[None]:
-        """What is drawn inside is drawn once more afterwards."""
+        """Draw the same numbers afterwards as inside."""
         before = self._drawn
         try:
             yield

@@ -1,6 +1,6 @@
-"""The differences between outputs and gradients of a sharded run and of the full unit, in words and as a number.
+"""Differences between outputs and gradients of a sharded run and of the full unit, in words and as a number.
 
-Gradients of large layers are held against each other a few rows at a time, so that nothing of their size is made.
+Gradients of large layers are compared a few rows at a time, so that no tensor of their size is made.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK = 2**15  # elements that are looked at together: they stay in the cache of one core
+_BLOCK = 2**15  # elements that are compared together: they stay in the cache of one core
 
 
 class Difference(str):
-    """What differs, in words.
+    """A difference between two values, in words.
 
     Attributes:
-        relative: By how much, if by numbers alone; infinite otherwise.
+        relative: The relative difference of numbers; infinite for other differences.
     """
 
     relative: float = math.inf
 
 
 def difference_of(found: Any, wanted: Any, tolerance: float, *, whole: Tensor | None = None) -> Difference | None:
-    """What differs between two values, or None.
+    """The difference between two values, or None.
 
     Args:
         found: A value of a sharded run.
-        wanted: The same of the whole unit.
-        tolerance: Relative to the largest element of the whole.
-        whole: The value of which the wanted one is a part.
+        wanted: The same value of the full unit.
+        tolerance: Relative to the largest element of the full value.
+        whole: The full value, of which ``wanted`` is a shard.
     """
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         types = type(found).__name__, type(wanted).__name__
@@ -43,7 +43,7 @@ def difference_of(found: Any, wanted: Any, tolerance: float, *, whole: Tensor | 
 def difference_of_sum(
     addends: Sequence[Tensor], wanted: Tensor, tolerance: float, *, whole: Tensor | None = None
 ) -> Difference | None:
-    """What differs between the sum of tensors of one shape and another tensor, or None; see `difference_of`."""
+    """The difference between the sum of tensors of one shape and another tensor, or None, as in `difference_of`."""
     found = addends[0]
     if found.shape != wanted.shape:
         return Difference(f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
@@ -61,21 +61,21 @@ def difference_of_sum(
 
 
 def _scale_of(wanted: Tensor) -> float:
-    """The size of its largest element; many trials are held against one run of the whole unit."""
-    known = wanted.__dict__.get("_scale")
-    if known is None:
-        known = wanted.__dict__["_scale"] = _largest(wanted)
-    return float(known)
+    """The absolute value of its largest element; cached, as many trials are compared with one run of the full unit."""
+    cached = wanted.__dict__.get("_scale")
+    if cached is None:
+        cached = wanted.__dict__["_scale"] = _largest(wanted)
+    return float(cached)
 
 
 def are_alike(found: Tensor, wanted: Tensor, tolerance: float, *, whole: Tensor) -> bool:
-    """Whether nothing differs, as for `difference_of`; for floating values of one shape."""
+    """Whether there is no difference in the sense of `difference_of`; for floating values of one shape."""
     limit = tolerance * max(_scale_of(whole), 1e-3)
     return not wanted.numel() or _distance([found], wanted, limit) <= limit
 
 
-def _distance(addends: Sequence[Tensor], wanted: Tensor, enough: float = math.inf) -> float:
-    """The largest distance of an element, or one that is more than enough; no number if one of them is none."""
+def _distance(addends: Sequence[Tensor], wanted: Tensor, limit: float = math.inf) -> float:
+    """The largest distance of elements, or one beyond ``limit``; NaN if an element is NaN."""
     tensors = [tensor.detach() for tensor in (*addends, wanted)]
     rows = max(1, _BLOCK * wanted.shape[0] // wanted.numel()) if wanted.dim() else 1
     if not wanted.dim() or rows >= len(wanted):
@@ -83,7 +83,7 @@ def _distance(addends: Sequence[Tensor], wanted: Tensor, enough: float = math.in
     largest = 0.0
     for block in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
         distance = _largest(sum(block[1:-1], block[0]) - block[-1])
-        if math.isnan(distance) or distance > enough:
+        if math.isnan(distance) or distance > limit:
             return distance
         largest = max(largest, distance)
     return largest
@@ -92,5 +92,5 @@ def _distance(addends: Sequence[Tensor], wanted: Tensor, enough: float = math.in
 def _largest(values: Tensor) -> float:
     values = values.detach()
     low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
-    # A number that is none is passed on by these.
+    # These operations pass NaN on.
     return float(torch.maximum(-low, high))

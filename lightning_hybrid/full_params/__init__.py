@@ -1,1 +1,1 @@
-"""User code outside of layers reads full parameters and gradients, though each rank holds a part of them."""
+"""Full parameters and gradients for user code outside layers, though each rank has only some of them or shards."""

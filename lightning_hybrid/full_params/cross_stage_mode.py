@@ -1,20 +1,20 @@
 """A function mode for user hooks: gradients and parameters of other pipeline stages read as the full model's.
 
-``GlobalReads`` sees every torch operation of a hook and knows of every tensor on which pipeline ranks its content is:
+``GlobalReads`` intercepts every torch operation of a hook, and tracks which pipeline ranks have each tensor:
 
-    p.grad           where p is                          elsewhere a stand-in without content
-    p.grad.norm()    computed where p.grad is            elsewhere a stand-in
-    p.grad.mul_(x)   done wherever p.grad is             elsewhere nothing
-    torch.stack      of tensors without a common rank:   their contents are made known to all ranks first
-    .item(), bool    of what is not everywhere:          the same
+    p.grad           on the ranks of p                        elsewhere a stand-in without content
+    p.grad.norm()    computed on the ranks of p.grad          elsewhere a stand-in
+    p.grad.mul_(x)   done on the ranks of p.grad              elsewhere nothing
+    torch.stack      of tensors without a common rank:        their contents are first sent to all ranks
+    .item(), bool    of a tensor that some ranks lack:        the same
 
-A buffer that the step writes is right on one rank only: before an operation on it, all ranks get its content.
+A buffer that the step writes is right on one rank only: before an operation on it, it is broadcast to all ranks.
 
-So ``clip_grad_norm_``, ``get_total_norm`` and loops over ``p.grad`` come out global, under whatever name they were
-imported, and a parameter that several ranks hold counts once: it is one parameter. What is not read is not sent.
+So ``clip_grad_norm_``, ``get_total_norm`` and loops over ``p.grad`` are global, under whatever name they were imported,
+and a parameter that several ranks hold counts once: it is one parameter. What is not read is not sent.
 
-All ranks must do the same in a hook. They compare what they are about to do before each exchange, and once more at the
-end of the hook; so a read on some ranks only is an error on all, and neither a hang nor a mixture.
+All ranks must do the same in a hook. They compare their next operation before each exchange, and once more at the end
+of the hook; so a read on some ranks only is an error on all, and neither a hang nor a mixture.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leav
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.step_mode import _METADATA, VIEW_PROPERTIES
 
-_MEMORY = frozenset({"untyped_storage"})  # by which a plain tensor is pickled
+_MEMORY = frozenset({"untyped_storage"})  # used to pickle a plain tensor
 _AUTOGRAD = frozenset({"backward", "grad"})
-SAVING = "trainer.save_checkpoint"  # what is written then is full, however large
+SAVING = "trainer.save_checkpoint"  # a checkpoint is written in full, however large
 
 
 class GlobalReadError(RuntimeError):
-    """A hook asks for what cannot be had of a model in parts."""
+    """A hook requests what is not available of a model that is sharded over ranks."""
 
 
 class GlobalReads(TorchFunctionMode):
-    """Makes what user hooks read of a model in parts global; active inside ``hook`` only.
+    """Makes reads of user hooks refer to the full model; active inside ``hook`` only.
 
     Attributes:
-        parameters: Ids of the module's own.
+        parameters: Ids of the module's parameters.
     """
 
     gives_contents = True
@@ -67,15 +67,15 @@ class GlobalReads(TorchFunctionMode):
         buffer_homes: Callable[[], Sequence[tuple[Tensor, int]]] = list,
         most_elements: int = 1 << 24,
     ) -> None:
-        """Begin a run.
+        """Record which ranks hold each parameter.
 
         Args:
             parameters: All of the module's, by FQN, in the same order on every rank.
-            holders: Pipeline ranks by FQN.
+            holders: Pipeline ranks that hold each parameter, by FQN.
             group: The ranks of this pipeline.
             device: Where the group communicates.
-            buffer_homes: The buffers that are right on one pipeline rank only, and that rank.
-            most_elements: How many elements one hook may send around.
+            buffer_homes: Returns the buffers that are right on one pipeline rank only, and that rank.
+            most_elements: Number of elements that one hook may exchange.
         """
         super().__init__()
         self._rank = group.rank()
@@ -89,17 +89,17 @@ class GlobalReads(TorchFunctionMode):
         self.parameters = frozenset(map(id, parameters.values()))
         self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
         for fqn, parameter in parameters.items():
-            self._contents.place(parameter, self._holders[fqn], fqn)
+            self._contents.set_parameter_ranks(parameter, self._holders[fqn], fqn)
         self._hook: str | None = None
         self._is_complete = True
         self._elements = 0
-        # Of this hook: which parameters have a gradient on their ranks, and the stand-ins for those of other ranks.
+        # In this hook: the parameters that have a gradient on their ranks, and stand-ins for gradients of other ranks.
         self._has_gradient: dict[str, bool] = {}
         self._stand_ins: dict[str, Tensor | None] = {}
 
     @contextlib.contextmanager
     def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
-        """What runs inside reads the whole model; a hook inside a hook is part of it. Collective over the pipeline.
+        """Run a hook inside, which reads the full model; nested hooks count as one. Collective over the pipeline.
 
         Args:
             name: For messages.
@@ -125,7 +125,7 @@ class GlobalReads(TorchFunctionMode):
             self._has_gradient, self._stand_ins = {}, {}
 
     def known(self, value: Any) -> Any:
-        """``value``, with the content of every tensor in it; collective over the pipeline where some is elsewhere."""
+        """Replace tensors in ``value`` by their contents; collective over the pipeline if some are on other ranks."""
         with torch._C.DisableTorchFunction():
             leaves = flatten(value)[0]
             tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and self._ranks_of(leaf)}
@@ -135,19 +135,19 @@ class GlobalReads(TorchFunctionMode):
             return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
 
     def adopt_copy(self, other: nn.Module) -> None:
-        """The parameters of a copy of the module, in parts as it is, are where those of the module are."""
+        """Track the parameters of a copy of the module, which has the same shards on the same ranks."""
         for fqn, parameter in other.named_parameters():
             if fqn in self._holders:
-                self._contents.place(parameter, self._holders[fqn], fqn)
+                self._contents.set_parameter_ranks(parameter, self._holders[fqn], fqn)
 
     @torch.no_grad()
     def complete(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank the contents of tensors that hooks have made and kept; collective over the pipeline.
+        """Broadcast tensors that hooks have made and kept to every rank; collective over the pipeline.
 
         Nothing is done where ranks keep different ones.
 
         Args:
-            tensors: Those of which some may be on other ranks.
+            tensors: Tensors of which some may be on other ranks.
         """
         with torch._C.DisableTorchFunction():
             placed = [(tensor, self._contents.ranks_of(tensor)) for tensor in tensors]
@@ -166,29 +166,29 @@ class GlobalReads(TorchFunctionMode):
                     )
 
     def is_here(self, tensor: Tensor) -> bool | None:
-        """Whether a tensor is on all ranks; None if it is not here, and nobody knows where it is."""
-        if not self._contents.is_noted(tensor) and is_absent(tensor):
+        """Whether a tensor is on all ranks; None if it is absent here, and no record says where it is."""
+        if not self._contents.is_recorded(tensor) and is_absent(tensor):
             return None
         return self._contents.ranks_of(tensor) is None
 
     def told(self, mine: Any) -> list[Any]:
-        """What each rank of the pipeline says; collective."""
+        """Gather an object from each rank of the pipeline; collective."""
         return self._contents.told(mine)
 
     def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """The contents of tensors, in CPU memory if they were sent; collective. A rank that does not keep gets none."""
+        """The contents of tensors, in CPU memory if they were sent, or empty ones if not ``keep``; collective."""
         assert self._hook is not None
         return self._contents.for_file(self._hook, tensors, self._most_elements, keep=keep)
 
     def note_whole(self, whole: Tensor, fqn: str) -> None:
-        """A tensor, joined of the parts that tensor ranks hold of a parameter or its gradient, is where those are."""
-        self._contents.note(whole, self._holders[fqn], [self._parameters[fqn]])
+        """Record that a full tensor, gathered from tensor ranks, is on the ranks of its parameter."""
+        self._contents.record(whole, self._holders[fqn], [self._parameters[fqn]])
 
     def adopt_state(self, state: Mapping[Any, Any]) -> None:
-        """An optimizer's state of a parameter is where the parameter is; numbers in it are everywhere.
+        """Record that an optimizer's states are on the ranks of their parameters; numbers among them are on all ranks.
 
         Args:
-            state: By parameter, as optimizers hold it. Tensors of parameters of other ranks become stand-ins.
+            state: By parameter, as in optimizers. Tensors for parameters of other ranks become stand-ins.
         """
         for parameter, entries in state.items():
             fqn = self._fqns.get(id(parameter))
@@ -198,12 +198,12 @@ class GlobalReads(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.dim():
                     if self._rank not in self._holders[fqn] and not is_absent(value):
                         value = entries[name] = make_absent(value, requires_grad=False)
-                    self._contents.note(value, self._holders[fqn], [parameter])
+                    self._contents.record(value, self._holders[fqn], [parameter])
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Sort one torch function call of a hook."""
+        """Dispatch one torch function call of a hook."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
@@ -226,21 +226,21 @@ class GlobalReads(TorchFunctionMode):
             return self._pickled(args[0])
         if name == "equal":
             return self._equal(*args)
-        if name == "__deepcopy__":  # which is handed all that was copied before
-            args[1][id(FAKE_MODE)] = FAKE_MODE  # the copy of what is absent is absent in the same way
+        if name == "__deepcopy__":  # its memo has all that was copied before
+            args[1][id(FAKE_MODE)] = FAKE_MODE  # the copy of an absent tensor is absent in the same mode
             made = self._run(name, func, args, kwargs, [args[0]], self._ranks_of(args[0]))
             for attribute in user_attributes(args[0]) if isinstance(args[0], nn.Parameter) else ():
-                made.__dict__.pop(attribute, None)  # torch copies none of a parameter
+                made.__dict__.pop(attribute, None)  # torch does not copy a parameter's attributes
             return made
         return self._operation(name, func, args, kwargs)
 
     def _pickled(self, tensor: Tensor) -> Any:
-        """What is written for a tensor: its content, and nothing that is noted on it."""
+        """Reduce a tensor for a pickle: its content, without the attributes that are recorded on it."""
         content = tensor if self._ranks_of(tensor) is None else self._fetch([tensor], "a pickle")[0]
         return reduced(tensor, content)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
-        """``torch.equal``, of which one answer is sent instead of two contents."""
+        """Run ``torch.equal``, of which one answer is sent instead of two contents."""
         if self._ranks_of(first) is None and self._ranks_of(second) is None:
             return torch.equal(first, second)
         if first is second or first.shape != second.shape:
@@ -249,7 +249,7 @@ class GlobalReads(TorchFunctionMode):
         return self._operation("__bool__", Tensor.__bool__, (same,), {})
 
     def _each(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on lists, member by member, since members may live on different ranks."""
+        """Run an operation on lists member by member, since members may be on different ranks."""
         members = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if all(self._ranks_of(member) is None for member in members):
             return func(*args, **kwargs)
@@ -260,10 +260,10 @@ class GlobalReads(TorchFunctionMode):
             def member(value: Any, index: int = index) -> Any:
                 return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
 
-            part = self._operation(
+            results_of_member = self._operation(
                 name, func, tuple(member(arg) for arg in args), {key: member(arg) for key, arg in kwargs.items()}
             )
-            results.extend(part if part is not None else [])
+            results.extend(results_of_member if results_of_member is not None else [])
         return results if results else None
 
     def _operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ class GlobalReads(TorchFunctionMode):
         return self._run(name, func, args, kwargs, leaves, target)
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], target: Ranks) -> Any:
-        """Run an operation where its inputs are; elsewhere on stand-ins, with the same draws of random numbers."""
+        """Run an operation on the ranks of its inputs; elsewhere on stand-ins, with the same random draws."""
         if target is None:
             return func(*args, **kwargs)
         if self._rank in target:
@@ -318,13 +318,13 @@ class GlobalReads(TorchFunctionMode):
         for made in flatten(result)[0]:
             if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
                 inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                self._contents.note(made, target, inputs)
+                self._contents.record(made, target, inputs)
         return result
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _gradient(self, name: str, func: Any, args: Any) -> Any:
-        """``parameter.grad``, read, set or deleted."""
+        """Read, set or delete ``parameter.grad``."""
         parameter = args[0]
         fqn = self._fqns[id(parameter)]
         holders = self._holders[fqn]
@@ -336,7 +336,7 @@ class GlobalReads(TorchFunctionMode):
                 return func(parameter, *([value] if name == "__set__" else []))
             if value is not None:
                 value = make_absent(parameter, requires_grad=False)
-                self._contents.note(value, holders, [parameter])
+                self._contents.record(value, holders, [parameter])
             self._stand_ins[fqn] = value
             return None
         if len(holders) > 1 and not self._is_complete:
@@ -346,21 +346,21 @@ class GlobalReads(TorchFunctionMode):
                 " on_before_optimizer_step, or set accumulate_grad_batches=1"
             )
         if len(set(holders)) < self._group.size() and not self._has_gradient:
-            self._ask_for_gradients()
+            self._exchange_has_gradient()
         if not is_absent(parameter):
             gradient = func(parameter)
             if gradient is not None:
-                self._contents.note(gradient, holders, [parameter], only_tensor=True)
+                self._contents.record(gradient, holders, [parameter], only_tensor=True)
             return gradient
         if fqn not in self._stand_ins:
             stand_in = make_absent(parameter, requires_grad=False) if self._has_gradient[fqn] else None
             if stand_in is not None:
-                self._contents.note(stand_in, holders, [parameter])
+                self._contents.record(stand_in, holders, [parameter])
             self._stand_ins[fqn] = stand_in
         return self._stand_ins[fqn]
 
-    def _ask_for_gradients(self) -> None:
-        """Learn which parameters of other ranks have a gradient; collective over the pipeline."""
+    def _exchange_has_gradient(self) -> None:
+        """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""
         assert self._hook is not None
         self._contents.meet(self._hook, "reads .grad")
         mine = [
@@ -374,17 +374,17 @@ class GlobalReads(TorchFunctionMode):
     # -- contents -----------------------------------------------------------------------------------------------------
 
     def _ranks_of(self, tensor: Tensor) -> Ranks:
-        """Where the content of ``tensor`` is; None for everywhere."""
-        if self._contents.is_noted(tensor) or not is_absent(tensor):
+        """The ranks that have the content of ``tensor``; None for all."""
+        if self._contents.is_recorded(tensor) or not is_absent(tensor):
             return self._contents.ranks_of(tensor)
         raise GlobalReadError(
             f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"
-            " it was not made in a hook, so nobody knows where its content is; make it in on_fit_start or later hooks,"
-            " or set pipeline_parallel_size=1"
+            " it was not made in a hook, so the rank that has its content is unknown; make it in on_fit_start or later"
+            " hooks, or set pipeline_parallel_size=1"
         )
 
     def _fetch(self, tensors: Sequence[Tensor], why: str) -> list[Tensor]:
-        """The contents of tensors that are not everywhere; collective over the pipeline if there are any."""
+        """The contents of tensors that some ranks lack; collective over the pipeline if there are any."""
         if not tensors:
             return []
         assert self._hook is not None

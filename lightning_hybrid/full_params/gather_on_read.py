@@ -1,8 +1,8 @@
 """A function mode that gathers parameters of other ranks for each operation that reads them.
 
-Where every rank runs the same code on the same values, each operation needs the whole of the parameters that it reads,
-and no other rank's arithmetic. So the ranks that hold a parameter send it when it is read. Layers, caches, loops and
-what the code writes into its arguments need no further thought: it all happens on every rank, as in one process.
+Where every rank runs the same code on the same values, each operation needs the full parameters that it reads, but no
+result of other ranks. So the ranks that hold a parameter send it when it is read. Layers, caches, loops and what the
+code writes into its arguments need no special handling: it all happens on every rank, as in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dt
 
 
 class LentParameters(TorchFunctionMode):
-    """Inside, an operation that reads a parameter finds all of it; every rank of a replica must run the same ones."""
+    """Gathers the parameters that an operation reads; the ranks of a replica must run the same operations."""
 
     def __init__(
         self,
@@ -51,137 +51,137 @@ class LentParameters(TorchFunctionMode):
 
         Args:
             parameters: Of the module, by FQN.
-            holders: Pipeline ranks that have a parameter, or their tensor ranks' parts of it.
+            holders: Returns the pipeline ranks that hold a parameter, or its shards over their tensor ranks.
             group: The ranks of this pipeline.
-            parts: What tensor ranks cut, if they do.
+            parts: Local shards; None if no parameter is sharded.
             device: Where the group communicates.
-            meet: Called with what is about to be sent; finds ranks that read something else.
-            room: Bytes that what was sent may take until the end; the same on every rank.
+            meet: Called with what is about to be sent; raises on ranks that read something else.
+            room: Bytes of gathered tensors to keep until the end; the same on every rank.
         """
         super().__init__()
         self._parameters, self._holders, self._group, self._device = parameters, holders, group, device
         self._meet, self._room = meet, room
-        self._cuts = [] if parts is None else [cut for cut in parts.cuts if cut.axis == "tp"]
-        cut = {name for axis in self._cuts for name in axis.placements}
-        self._lent = {id(p): name for name, p in parameters.items() if name in cut or len(holders(name)) < group.size()}
-        others = [] if parts is None else [cut for cut in parts.cuts if cut.axis not in ("tp", "cp")]
-        self._of_replicas = {name for axis in others for name in axis.placements}
-        self._kept: dict[str, Tensor] = {}
-        self._shown: dict[str, Tensor | None] = {}  # what user code may write into; of replicas' parts as it was
+        self._tensor_axes = [] if parts is None else [axis for axis in parts.cuts if axis.axis == "tp"]
+        sharded = {name for axis in self._tensor_axes for name in axis.placements}
+        partial = [name for name in parameters if name in sharded or len(holders(name)) < group.size()]
+        self._to_gather = {id(parameters[name]): name for name in partial}
+        replica_axes = [] if parts is None else [axis for axis in parts.cuts if axis.axis not in ("tp", "cp")]
+        self._sharded_over_replicas = {name for axis in replica_axes for name in axis.placements}
+        self._full: dict[str, Tensor] = {}
+        self._user_visible: dict[str, Tensor | None] = {}  # user code may write into these; a copy if replicas shard
 
     def __exit__(self, *exception: Any) -> None:
-        """Free what was sent; what the step has written into a parameter stays."""
+        """Free gathered tensors; what the step has written into them is written back."""
         super().__exit__(*exception)
         self.end(failed=bool(exception) and exception[0] is not None)
 
     def end(self, *, failed: bool) -> None:
-        """Free what was sent, and unless the step has failed keep what it has written into parameters."""
-        kept, self._kept = self._kept, {}
-        shown, self._shown = self._shown, {}
+        """Free gathered tensors, and unless the step has failed write back what it has written into them."""
+        gathered, shared, self._full, self._user_visible = self._full, self._user_visible, {}, {}
         if failed:
             return
         with torch.no_grad():
-            for name, before in shown.items():
-                self._write_back(name, kept[name], before)
-            for name, whole in kept.items():
+            for name, before in shared.items():
+                self._write_back(name, gathered[name], before)
+            for name, full in gathered.items():
                 parameter = self._parameters[name]
-                if whole.grad is not None and not is_absent(parameter) and whole.shape == parameter.shape:
-                    parameter.grad = whole.grad if parameter.grad is None else parameter.grad + whole.grad
+                if full.grad is not None and not is_absent(parameter) and full.shape == parameter.shape:
+                    parameter.grad = full.grad if parameter.grad is None else parameter.grad + full.grad
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on what this rank has or is sent."""
+        """Run an operation on full parameters."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__") and id(args[0]) in self._lent:
+        if name in ("__get__", "__set__", "__delete__") and id(args[0]) in self._to_gather:
             member = func.__self__.__name__
             if name == "__get__" and member in SHAPE_PROPERTIES:
                 return func(as_whole(args[0]))
-            if member == "grad" and (whole := self._kept.get(self._lent[id(args[0])])) is not None:
-                return func(whole, *args[1:])
+            if member == "grad" and (full := self._full.get(self._to_gather[id(args[0])])) is not None:
+                return func(full, *args[1:])
             if member in OWN_PROPERTIES:
                 return func(*args, **kwargs)
-        elif name in SHAPE_METHODS and id(args[0]) in self._lent:
+        elif name in SHAPE_METHODS and id(args[0]) in self._to_gather:
             return func(as_whole(args[0]), *args[1:], **kwargs)
         elif name in IDENTITY:
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
-        found = {id(leaf): self._lent[id(leaf)] for leaf in leaves if id(leaf) in self._lent}
+        found = {id(leaf): self._to_gather[id(leaf)] for leaf in leaves if id(leaf) in self._to_gather}
         if not found:
             self._refuse_absent(name, leaves)
             return func(*args, **kwargs)
-        wholes = {name: self._whole(name) for name in found.values()}
-        leaves = [wholes[found[id(leaf)]] if id(leaf) in found else leaf for leaf in leaves]
+        full_tensors = {name: self._full_tensor(name) for name in found.values()}
+        leaves = [full_tensors[found[id(leaf)]] if id(leaf) in found else leaf for leaf in leaves]
         args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         written = 0 if name == "__set__" else written_of(name, leaves, kwargs)
         if written is not None:
-            self._show({name: whole for name, whole in wholes.items() if whole is leaves[written]})
+            self._share_with_user({name: full for name, full in full_tensors.items() if full is leaves[written]})
         out = func(*args, **kwargs)
         memories = {memory_of(leaf) for leaf in tensors_inside(out)}
-        self._show({name: whole for name, whole in wholes.items() if memory_of(whole) in memories})
+        self._share_with_user({name: full for name, full in full_tensors.items() if memory_of(full) in memories})
         return out
 
     def _refuse_absent(self, name: str, leaves: Sequence[Any]) -> None:
-        """What a hook, or torch.func, made of parameters of other ranks has no content here."""
+        """Raise for a tensor without content here, which a hook or torch.func made of parameters of other ranks."""
         if any(is_absent(leaf) for leaf in leaves):
             raise StepError(
                 f"{user_line()}: {name} reads a tensor without content on this rank, such as one that a hook or"
-                " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs whole;"
+                " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs unsplit;"
                 " keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
             )
 
-    def _show(self, wholes: Mapping[str, Tensor]) -> None:
-        """User code holds these wholes, or writes into them: they stay until the end of the step."""
-        for name, whole in wholes.items():
-            if name not in self._shown:
-                self._kept[name] = whole
-                self._shown[name] = whole.detach().clone() if name in self._of_replicas else None
+    def _share_with_user(self, full_tensors: Mapping[str, Tensor]) -> None:
+        """Keep full tensors, which user code references or writes into, until the end of the step."""
+        for name, full in full_tensors.items():
+            if name not in self._user_visible:
+                self._full[name] = full
+                self._user_visible[name] = full.detach().clone() if name in self._sharded_over_replicas else None
 
-    def _write_back(self, name: str, whole: Tensor, before: Tensor | None) -> None:
-        parameter, whole = self._parameters[name], whole.detach()
-        if before is not None and not torch.equal(before, whole):
+    def _write_back(self, name: str, full: Tensor, before: Tensor | None) -> None:
+        parameter, full = self._parameters[name], full.detach()
+        if before is not None and not torch.equal(before, full):
             raise StepError(
-                f"the step writes into {name!r}, which replicas share out, in a step of evaluation that every rank runs"
-                " whole; write it in a hook such as on_validation_epoch_start, or set zero_stage=0"
+                f"the step writes into {name!r}, which is sharded over replicas, in a step of evaluation that every"
+                " rank runs unsplit; write it in a hook such as on_validation_epoch_start, or set zero_stage=0"
             )
         if before is not None or is_absent(parameter):
             return
-        for axis in self._cuts:
+        for axis in self._tensor_axes:
             if name in axis.placements:
-                whole = axis.part(whole, axis.placements[name])
-        if memory_of(whole) != memory_of(parameter):
-            parameter.detach().copy_(whole)
+                full = axis.part(full, axis.placements[name])
+        if memory_of(full) != memory_of(parameter):
+            parameter.detach().copy_(full)
 
-    def _whole(self, name: str) -> Tensor:
+    def _full_tensor(self, name: str) -> Tensor:
         parameter = self._parameters[name]
-        derived = torch.is_grad_enabled() and parameter.requires_grad
-        whole = self._kept.get(name)
-        if whole is None:
+        needs_grad = torch.is_grad_enabled() and parameter.requires_grad
+        full = self._full.get(name)
+        if full is None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._meet(f"reads {name!r}")
-                whole = self._sent(name, parameter)
-            size = whole.numel() * whole.element_size()
-            if size <= self._room or derived:  # what is derived by must be one tensor
-                self._room -= size
-                self._kept[name] = whole
-        if derived and not whole.requires_grad:
-            whole.requires_grad_()
-        return whole
+                full = self._gather(name, parameter)
+            nbytes = full.numel() * full.element_size()
+            if nbytes <= self._room or needs_grad:  # gradients need one tensor for all its uses
+                self._room -= nbytes
+                self._full[name] = full
+        if needs_grad and not full.requires_grad:
+            full.requires_grad_()
+        return full
 
-    def _sent(self, name: str, parameter: Tensor) -> Tensor:
-        """The whole of a parameter; collective over the replica."""
+    def _gather(self, name: str, parameter: Tensor) -> Tensor:
+        """Gather the full tensor of a parameter; collective over the replica."""
         shape, holders = whole_shape(parameter), self._holders(name)
         if is_absent(parameter):
             content = torch.empty(shape, dtype=parameter.dtype, device=self._device)
         else:
             content = parameter.detach()
-            for axis in self._cuts:
+            for axis in self._tensor_axes:
                 placement = axis.placements.get(name)
                 if placement is not None and content.shape[placement.dim] < placement.length:
                     content = axis.joined(content, placement)
             if content.shape != shape:
                 raise StepError(
-                    f"replicas share out {name!r}: this rank has shape {tuple(content.shape)} of {tuple(shape)}, in a"
-                    " step of evaluation that every rank runs whole; set zero_stage=0 and expert_parallel_size=1"
+                    f"{name!r} is sharded over replicas: this rank has shape {tuple(content.shape)} of {tuple(shape)},"
+                    " in a step of evaluation that every rank runs unsplit; set zero_stage=0 and expert_parallel_size=1"
                 )
             content = content.to(self._device).contiguous()
         if len(holders) < self._group.size():

@@ -1,4 +1,4 @@
-"""Conversions of modules by the user (``self.net.to(self.device)``) where parameters are on other ranks."""
+"""Conversions of modules by the user (``self.net.to(self.device)``) that skip parameters of other ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 def pass_over_absent(root: nn.Module) -> Callable[[], None]:
-    """Let ``to``, ``float`` and their like pass over parameters that are not here; returns what undoes it.
+    """Let ``to``, ``float`` and the like skip absent parameters; returns a function that undoes it.
 
-    torch would swap each stand-in for another, which it cannot; and in a hook, what it asks of parameters is no read
-    of the model.
+    torch would swap each stand-in for another, which is impossible; and in a hook, these methods' queries of parameters
+    are no reads of the model.
 
     Args:
         root: The user's module.
     """
     undo = contextlib.ExitStack()
     for module in root.modules():
-        undo.callback(replace(module, "_apply", _of_what_is_here(module)))
+        undo.callback(replace(module, "_apply", _apply_without_absent(module)))
     return undo.close
 
 
-def _of_what_is_here(module: nn.Module) -> Callable[..., nn.Module]:
+def _apply_without_absent(module: nn.Module) -> Callable[..., nn.Module]:
     original = module._apply
 
     def apply(*args: Any, **kwargs: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The effect of an operation on its tensors: reads their content, writes one of them, or asks for a shape."""
+"""The effect of an operation on its tensors: reads their content, writes one of them, or uses a shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.full_params.value_locations import Ranks
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.step_mode import _READS
 
-# Beside reads: operations whose result's shape is a matter of content, and those that take tensors apart as numbers.
+# Besides reads: operations whose result's shape depends on content, and those that convert tensors to numbers.
 _NEEDS_CONTENT = _READS | {
     "tensor",
     "as_tensor",
@@ -27,26 +27,26 @@ _NEEDS_CONTENT = _READS | {
     "bincount",
     "repeat_interleave",
 }
-# Its first argument gives a dtype and a device, no content.
+# Of the first argument only dtype and device are used, not the content.
 LIKE_FIRST = frozenset({"new_tensor"})
-# Their second one gives a shape or a dtype.
+# Of the second argument only shape or dtype is used.
 LIKE_SECOND = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
 _INPLACE_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "div", "and", "or", "xor", "lshift", "rshift")
 _INPLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _INPLACE_OPERATORS)})
 
-# Inputs of one operation that together have no more elements are made known to all, and so is what comes out.
+# Inputs of one operation of at most this many elements together are sent to all ranks, which all compute the result.
 _FEW_ELEMENTS = 1 << 16
 
 
 def needs_content(name: str, leaves: Sequence[Any], args: Any) -> bool:
-    """Whether an operation asks what is in its arguments, or makes something whose shape is a matter of content."""
+    """Whether an operation reads the content of its arguments, or makes a result whose shape depends on it."""
     if name == "__getitem__":
         return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:])
     return name in _NEEDS_CONTENT or (name == "where" and len(args) == 1)
 
 
 def written_of(name: str, leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Index of the leaf that an operation writes; None if it makes something new."""
+    """Index of the leaf that an operation writes; None if it makes a new tensor."""
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return next(i for i, leaf in enumerate(leaves) if leaf is out)
@@ -56,18 +56,18 @@ def written_of(name: str, leaves: Sequence[Any], kwargs: Mapping[str, Any]) -> i
 
 
 def common_ranks(leaves: Sequence[Any], ranks: Sequence[Ranks]) -> Ranks:
-    """Where an operation runs: on the ranks that have all inputs, else where little needs to be sent."""
+    """The ranks that run an operation: those that have all inputs, else those that need the least sent."""
     limited = [(leaf.numel(), one) for leaf, one in zip(leaves, ranks, strict=True) if one is not None]
-    shared = [rank for rank in limited[0][1] if all(rank in one for _, one in limited)]
-    if shared:
-        return tuple(shared)
+    common = [rank for rank in limited[0][1] if all(rank in one for _, one in limited)]
+    if common:
+        return tuple(common)
     if sum(size for size, _ in limited) <= _FEW_ELEMENTS:
         return None
     return max(limited, key=lambda pair: pair[0])[1]
 
 
 def real(leaf: Any) -> Any:
-    """A tensor of ones for one without content."""
+    """Replace an absent tensor by a tensor of ones."""
     if isinstance(leaf, Tensor) and is_absent(leaf):
         return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return leaf

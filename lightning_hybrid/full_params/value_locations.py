@@ -1,4 +1,4 @@
-"""The pipeline ranks that have the content of a tensor, and the collectives by which the others get it."""
+"""Record of the pipeline ranks that have the content of a tensor, and collectives that send it to the others."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lightning_hybrid.step.tracing.step_mode import user_line
 
 Ranks = tuple[int, ...] | None  # None: all
 
-_NOTE = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
-# So long a rank waits in a hook for the others to do the same.
+_RECORD = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
+# A rank waits in a hook for the others to do the same no longer than this.
 _PATIENCE = timedelta(seconds=120)
-# So many first calls of each hook are compared although they read nothing; see [Note: comparing at the end].
+# The first calls of each hook, this many, are compared although they read nothing, by [Note: comparing at the end].
 _COMPARED_CALLS = 2
-_ALIGNMENT = 16  # bytes; a tensor cannot begin anywhere in a message
+_ALIGNMENT = 16  # bytes; in a message, tensors begin at multiples of it
 
 
 def covers(ranks: Ranks, wanted: Ranks) -> bool:
-    """Whether content that is on ``ranks`` is on all those that are wanted."""
+    """Whether content that is on ``ranks`` is on all of the ranks in ``wanted``."""
     return ranks is None or (wanted is not None and set(wanted) <= set(ranks))
 
 
 class Contents:
-    """What is known of the tensors of one run; every rank of the pipeline knows the same.
+    """Records the ranks of the tensors of one run; the record is the same on every rank of the pipeline.
 
     Attributes:
-        meetings: How often the ranks have compared what they are about to do.
+        meetings: Number of times the ranks have compared their next operations.
 
-    Notes are kept on the tensors, and on storages made in a hook: ``copy.deepcopy`` and ``nn.Parameter(x)`` make
+    Records are attributes of tensors, and of storages made in a hook: ``copy.deepcopy`` and ``nn.Parameter(x)`` make
     tensors that no operation returns.
     """
 
@@ -53,13 +53,13 @@ class Contents:
         self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
         self.meetings = 0
         self._calls: Counter[str] = Counter()
-        self._reading: set[str] = set()  # hooks that have read
+        self._reading: set[str] = set()  # hooks that have read something
 
-    def place(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
-        """``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
+    def set_parameter_ranks(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
+        """Record that ``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
         self._placed[id(parameter)] = parameter, self._limited(ranks), frozenset({fqn})
 
-    def note(
+    def record(
         self,
         tensor: Tensor,
         ranks: Sequence[int],
@@ -67,60 +67,60 @@ class Contents:
         *,
         only_tensor: bool = False,
     ) -> None:
-        """The content of ``tensor`` is on these ranks.
+        """Record that the content of ``tensor`` is on these ranks.
 
         Args:
             tensor: A gradient, or the result of an operation.
             ranks: Pipeline ranks.
-            inputs: Of the operation; a view of one of them shares its storage and says nothing about the rest of it.
-            only_tensor: Others may share the storage.
+            inputs: Of the operation; a view of one of them shares its storage, the rest of which may be on other ranks.
+            only_tensor: Whether other tensors may share the storage.
         """
-        # Not by which operations: ranks may take other paths to the same result, through lists or one by one.
+        # The origins are parameters, not operations: ranks may compute a result in other ways, in lists or one by one.
         origins = frozenset().union(*(self._origins_of(other) for other in inputs))
-        note = self._token, self._limited(ranks), origins
-        setattr(tensor, _NOTE, note)
+        record = self._token, self._limited(ranks), origins
+        setattr(tensor, _RECORD, record)
         storage = _storage(tensor)
         if storage is not None and not only_tensor and not any(_storage(other) is storage for other in inputs):
-            setattr(storage, _NOTE, note)
+            setattr(storage, _RECORD, record)
 
-    def is_noted(self, tensor: Tensor) -> bool:
-        """Whether anything is known of ``tensor``."""
-        return id(tensor) in self._placed or self._note_of(tensor) is not None
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Whether ranks of ``tensor`` are recorded."""
+        return id(tensor) in self._placed or self._record_of(tensor) is not None
 
     def ranks_of(self, tensor: Tensor) -> Ranks:
-        """Where the content of ``tensor`` is; everywhere if nothing is known."""
+        """The ranks with the content of ``tensor``; all (None) if nothing is recorded."""
         if id(tensor) in self._placed:
             return self._placed[id(tensor)][1]
-        note = self._note_of(tensor)
-        return None if note is None else note[1]
+        record = self._record_of(tensor)
+        return None if record is None else record[1]
 
     def _origins_of(self, tensor: Tensor) -> frozenset[str]:
-        """FQNs of the parameters that ``tensor``, or its gradient, is made of."""
+        """FQNs of the parameters from which ``tensor``, or the parameter of this gradient, was computed."""
         if id(tensor) in self._placed:
             return self._placed[id(tensor)][2]
-        note = self._note_of(tensor)
-        return frozenset() if note is None else note[2]
+        record = self._record_of(tensor)
+        return frozenset() if record is None else record[2]
 
-    def _note_of(self, tensor: Tensor) -> Any:
+    def _record_of(self, tensor: Tensor) -> Any:
         for owner in (tensor, _storage(tensor)):
-            note = getattr(owner, _NOTE, None)
-            if note is not None and note[0] is self._token:
-                return note
+            record = getattr(owner, _RECORD, None)
+            if record is not None and record[0] is self._token:
+                return record
         return None
 
     def _limited(self, ranks: Sequence[int]) -> Ranks:
         return None if len(set(ranks)) == self._group.size() else tuple(sorted(set(ranks)))
 
     def meet(self, hook: str, what: str, why: str = "") -> None:
-        """Check that all ranks are about to do the same, in the same line of the user's; collective.
+        """Check that all ranks are about to do the same, in the same line of user code; collective.
 
         Args:
-            hook: Where.
-            what: They are about to do.
+            hook: Name of the hook.
+            what: The next operation, for comparison and messages.
             why: The operation that needs it, for messages.
 
         Raises:
-            RanksDisagree: They are not; on every rank.
+            RanksDisagree: They are not; raised on every rank.
         """
         self.meetings += 1
         line = user_line()
@@ -137,7 +137,7 @@ class Contents:
                 raise  # the other ranks are gone
             raise RanksDisagree(
                 f"{hook}: {self._axis} rank {self._rank} {what}{why and f' for {why}'} ({line}), and the other ranks"
-                f" did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a part of the model, so read"
+                f" did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a shard of the model, so read"
                 " gradients and parameters on every rank, and put only what is done with the number under a condition"
                 " on the rank"
             ) from error
@@ -147,13 +147,13 @@ class Contents:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
-            f" read different ones. {listed}. Each rank holds a part of the model, so read them on every rank, and put"
+            f" read different ones. {listed}. Each rank holds a shard of the model, so read them on every rank, and put"
             " only what is done with the number under a condition on the rank"
         )
 
     @contextlib.contextmanager
     def compared(self, hook: str) -> Iterator[None]:
-        """What runs inside is a hook, at whose end the ranks may compare whether they read the same; then collective.
+        """Run a hook inside, at whose end the ranks may compare whether they read the same; then collective.
 
         [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a hook,
         and in hooks that have read, the others come to compare and say so at once. A hook that never reads must not
@@ -171,19 +171,19 @@ class Contents:
             self.meet(hook, "leaves the hook")
 
     def told(self, mine: Any) -> list[Any]:
-        """What each rank says; collective."""
+        """Gather an object from each rank; collective."""
         rows: list[Any] = [None] * self._group.size()
         dist.all_gather_object(rows, mine, group=self._group)
         return rows
 
     def for_file(self, hook: str, tensors: Sequence[Tensor], most_elements: int, *, keep: bool) -> list[Tensor]:
-        """The contents of tensors in CPU memory, on the first rank if it keeps them; elsewhere empty; collective.
+        """The contents of tensors in CPU memory, on the first rank if ``keep``; elsewhere empty tensors; collective.
 
         Args:
             hook: For messages.
             tensors: The same on every rank.
-            most_elements: How many are sent at a time.
-            keep: Whether this rank wants them.
+            most_elements: Number of elements to send at a time.
+            keep: Whether this rank uses them.
         """
         keep = keep and self._rank == 0
         contents: dict[int, Tensor] = {}
@@ -196,18 +196,18 @@ class Contents:
                 sent.append([tensor])
             else:
                 sent[-1].append(tensor)
-        for some in sent:
-            for tensor, content in zip(some, self.fetch(hook, "a checkpoint", some) if some else [], strict=True):
+        for batch in sent:
+            for tensor, content in zip(batch, self.fetch(hook, "a checkpoint", batch) if batch else [], strict=True):
                 if keep:
                     contents[id(tensor)] = content.to("cpu", copy=True)
         return [contents[id(tensor)] if keep else torch.empty(0, dtype=tensor.dtype) for tensor in tensors]
 
     def fetch(self, hook: str, why: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The contents of tensors that are not everywhere, each from the first rank that has it; collective.
+        """Broadcast tensors that some ranks lack, each from the first rank that has it; collective.
 
         Args:
-            hook: Where it is asked for.
-            why: The operation that asks.
+            hook: Name of the hook.
+            why: The operation that needs them, for messages.
             tensors: At least one; the same on every rank.
         """
         sources = [(self.ranks_of(tensor) or (0,))[0] for tensor in tensors]
@@ -216,7 +216,7 @@ class Contents:
             f" {_brief(', '.join(sorted(self._origins_of(tensor))))}"
             for tensor, source in zip(tensors, sources, strict=True)
         ]
-        # Python asks a subclass first: a > b may arrive as b < a on a rank where b is a stand-in.
+        # Python tries a subclass first: a > b may arrive as b < a on a rank where b is a stand-in.
         order = sorted(range(len(tensors)), key=lambda index: (sources[index], listed[index]))
         self.meet(hook, f"reads {_brief('; '.join(listed[index] for index in order))}", why)
         contents: list[Tensor | None] = [None] * len(tensors)
@@ -232,15 +232,15 @@ class Contents:
                     assert not is_absent(tensors[index])
                     message[start : start + size] = _bytes_of(tensors[index])
             dist.broadcast(message, group=self._group, group_src=source)
-            # Also on the source it is a copy: what is known everywhere must not be a view of what is not.
+            # Also a copy on the source rank: a tensor that is on all ranks must not be a view of one that is not.
             for index, start, size in zip(members, starts, sizes, strict=False):
-                part = message[start : start + size].view(tensors[index].dtype)
-                contents[index] = part.view(tensors[index].shape)
+                content = message[start : start + size].view(tensors[index].dtype)
+                contents[index] = content.view(tensors[index].shape)
         return [content for content in contents if content is not None]
 
 
 def _brief(text: str) -> str:
-    """All of it, or how it begins and a digest of the whole."""
+    """The text, or if it is long its beginning and a digest."""
     return text if len(text) < 200 else f"{text[:160]}... ({zlib.crc32(text.encode()):x})"
 
 

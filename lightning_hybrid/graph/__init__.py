@@ -1,1 +1,1 @@
-"""The step as plain data, and its cut into stages."""
+"""The step graph as plain data, and its partition into pipeline stages."""

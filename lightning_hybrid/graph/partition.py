@@ -1,13 +1,13 @@
-"""Cut a step graph into stages.
+"""Partition of a step graph into pipeline stages.
 
-The nodes, in order of execution, are cut into contiguous segments of balanced cost. A parameter's home is the segment
-of its first use, and one rule then gives every operation its stage::
+The nodes, in order of execution, are divided into contiguous segments of balanced cost. The owner stage ("home") of a
+parameter is the segment of its first use, and one rule then gives every operation its stage::
 
-    stage(op) = max over the stages of its inputs and the homes of its parameters
+    stage(op) = max over the stages of its inputs and the owner stages of its parameters
 
-What a derivative inside the step goes through is all on the latest of its stages, where the derivative is taken.
-So the loss lands on the last stage by itself, a value made on stage i and read on stage j > i becomes a portal i -> j,
-and a parameter read on several stages is shared by them.
+All that a derivative inside the step differentiates through is on the latest of its stages, where the derivative is
+taken. So the loss is on the last stage by itself, a value made on stage i and read on stage j > i becomes a portal
+i -> j, and a parameter read on several stages is shared by them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 # vector units. It weighs what a FLOP count leaves out: normalisations, activations, embedding gradients.
 FLOPS_PER_BYTE = 8.0
 
-# A cut that shares more than this part of the parameter bytes between stages is no pipeline.
+# A partition that shares more than this fraction of the parameter bytes between stages is no pipeline.
 MOST_SHARED = 0.5
 
 
 class PartitionError(ValueError):
-    """A step that cannot be cut as asked."""
+    """A step that cannot be partitioned as requested."""
 
 
 class UnfitError(PartitionError):
@@ -38,16 +38,16 @@ class UnfitError(PartitionError):
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which stage does what in one step graph.
+    """The stage of each node, value and parameter of one step graph.
 
     Attributes:
         graph: The graph.
         num_stages: Number of stages.
         node_stage: Stage of each node.
         value_stage: Stage on which each value is made.
-        holders: For each parameter read, the stages that read it, ascending; the first is where it counts.
-        portals: For each pair (source, target) the values sent, ascending.
-        sinks: The stage that feeds each metric, by its pseudo-parameter.
+        holders: For each parameter read, the stages that read it, ascending; the first one owns it.
+        portals: For each pair (source, target) of stages the values sent, ascending.
+        sinks: The stage that updates each metric, by its pseudo-parameter.
     """
 
     graph: StepGraph
@@ -66,7 +66,7 @@ class Assignment:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Parameters held by more than one stage, and those stages."""
+        """Parameters read on more than one stage, and those stages."""
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
 
     def costs(self) -> list[float]:
@@ -77,7 +77,7 @@ class Assignment:
         return total
 
     def gradient_portals(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The portals whose values carry gradients back."""
+        """The portals of values whose gradients are sent back."""
         values = self.graph.values
         pairs = {pair: tuple(v for v in sent if values[v].requires_grad) for pair, sent in self.portals.items()}
         return {pair: sent for pair, sent in pairs.items() if sent}
@@ -89,25 +89,25 @@ def node_cost(node: Node, graph: StepGraph) -> float:
     return node.flops + FLOPS_PER_BYTE * (node.moved_bytes + read)
 
 
-def balance(costs: Sequence[float], parts: int) -> list[int]:
-    """Cut ``costs`` into ``parts`` contiguous non-empty segments whose largest sum is as small as possible.
+def balance(costs: Sequence[float], num_segments: int) -> list[int]:
+    """Divide ``costs`` into ``num_segments`` contiguous non-empty segments whose largest sum is as small as possible.
 
     Returns:
-        The start of each segment; the first is 0. Exact, in O(n * parts * log n).
+        The start of each segment; the first is 0. Exact, in O(n * num_segments * log n).
     """
     count = len(costs)
-    if not 1 <= parts <= count:
-        raise PartitionError(f"{count} elements cannot be cut into {parts} non-empty parts")
+    if not 1 <= num_segments <= count:
+        raise PartitionError(f"{count} elements cannot be divided into {num_segments} non-empty segments")
     sums = [0.0, *itertools.accumulate(costs)]
-    best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the parts so far
+    best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the segments so far
     choice: list[list[int]] = []
-    for part in range(2, parts + 1):
+    for count_so_far in range(2, num_segments + 1):
         row, starts = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(part, count + 1):
-            # best[] grows with its index while the last segment shrinks: their maximum is least where they cross.
-            low = bisect.bisect_left(range(part - 1, end), True, key=lambda j: best[j] >= sums[end] - sums[j])
-            for j in (part - 1 + low, part - 2 + low):
-                if part - 1 <= j < end and max(best[j], sums[end] - sums[j]) < row[end]:
+        for end in range(count_so_far, count + 1):
+            # best[] grows with its index while the last segment shrinks: their maximum is least where they meet.
+            low = bisect.bisect_left(range(count_so_far - 1, end), True, key=lambda j: best[j] >= sums[end] - sums[j])
+            for j in (count_so_far - 1 + low, count_so_far - 2 + low):
+                if count_so_far - 1 <= j < end and max(best[j], sums[end] - sums[j]) < row[end]:
                     row[end], starts[end] = max(best[j], sums[end] - sums[j]), j
         best = row
         choice.append(starts)
@@ -119,7 +119,7 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None) -> dict[str, int]:
-    """The stage of each parameter that the graph reads.
+    """Choose the owner stage of each parameter that the graph reads.
 
     Args:
         graph: The recorded training step.
@@ -158,7 +158,7 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
     """Give every node its stage, and derive portals and shared parameters."""
     sinks = {name: 0 for node in graph.nodes for name in node.parameters if name.startswith(SINK)}
     while True:
-        # All nodes of a metric lie on one stage: the last that any of its inputs asks for.
+        # All nodes of a metric are on one stage: the latest that any of its inputs needs.
         node_stage, value_stage = _stages(graph, {**homes, **sinks})
         later = dict(sinks)
         for node, stage in zip(graph.nodes, node_stage, strict=True):
@@ -191,11 +191,11 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
 
 
 def homes_behind(graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int) -> dict[str, int]:
-    """The first stages on which some buffers can lie with all that a step does with them.
+    """The first stages that can own some buffers together with all that a step does with them.
 
     Args:
         graph: Of the step.
-        homes: Stage of each parameter and tracked buffer; those of the buffers do not count.
+        homes: Owner stage of each parameter and tracked buffer; entries of ``names`` are ignored.
         names: The buffers.
         num_stages: Of the pipeline.
     """
@@ -212,7 +212,7 @@ def homes_behind(graph: StepGraph, homes: Mapping[str, int], names: Collection[s
 
 
 def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Sequence[int]) -> None:
-    """A tensor and a view of it are two tensors once they are on different ranks; a write must not be lost."""
+    """Refuse a write into a view of a tensor of another stage: on another rank it is a copy, and the write is lost."""
     for node, stage in zip(graph.nodes, node_stage, strict=True):
         lost = [value for value in node.aliases if value_stage[value] != stage]
         if lost:
@@ -224,7 +224,7 @@ def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Seque
 
 
 def _check_derivatives(graph: StepGraph, node_stage: Sequence[int], num_stages: int) -> None:
-    """A derivative draws all that it goes through to its latest stage; a stage may have nothing left to do."""
+    """Refuse a derivative that moves all it differentiates through to its stage, and leaves another stage empty."""
     line = next((node.line for node in graph.nodes if node.together), None)
     empty = sorted(set(range(num_stages)).difference(node_stage))
     if line is not None and empty:
@@ -257,14 +257,14 @@ def _stages_from(graph: StepGraph, homes: Mapping[str, int], least: Sequence[int
         stage = max([least[node.index], *needed, *(homes[name] for name in node.parameters)])
         node_stage.append(stage)
         for value in node.outputs:
-            if value not in made:  # a unit may hand an input through: it stays where it was made
+            if value not in made:  # a unit may return an input: it stays on the stage that made it
                 value_stage[value] = stage
                 made.add(value)
     return node_stage, value_stage
 
 
 def check_shared(assignment: Assignment) -> None:
-    """Refuse a cut through a model that feeds its output back through its earlier layers.
+    """Refuse to partition a model that feeds its output back through its earlier layers.
 
     Raises:
         PartitionError: More than half of the parameter bytes would be shared between stages.
@@ -285,7 +285,7 @@ def _elements(graph: StepGraph, updates: Collection[int]) -> tuple[list[int], di
     """The nodes at which a stage may begin (first users of some parameter), and each parameter's first user."""
     starts: list[int] = []
     first_use: dict[str, int] = {}
-    # A derivative is taken on one stage, with all it goes through: none begins in between.
+    # A derivative and all it differentiates through are on one stage: none begins in between.
     inside = {i for node in graph.nodes if node.together for i in range(min(node.together) + 1, node.index + 1)}
     for node in _uses_first(graph, updates):
         new = [name for name in node.parameters if name not in first_use and not name.startswith(SINK)]
@@ -310,7 +310,7 @@ def _since_prepared(graph: StepGraph, node: Node, first_use: Mapping[str, int]) 
 
 
 def _uses_first(graph: StepGraph, updates: Collection[int]) -> list[Node]:
-    """All nodes; changing a parameter is no use of it, unless it has no other."""
+    """All nodes, those that only update parameters last: an update is a use only if there is no other."""
     return sorted(graph.nodes, key=lambda node: (node.index in updates, node.index))
 
 
@@ -329,7 +329,7 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
             near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
             raise UnfitError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
         if begin <= begins[-1]:
-            raise UnfitError(f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its forerunner")
+            raise UnfitError(f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its predecessor")
         begins.append(begin)
     return begins
 
@@ -343,28 +343,28 @@ def _covers(cut: str, name: str) -> bool:
 
 
 def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
-    """Operations that only change parameters and buffers (a momentum teacher), and what each reads and writes.
+    """Operations that only update parameters and buffers (a momentum teacher), and what each reads and writes.
 
-    By index: those that write, and those whose results go nowhere else; names are those of the whole chain before.
+    By node index: those that write, and those whose results only they use; names include those of the chain before.
     """
     read_by: dict[int, list[int]] = {}
     for node in graph.nodes:
         for value in (*node.inputs, *node.reads):
             read_by.setdefault(value, []).append(node.index)
     needed = {*graph.returned, *graph.kept, graph.loss}
-    chain: set[int] = set()
+    updating: set[int] = set()
     for node in reversed(graph.nodes):
-        own = [value for value in node.outputs if value not in node.inputs]
-        readers = [reader for value in own for reader in read_by.get(value, ())]
-        feeds = bool(readers) and all(reader in chain for reader in readers)
-        if node.unit is None and needed.isdisjoint(own) and (feeds or (node.written and not readers)):
-            chain.add(node.index)
+        made_here = [value for value in node.outputs if value not in node.inputs]
+        readers = [reader for value in made_here for reader in read_by.get(value, ())]
+        feeds = bool(readers) and all(reader in updating for reader in readers)
+        if node.unit is None and needed.isdisjoint(made_here) and (feeds or (node.written and not readers)):
+            updating.add(node.index)
     names: dict[int, tuple[str, ...]] = {}
     maker: dict[int, int] = {}
     for node in graph.nodes:
-        if node.index in chain:
-            before = [names[maker[v]] for v in (*node.inputs, *node.reads) if maker.get(v) in chain]
-            found = [*node.parameters, *node.written, *(name for part in before for name in part)]
+        if node.index in updating:
+            before = [names[maker[v]] for v in (*node.inputs, *node.reads) if maker.get(v) in updating]
+            found = [*node.parameters, *node.written, *(name for chain in before for name in chain)]
             names[node.index] = tuple(dict.fromkeys(name for name in found if not name.startswith(SINK)))
         for value in node.outputs:
             maker[value] = node.index
@@ -372,7 +372,7 @@ def _updates(graph: StepGraph) -> dict[int, tuple[str, ...]]:
 
 
 def _tie_written(graph: StepGraph, homes: dict[str, int], updates: Mapping[int, tuple[str, ...]]) -> dict[str, int]:
-    """Put what is written together with what it is written from (a momentum teacher and its student) on one stage."""
+    """Put a parameter that the step writes on the stage of what it is computed from (momentum teacher and student)."""
     writing = [node for node in graph.nodes if node.written]
     written = {name for node in writing for name in node.written}
     together = [
@@ -387,7 +387,7 @@ def _tie_written(graph: StepGraph, homes: dict[str, int], updates: Mapping[int, 
                 changed = True
         if not changed:
             break
-    # What the step writes has one content only where all that reads or writes it is on one stage.
+    # A parameter that the step writes has one content only if all that reads or writes it is on one stage.
     while written:
         node_stage, _ = _stages(graph, homes)
         latest = dict.fromkeys(written, 0)

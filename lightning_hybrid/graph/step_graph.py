@@ -1,7 +1,7 @@
-"""The step graph: what one run of a user's step does, as plain data.
+"""The step graph: the operations of one run of a user's step, as plain data.
 
-Values are numbered; a node reads values and parameters and makes values. A *unit* (a module that a cut never enters)
-is one node. Batch-only operations, which touch neither a parameter nor anything derived from one, run everywhere and
+Values are numbered; a node reads values and parameters and makes values. A *unit* (a module that is never partitioned)
+is one node. Batch-only operations, which use neither a parameter nor anything derived from one, run everywhere and
 are not in the graph.
 """
 
@@ -19,14 +19,14 @@ class Value:
     """One tensor of the step.
 
     Attributes:
-        index: Number of the value; also its place in ``StepGraph.values``.
+        index: Number of the value; also its index in ``StepGraph.values``.
         shape: Its shape in the recorded run.
         dtype: Name of its torch dtype, such as ``"float32"``.
         stride: Its strides, in elements.
         requires_grad: Whether a gradient flows back through it.
         dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
-        device: Where it is on the rank that recorded it, such as "cpu" after ``.cpu()``; on the rank's device if empty.
-        taken: What each element is if the model's numbers are finite; None if that does not tell.
+        device: Its device on the rank that recorded it, such as "cpu" after ``.cpu()``; empty for the rank's device.
+        taken: The value of each element if the model's numbers are finite; None if that does not determine it.
     """
 
     index: int
@@ -45,24 +45,24 @@ Averages: TypeAlias = Literal["", "classes", "elements", "rows", "divisor", "pro
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of the glue, or one call of a unit.
+    """One operation of the glue code, or one call of a unit.
 
     Attributes:
-        index: Place in the order of execution.
+        index: Position in the order of execution.
         name: Name of the operation, or ``@`` and the FQN of the unit.
         inputs: Indices of the values read.
-        parameters: FQNs of the parameters and tracked buffers read (for a unit: all that it owns).
-        reads: Values that take part as numbers (``h * scale.item()``); they are no arguments but must be there.
+        parameters: FQNs of the parameters and tracked buffers read (for a unit: all that it has).
+        reads: Values used as Python numbers (``h * scale.item()``); they are no arguments but must be available.
         outputs: Indices of the values made, those of mutated inputs included.
         written: FQNs of the parameters and tracked buffers written in place.
-        aliases: Values whose memory it writes although it is not given them: it writes into a view of theirs.
-        together: Earlier nodes that must run on the stage of this one: it differentiates through them.
+        aliases: Values that are no inputs but whose memory it writes, through a view.
+        together: Earlier nodes that must run on the stage of this one, as it differentiates through them.
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
-        line: Where in the user's code it was called, ``file:line``.
-        picks_rows: Whether it picks rows of the first dimension by their numbers.
-        sized_by: What the size of its result depends on but shapes; empty if that is known.
-        averages: What of the batch it averages over or multiplies by (``step.batch_means``); empty if nothing.
+        line: Position in user code, ``file:line``.
+        picks_rows: Whether it selects rows of the first dimension by their indices.
+        sized_by: Source of its result's size besides shapes; empty if shapes determine it.
+        averages: Kind of average over the batch, or of a factor of it (``step.batch_means``); empty if none.
     """
 
     index: int
@@ -83,26 +83,26 @@ class Node:
 
     @property
     def unit(self) -> str | None:
-        """FQN of the unit that this node calls, or None for an operation of the glue."""
+        """FQN of the unit that this node calls, or None for an operation of the glue code."""
         return self.name[1:] if self.name.startswith("@") else None
 
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One recorded step.
+    """The graph of one recorded step.
 
     Attributes:
         step: Name of the step, such as ``"training_step"``.
         nodes: In the order of execution.
         values: By index.
         parameter_bytes: Size of each parameter and tracked buffer that a node reads, by FQN.
-        returned: Values among the leaves of what the step returned.
+        returned: Values among the leaves of the step's return value.
         loss: The value that the backward starts from; None for steps without one.
         kept: Values that stay reachable from the module after the step.
         cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
         draws: FQNs of modules that draw random numbers themselves.
         buffers: FQNs of the tracked buffers among the parameters of nodes.
-        asked: Values by which it decides as if all numbers were finite.
+        asked: Values by which the step decides as if all numbers were finite.
     """
 
     step: str
@@ -118,7 +118,7 @@ class StepGraph:
     asked: frozenset[int] = frozenset()
 
     def made_by(self, value: int) -> Node:
-        """The operation that makes a value, or the first of those that do."""
+        """The operation that makes a value, or the first one if several do."""
         return next(node for node in self.nodes if value in node.outputs)
 
     def units(self) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a rank holds of parameters that several ranks share: where the parts are, how they are cut and joined."""
+"""Parameters sharded over several ranks: where each shard is, and how full tensors are sharded and joined."""

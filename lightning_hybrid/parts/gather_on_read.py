@@ -1,7 +1,7 @@
-"""Gather on read: sharded parameters gathered when code reads them that is not their layer's forward.
+"""Gather on read: sharded parameters that are gathered when code outside their layer's forward reads them.
 
-Between the calls of its layer such a parameter has another class, so that torch asks here before any operation on it:
-code that never reads one pays nothing. The object stays the user's own.
+Between calls of its layer such a parameter has the class ``GuardedParameter``, so that torch dispatches every operation
+on it here; code that never reads one pays nothing. The ``Parameter`` object stays the user's own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call, tensors_inside
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole
 
-# Asked in this order: a shard of a replica is cut over tensor ranks before; experts give an error.
+# Gathers run in this order: the shard of a replica is a shard of what a tensor rank has; reads of experts are errors.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `Gather` by level
-_OWN = frozenset(
+_UNGUARDED_PROPERTIES = frozenset(
     {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "_backward_hooks", "is_cuda", "names"}
 )
 _IDENTITY = frozenset(
@@ -30,39 +30,39 @@ _IDENTITY = frozenset(
 
 
 class Guards:
-    """Whether reads are those of the user's code; a backward and an optimizer work on the shards.
+    """Switch of the read guards: on while user code runs, off while a backward or an optimizer works on the shards.
 
     Attributes:
-        are_off: Whether they are not.
-        before_shards: Called before shards are worked on: what user code has written to full tensors goes there.
+        are_off: Whether reads are not guarded now.
+        before_shards: Called before shards are used: they write back what user code has written to full tensors.
     """
 
     def __init__(self) -> None:
-        """They are."""
+        """Turn the guards on."""
         self.are_off = False
         self.before_shards: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """A backward or an optimizer runs inside."""
+        """Turn the guards off inside, for a backward or an optimizer."""
         for settle in self.before_shards:
             settle()
-        yield from self._while(True)
+        yield from self._set_during(True)
 
     def users(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which a backward or an optimizer calls; it is the user's code."""
+        """Wrap user code that a backward or an optimizer calls: inside ``function`` the guards are on."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._on():
+            with self._guarded():
                 return function(*args, **kwargs)
 
         return run
 
     @contextlib.contextmanager
-    def _on(self) -> Iterator[None]:
-        yield from self._while(False)
+    def _guarded(self) -> Iterator[None]:
+        yield from self._set_during(False)
 
-    def _while(self, are_off: bool) -> Iterator[None]:
+    def _set_during(self, are_off: bool) -> Iterator[None]:
         before, self.are_off = self.are_off, are_off
         try:
             yield
@@ -71,15 +71,15 @@ class Guards:
 
 
 class Gather(NamedTuple):
-    """How the full tensor of a guarded parameter is had.
+    """Callbacks that gather and update one guarded parameter.
 
     Attributes:
-        guards: Of the run.
-        full: Gives it, of the parameter; it may call ``unguard`` and return the parameter itself.
-        handed: Called with the parameter, a full tensor that user code now holds or has written into, and whether it
-            holds that by ``.data``, where autograd does not count writes.
-        gradient: Gives the full gradient, of the parameter; its ``.grad`` if None.
-        set_gradient: Called with the parameter and a full gradient that it is to have; sets ``.grad`` if None.
+        guards: The switch of this run.
+        full: Returns the full tensor of a parameter; it may call ``unguard`` and return the parameter itself.
+        handed: Called with the parameter, a full tensor that user code references or has written, and whether
+            it got that by ``.data``, where autograd does not count writes.
+        gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
+        set_gradient: Called with a parameter and the full gradient to set; sets ``.grad`` if None.
     """
 
     guards: Guards
@@ -90,39 +90,39 @@ class Gather(NamedTuple):
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter whose full content is gathered before it is read."""
+    """A sharded parameter whose full tensor is gathered before an operation reads it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on full parameters; what is asked of a shape is that of the full one."""
+        """Run an operation on full parameters; queries of the shape return the full shape."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_property = name in ("__get__", "__set__", "__delete__")
-        asked = func.__self__.__name__ if is_property else name
+        member = func.__self__.__name__ if is_property else name
         leaves, plain = flatten_call(args, kwargs)
         found: list[tuple[int, nn.Parameter]] = [
-            (place, leaf)
-            for place, leaf in enumerate(leaves)
+            (position, leaf)
+            for position, leaf in enumerate(leaves)
             if type(leaf) is GuardedParameter and _GATHER in leaf.__dict__
         ]
         gathers = [gather for _, leaf in found for _, gather in sorted(leaf.__dict__[_GATHER].items())]
-        own = (is_property and asked in _OWN) or name in _IDENTITY
+        is_unguarded = (is_property and member in _UNGUARDED_PROPERTIES) or name in _IDENTITY
         if not gathers or gathers[0].guards.are_off:
-            own = True
-        elif asked == "grad" and gathers[-1].gradient is not None and found[0][0] == 0:
+            is_unguarded = True
+        elif member == "grad" and gathers[-1].gradient is not None and found[0][0] == 0:
             if name == "__get__":
                 return gathers[-1].gradient(args[0])
             if name == "__set__" and args[1] is not None and gathers[-1].set_gradient is not None:
                 return gathers[-1].set_gradient(args[0], args[1])
-        if own:
+        if is_unguarded:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if asked in SHAPE_METHODS or (name == "__get__" and asked in SHAPE_PROPERTIES):
+        if member in SHAPE_METHODS or (name == "__get__" and member in SHAPE_PROPERTIES):
             return func(as_whole(args[0]), *args[1:], **kwargs)
         copies: list[tuple[nn.Parameter, Gather, Tensor, int]] = []
-        for place, leaf in found:
-            for _, gather in sorted(leaf.__dict__.get(_GATHER, {}).items()):  # the same may be there twice
-                leaves[place] = full = gather.full(leaf)
+        for position, leaf in found:
+            for _, gather in sorted(leaf.__dict__.get(_GATHER, {}).items()):  # an argument may occur twice
+                leaves[position] = full = gather.full(leaf)
                 if full is not leaf:
                     copies.append((leaf, gather, full, full._version))
         args, kwargs = rebuild_call(leaves, args, kwargs, plain)
@@ -131,32 +131,32 @@ class GuardedParameter(nn.Parameter):
             shared = {memory_of(tensor) for tensor in tensors_inside(out)}
             for leaf, gather, full, version in copies:
                 if full._version != version or memory_of(full) in shared or name == "__set__":
-                    gather.handed(leaf, full, asked == "data")
+                    gather.handed(leaf, full, member == "data")
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An ordinary parameter with the full content."""
+        """Copy as an ordinary parameter with the full tensor."""
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As an ordinary parameter with the full content."""
+        """Pickle as an ordinary parameter with the full tensor."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def can_guard(parameter: Tensor) -> bool:
-    """Whether reads of a parameter can be seen: it is of torch's own class."""
+    """Whether reads of a parameter can be intercepted: it has torch's own class."""
     return type(parameter) in (nn.Parameter, GuardedParameter)
 
 
 def guard(parameters: Iterable[nn.Parameter], level: Level, gather: Gather) -> None:
-    """From now on, have parameters gathered before they are read.
+    """Gather these parameters, from now on, before they are read.
 
     Args:
-        parameters: Each holds a shard; those of other classes than torch's own are left alone.
-        level: Over which ranks; shards over replicas are gathered first.
-        gather: Gives the full tensors.
+        parameters: Each holds a shard; those whose class is not torch's own are skipped.
+        level: The axis that sharded them; shards over replicas are gathered first.
+        gather: Returns the full tensors.
     """
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
@@ -167,11 +167,11 @@ def guard(parameters: Iterable[nn.Parameter], level: Level, gather: Gather) -> N
 
 
 def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
-    """From now on, code that reads parameters finds what they hold over these ranks.
+    """Let reads of these parameters see, from now on, what they hold along one axis.
 
     Args:
         parameters: Guarded or not.
-        level: Over which ranks.
+        level: The axis.
     """
     for parameter in parameters:
         if type(parameter) is GuardedParameter:
@@ -183,21 +183,21 @@ def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
 
 
 class OutsideLayers:
-    """Guards parameters while a step runs, but not during calls of their layers, which work on shards.
+    """Guards parameters while a step runs, except during calls of their layers, which work on shards.
 
     Attributes:
         is_on: Whether a step runs.
     """
 
     def __init__(self, level: Level, gather: Gather) -> None:
-        """Args: level, gather: as ``guard``."""
+        """Args: level, gather: as in ``guard``."""
         self.is_on = False
         self._level, self._gather = level, gather
-        self._inside: Counter[int] = Counter()  # calls of layers under way, by the id of a parameter
+        self._inside: Counter[int] = Counter()  # running calls of layers, by the id of a parameter
 
     @contextlib.contextmanager
     def on(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
-        """A step runs inside; its code outside of layers that reads one of these parameters has it gathered."""
+        """Guard these parameters inside, while a step runs."""
         self.is_on = True
         guard(parameters, self._level, self._gather)
         try:
@@ -207,13 +207,13 @@ class OutsideLayers:
             unguard(parameters, self._level)
 
     @contextlib.contextmanager
-    def inside(self, own: Collection[nn.Parameter]) -> Iterator[None]:
-        """A layer that has these parameters runs inside."""
-        unguard(own, self._level)
-        self._inside.update(map(id, own))
+    def inside(self, members: Collection[nn.Parameter]) -> Iterator[None]:
+        """Unguard the parameters of a layer inside, while its forward runs."""
+        unguard(members, self._level)
+        self._inside.update(map(id, members))
         try:
             yield
         finally:
-            self._inside.subtract(map(id, own))
+            self._inside.subtract(map(id, members))
             if self.is_on:
-                guard([p for p in own if not self._inside[id(p)]], self._level, self._gather)
+                guard([p for p in members if not self._inside[id(p)]], self._level, self._gather)

@@ -1,10 +1,10 @@
-"""Local shards of parameters, which several axes of the mesh may cut one after the other.
+"""Local shards of parameters, which several axes of the mesh may shard one after the other.
 
-At rest a parameter that is cut holds this rank's part, in the user's own ``Parameter`` object: optimizers, the
-reduction over replicas and clipping see nothing else. Whoever asks for wholes asks here: checkpoints, hooks that read
-parameters, averages of weights, the end of a run.
+Between steps a sharded parameter holds its local shard, in the user's own ``Parameter`` object, which is all that
+optimizers, the reduction over replicas and gradient clipping see. Checkpoints, hooks that read parameters, averages of
+weights and the end of a run get full tensors from here.
 
-    whole -> cut over the tensor ranks -> cut over the ranks of a shard -> what this rank holds
+    full tensor -> sharded over tensor ranks -> sharded over the replicas of a shard group -> local shard
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
 
 @dataclass(frozen=True)
 class AxisCut:
-    """What is cut over one axis of the mesh.
+    """The parameters that one axis of the mesh shards.
 
     Attributes:
         group: The ranks along the axis.
-        placements: Of each parameter that is cut, by FQN; of what the cuts before this one leave of it.
-        buffers: Those of which each rank writes its own part, though it holds the whole.
-        axis: Its name on the mesh.
-        places: Where this rank is along it, by the axes that it consists of: axes of two cuts may have some in common.
+        placements: Of each sharded parameter, by FQN; they shard what the axes before this one leave of it.
+        buffers: Placements of full buffers of which each rank writes only its own shard.
+        axis: Name of the axis on the mesh.
+        places: Coordinates of this rank, by the base axes that it consists of: two sharding axes may share some.
     """
 
     group: dist.ProcessGroup
@@ -43,16 +43,16 @@ class AxisCut:
     places: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def own_places(self) -> Mapping[str, int]:
-        """Where this rank is along it, by axes that have names in any case."""
+    def named_coordinates(self) -> Mapping[str, int]:
+        """Coordinates of this rank along it; keyed by the group's name if no axis has one."""
         return self.places or {self.axis or self.group.group_name: self.group.rank()}
 
-    def part(self, whole: Tensor, placement: Shard) -> Tensor:
-        """What this rank holds of a tensor."""
-        return cut(whole, placement, self.group.rank(), self.group.size())
+    def part(self, full: Tensor, placement: Shard) -> Tensor:
+        """The local shard of a tensor: its own memory, of the shape that ``placement`` gives this rank."""
+        return cut(full, placement, self.group.rank(), self.group.size())
 
     def joined(self, local: Tensor, placement: Shard) -> Tensor:
-        """The tensor of which each rank holds a part, as a dense one; collective."""
+        """All-gather the local shards of a tensor into a dense full one; collective."""
         local = local.detach().to_dense() if local.is_sparse else local.detach()
         message = where_sent(padded(local, placement).contiguous(), self.group)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
@@ -60,112 +60,111 @@ class AxisCut:
         return join(received, placement).to(local.device)
 
     def local_length(self, placement: Shard) -> int:
-        """The size on this rank of the dim that is cut."""
+        """Size of the sharded dim on this rank."""
         return sum(length for _, length in placement.ranges(self.group.rank(), self.group.size()))
 
 
 class HeldParts:
-    """The parts of one module's parameters on one rank.
+    """The local shards of one module's parameters on one rank.
 
-    A tensor that is as large as the whole along a cut is not cut there: a buffer, or a parameter while its parts are
-    gathered.
+    A tensor that has the full size along a sharded dim counts as full: a buffer, or a parameter while it is gathered.
     """
 
     def __init__(self, root: nn.Module, cuts: Sequence[AxisCut]) -> None:
-        """Args: root: the user's module, whole. cuts: from the whole to what a rank holds."""
+        """Args: root: the user's module, full. cuts: axes that shard it, from full tensor to local shard."""
         self._root = root
-        self._cuts = list(cuts)
+        self._axes = list(cuts)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
 
     @property
     def cuts(self) -> Sequence[AxisCut]:
-        """From the whole to what a rank holds."""
-        return self._cuts
+        """The axes that shard parameters, from the full tensor to the local shard."""
+        return self._axes
 
     @property
     def names(self) -> set[str]:
-        """FQNs of the parameters that are cut."""
-        return {name for axis in self._cuts for name in axis.placements}
+        """FQNs of the sharded parameters."""
+        return {name for axis in self._axes for name in axis.placements}
 
     @property
     def has_repeated(self) -> bool:
-        """Whether some ranks hold the same part of a parameter."""
-        return any(p.is_repeated(axis.group.size()) for axis in self._cuts for p in axis.placements.values())
+        """Whether some ranks hold the same shard of a parameter."""
+        return any(p.is_repeated(axis.group.size()) for axis in self._axes for p in axis.placements.values())
 
-    # -- cutting and joining, by FQN -----------------------------------------------------------------------------------
+    # -- sharding and gathering, by FQN --------------------------------------------------------------------------------
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank holds of a whole parameter, or of a tensor of its shape; of its own memory if it is cut."""
-        for axis in self._cuts:
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """The local shard of a full parameter, or of a tensor of its shape; its own memory if it is sharded."""
+        for axis in self._axes:
             if name in axis.placements:
-                whole = axis.part(whole, axis.placements[name])
-        return whole
+                full = axis.part(full, axis.placements[name])
+        return full
 
     def joined(self, name: str, local: Tensor, *, over_tensor_ranks: bool = True) -> Tensor:
-        """The whole of what each rank holds of a parameter, or what a tensor rank has of it; collective."""
-        for axis in reversed(self._cuts):
+        """All-gather the full tensor, or without ``over_tensor_ranks`` a tensor rank's shard of it; collective."""
+        for axis in reversed(self._axes):
             placement = axis.placements.get(name)
             if placement is None or (axis.axis == "tp" and not over_tensor_ranks):
                 continue
-            # A tensor of which an earlier cut is undone already is longer than what this one cuts.
+            # A tensor that an earlier axis has gathered already is longer than what this axis shards.
             length = local.shape[placement.dim]
-            # The part of an owner is as large as the whole; and no rank gathers these otherwise than here.
+            # The shard of an owner rank is as large as the full tensor, and only this gathers it.
             if length < placement.length or (placement.is_owned and length == placement.length):
                 local = axis.joined(local, placement)
         return local
 
     def whole_of(self, name: str, value: Tensor) -> Tensor:
-        """The whole of a parameter or buffer of this rank; collective."""
-        for axis in self._cuts:
+        """The full tensor of a parameter or buffer of this rank; collective."""
+        for axis in self._axes:
             if name in axis.buffers:
                 placement = axis.buffers[name]
                 return axis.joined(axis.part(value.detach(), placement).contiguous(), placement)
         return self.joined(name, value)
 
     def whole_shape(self, name: str, value: Tensor) -> torch.Size:
-        """The shape of the whole of a parameter."""
+        """The full shape of a parameter."""
         shape = list(value.shape)
         if not is_absent(value):
-            for axis in reversed(self._cuts):
+            for axis in reversed(self._axes):
                 if name in axis.placements:
                     shape[axis.placements[name].dim] = axis.placements[name].length
         return torch.Size(shape)
 
-    def part_of(self, name: str, value: Tensor, whole: Tensor) -> Tensor:
-        """What this rank keeps of a whole; all of it where it keeps the whole."""
-        return whole if value.shape == whole.shape else self.part(name, whole)
+    def part_of(self, name: str, value: Tensor, full: Tensor) -> Tensor:
+        """The local shard of ``full`` if ``value``, which it replaces, is one; else all of ``full``."""
+        return full if value.shape == full.shape else self.part(name, full)
 
-    # -- what optimizers keep, like a parameter ------------------------------------------------------------------------
+    # -- optimizer states of a parameter's shape -----------------------------------------------------------------------
 
     def whole_like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """The whole of what an optimizer keeps for a parameter, if it is cut as that is; collective.
+        """The full tensor of an optimizer state if it is sharded as its parameter is; collective.
 
-        After a fit the parameter is whole again, and what the optimizer keeps still is a part.
+        After a fit the parameter is full again, and the optimizer's state still is a shard.
         """
         name = self._names.get(id(parameter), "")
-        return self.joined(name, value) if value.shape == self._part_shape(name, parameter) else value
+        return self.joined(name, value) if value.shape == self._shard_shape(name, parameter) else value
 
     def part_like(self, parameter: Tensor, value: Any) -> Any:
-        """What this rank keeps of a whole that has the shape of the whole parameter."""
+        """The local shard of an optimizer state that has the parameter's full shape; other values as they are."""
         shape = parameter.__dict__.get(WHOLE_SHAPE)
         if shape is None or not isinstance(value, Tensor) or value.shape != shape:
             return value
         return self.part(self._names[id(parameter)], value)
 
-    def _part_shape(self, name: str, parameter: Tensor) -> torch.Size | None:
+    def _shard_shape(self, name: str, parameter: Tensor) -> torch.Size | None:
         shape = list(self.whole_shape(name, parameter))
-        is_cut = False
-        for axis in self._cuts:
+        is_sharded = False
+        for axis in self._axes:
             if name in axis.placements:
                 shape[axis.placements[name].dim] = axis.local_length(axis.placements[name])
-                is_cut = True
-        return torch.Size(shape) if is_cut else None
+                is_sharded = True
+        return torch.Size(shape) if is_sharded else None
 
     # -- all parameters ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def cut_parameters(self, root: nn.Module) -> None:
-        """Keep this rank's part of each parameter of the module, or of a copy of it."""
+        """Replace each sharded parameter of the module, or of a copy of it, by its local shard."""
         names = self.names
         for name, parameter in root.named_parameters():
             if name in names and not is_absent(parameter):
@@ -175,17 +174,17 @@ class HeldParts:
 
     @torch.no_grad()
     def make_whole(self, root: nn.Module | None = None) -> None:
-        """Give every rank the whole of what its stages hold; collective.
+        """Gather the full parameters and buffers of this rank's stages, on every rank; collective.
 
         Args:
-            root: A copy of the module that is cut alike; the module itself if None.
+            root: A copy of the module that is sharded in the same way; the module itself if None.
         """
         for name, parameter in (root or self._root).named_parameters():
             if WHOLE_SHAPE in parameter.__dict__ and not is_absent(parameter):
                 parameter.data = self.joined(name, parameter.detach())
                 parameter.grad = None
                 copy_as_it_is(parameter)
-        buffers = {name for axis in self._cuts for name in axis.buffers}
+        buffers = {name for axis in self._axes for name in axis.buffers}
         for name, buffer in (root or self._root).named_buffers():
             if name in buffers and not is_absent(buffer):
                 buffer.copy_(self.whole_of(name, buffer))
@@ -193,54 +192,54 @@ class HeldParts:
     @contextlib.contextmanager
     @torch.no_grad()
     def whole_inside(self) -> Iterator[None]:
-        """Parameters are whole inside, on every rank; collective."""
-        cut_parameters = [
+        """Inside, parameters are full on every rank; collective (FSDP: ``summon_full_params``)."""
+        sharded = [
             (name, parameter, parameter.data, parameter.grad)
             for name, parameter in self._root.named_parameters()
             if WHOLE_SHAPE in parameter.__dict__ and not is_absent(parameter)
         ]
-        for name, parameter, local, _ in cut_parameters:
+        for name, parameter, local, _ in sharded:
             parameter.grad = None
             parameter.data = self.joined(name, local)
         try:
             yield
         finally:
-            for _, parameter, local, gradient in cut_parameters:
+            for _, parameter, local, gradient in sharded:
                 parameter.data = local
                 parameter.grad = gradient
 
-    # -- counting ------------------------------------------------------------------------------------------------------
+    # -- counting each element once ------------------------------------------------------------------------------------
 
     def holds_first(self, parameter: Tensor, *, beside_replicas: bool = False) -> bool:
-        """Whether no rank before this one holds the same of a parameter.
+        """Whether this is the first rank that holds its shard of a parameter.
 
         Args:
             parameter: Of the module.
-            beside_replicas: Whether each replica is looked at alone.
+            beside_replicas: Whether ranks of other replicas do not count.
         """
         name = self._names.get(id(parameter), "")
-        places: dict[str, int] = {}
-        for along in self._cuts:
+        coordinates: dict[str, int] = {}
+        for along in self._axes:
             if not beside_replicas or along.axis in ("tp", "cp"):
-                places.update(along.own_places)
-        cut_over = {place for along in self._cuts if name in along.placements for place in along.own_places}
-        return all(place == 0 or axis in cut_over for axis, place in places.items())
+                coordinates.update(along.named_coordinates)
+        sharded_over = {axis for along in self._axes if name in along.placements for axis in along.named_coordinates}
+        return all(index == 0 or axis in sharded_over for axis, index in coordinates.items())
 
     def first_held(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
-        """The parts of a local tensor that no rank before this one holds.
+        """The slices of a local tensor of which this is the first rank that holds them.
 
         Args:
             parameter: Of the module.
-            local: It, its gradient, or another tensor of its shape.
+            local: The local shard, its gradient, or another tensor of its shape.
         """
         if not self.holds_first(parameter):
             return []
         name = self._names.get(id(parameter), "")
-        for number, axis in enumerate(self._cuts):
+        for number, axis in enumerate(self._axes):
             placement = axis.placements.get(name)
             if placement is not None and placement.is_repeated(axis.group.size()):
-                is_first = _first_places(axis, placement)
-                for other in self._cuts[number + 1 :]:
+                is_first = _first_rank_mask(axis, placement)
+                for other in self._axes[number + 1 :]:
                     further = other.placements.get(name)
                     if further is not None and further.dim == placement.dim:
                         is_first = other.part(is_first, replace(further, dim=0))
@@ -248,7 +247,7 @@ class HeldParts:
         return [local]
 
 
-def _first_places(axis: AxisCut, placement: Shard) -> Tensor:
-    """Which places along a cut dim hold what no rank before this one holds."""
+def _first_rank_mask(axis: AxisCut, placement: Shard) -> Tensor:
+    """Mask over the local rows of a sharded dim: those of which this is the first rank that holds them."""
     rank, size = axis.group.rank(), axis.group.size()
     return torch.cat([torch.full((piece.local_length,), piece.is_first(rank, size)) for piece in placement.pieces])

@@ -1,15 +1,15 @@
-"""Placements of parameters over tensor ranks, as data, and how a full one is cut and joined.
+"""Placements of parameters over tensor ranks, as data; functions that shard a full parameter, and join shards.
 
-A parameter is either whole on every rank, or cut along one dim. What is cut consists of pieces, one after the other
-(a fused projection holds queries, keys and values), and every rank gets its part of each piece:
+A parameter is either replicated, or sharded along one dim. The sharded dim consists of pieces, one after the other (a
+fused projection holds queries, keys and values), and every rank gets a shard of each piece:
 
-    whole   q0 q1 q2 q3 | k0 k1 | v0 v1        3 pieces
+    full    q0 q1 q2 q3 | k0 k1 | v0 v1        3 pieces
     rank 0  q0 q1 | k0 | v0
     rank 1  q2 q3 | k1 | v1
 
-A piece with fewer parts than ranks (key heads that several query heads read) is repeated: ranks next to each other
-hold the same part. A vocabulary that the ranks do not divide has a last part that is smaller than the others. Of an
-expert with parameters of its own, one rank holds all and the others hold nothing.
+A piece with fewer shards than ranks (key heads that several query heads read) is repeated: adjacent ranks hold the same
+shard. A vocabulary that the number of ranks does not divide has a last shard that is smaller than the others. An
+expert's own parameters are held by one owner rank, and the shards of the other ranks are empty.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Replicated:
-    """Whole, and equal, on every rank."""
+    """Full, and equal, on every rank."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a cut dim.
+    """A contiguous range of the sharded dim.
 
     Attributes:
-        length: Its size in the whole parameter.
-        parts: Into how many parts it is cut; divides the number of ranks, and the length if they are equal.
-        uneven: Whether the last parts may be smaller than the others.
-        owner: The rank that holds all of it, if one does; the parts are then as many as ranks, and uneven.
+        length: Its size in the full parameter.
+        parts: Number of its shards; divides the number of ranks, and the length if shards are equal.
+        uneven: Whether the last shards may be smaller than the others.
+        owner: The rank that holds all of it, if one does; it then has a shard per rank, and is uneven.
     """
 
     length: int
@@ -48,41 +48,41 @@ class Piece:
             return
         if self.parts < 1 or self.length % self.parts:
             equal = "" if self.uneven else " equal"
-            raise ValueError(f"a piece of length {self.length} cannot be cut into {self.parts}{equal} parts")
+            raise ValueError(f"a piece of length {self.length} cannot be sharded into {self.parts}{equal} shards")
 
     @property
     def local_length(self) -> int:
-        """Its size on one rank; of an uneven piece on the rank that holds most."""
+        """Its size on one rank; of an uneven piece, on the rank that holds most."""
         return self.length if self.owner is not None else -(-self.length // self.parts)
 
-    def part_length(self, part: int) -> int:
-        """The size of one part."""
+    def shard_length(self, shard: int) -> int:
+        """Size of one shard."""
         if self.owner is not None:
-            return self.length if part == self.owner else 0
-        return max(0, min(self.local_length, self.length - part * self.local_length))
+            return self.length if shard == self.owner else 0
+        return max(0, min(self.local_length, self.length - shard * self.local_length))
 
-    def start_of(self, part: int) -> int:
-        """Where one part begins."""
-        return 0 if part == self.owner else min(part * self.local_length, self.length)
+    def shard_start(self, shard: int) -> int:
+        """Start of one shard in the piece."""
+        return 0 if shard == self.owner else min(shard * self.local_length, self.length)
 
-    def part_of(self, rank: int, size: int) -> int:
-        """Which part a rank holds."""
+    def shard_index(self, rank: int, size: int) -> int:
+        """Index of the shard that a rank holds."""
         if size % self.parts:
-            raise ValueError(f"a piece in {self.parts} parts cannot be dealt to {size} ranks evenly")
+            raise ValueError(f"a piece of {self.parts} shards cannot be split evenly over {size} ranks")
         return rank * self.parts // size
 
     def is_first(self, rank: int, size: int) -> bool:
-        """Whether no rank before this one holds the same part."""
-        return rank == 0 or self.part_of(rank - 1, size) != self.part_of(rank, size)
+        """Whether this is the first rank that holds its shard."""
+        return rank == 0 or self.shard_index(rank - 1, size) != self.shard_index(rank, size)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along one dim, piece by piece.
+    """Sharded along one dim, piece by piece.
 
     Attributes:
-        dim: The dim that is cut.
-        pieces: What lies along it, in order; one piece for an ordinary parameter.
+        dim: The sharded dim.
+        pieces: The ranges along it, in order; one for an ordinary parameter.
     """
 
     dim: int
@@ -90,38 +90,38 @@ class Shard:
 
     @classmethod
     def evenly(cls, dim: int, length: int, size: int) -> Shard:
-        """One piece with a part for each rank."""
+        """One piece, with a shard of equal size for each rank."""
         return cls(dim, (Piece(length, size),))
 
     @classmethod
     def unevenly(cls, dim: int, length: int, size: int) -> Shard:
-        """One piece with a part for each rank, the last one smaller if need be.
+        """One piece with a shard for each rank, of which the last one may be smaller.
 
         Raises:
-            ValueError: There would be nothing left for the last rank.
+            ValueError: The shard of the last rank would be empty.
         """
         found = cls.shared_out(dim, length, size)
-        if not found.pieces[0].part_length(size - 1):
-            raise ValueError(f"a piece of length {length} cannot be cut into {size} parts, none of them empty")
+        if not found.pieces[0].shard_length(size - 1):
+            raise ValueError(f"a piece of length {length} cannot be sharded into {size} shards, none of them empty")
         return found
 
     @classmethod
     def shared_out(cls, dim: int, length: int, size: int) -> Shard:
-        """One piece with a part for each rank, the last ones smaller, or nothing, if need be."""
+        """One piece with a shard for each rank, of which the last ones may be smaller, or empty."""
         return cls(dim, (Piece(length, size, uneven=length % size > 0),))
 
     @classmethod
     def owned(cls, length: int, size: int, owner: int) -> Shard:
-        """One piece, of the first dim, all of which one rank holds."""
+        """One piece, of the first dim, that one rank holds in full."""
         return cls(0, (Piece(length, size, uneven=True, owner=owner),))
 
     def __post_init__(self) -> None:
         if self.is_uneven and len(self.pieces) > 1:
-            raise ValueError(f"{len(self.pieces)} pieces along one dim cannot have parts of different sizes")
+            raise ValueError(f"{len(self.pieces)} pieces along one dim cannot have shards of different sizes")
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks hold parts of different sizes."""
+        """Whether ranks hold shards of different sizes."""
         return any(piece.uneven for piece in self.pieces)
 
     @property
@@ -131,41 +131,41 @@ class Shard:
 
     @property
     def length(self) -> int:
-        """The size of the dim in the whole parameter."""
+        """Size of the dim in the full parameter."""
         return sum(piece.length for piece in self.pieces)
 
     @property
     def local_length(self) -> int:
-        """The size of the dim on one rank, on the first one if parts differ."""
+        """Size of the dim on one rank; on the first one if shards differ in size."""
         return sum(piece.local_length for piece in self.pieces)
 
     def is_repeated(self, size: int) -> bool:
-        """Whether some ranks hold the same part of a piece, so that its gradient is a sum over them."""
+        """Whether some ranks hold the same shard of a piece, so that its gradient is a sum over them."""
         return any(piece.parts < size for piece in self.pieces)
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Start and length in the whole of what a rank holds, one for each piece."""
+        """Start and length, in the full dim, of a rank's shard of each piece."""
         found, offset = [], 0
         for piece in self.pieces:
-            part = piece.part_of(rank, size)
-            found.append((offset + piece.start_of(part), piece.part_length(part)))
+            shard = piece.shard_index(rank, size)
+            found.append((offset + piece.shard_start(shard), piece.shard_length(shard)))
             offset += piece.length
         return found
 
     def places(self, size: int) -> list[tuple[int, int, int, int]]:
-        """The first rank that holds a part, where it begins there and in the whole, and its length; for each part."""
+        """For each shard its first rank, its start on that rank and in the full dim, and its length."""
         found, start, offset = [], 0, 0
         for piece in self.pieces:
             found += [
-                (part * size // piece.parts, start, offset + piece.start_of(part), piece.part_length(part))
-                for part in range(piece.parts)
+                (shard * size // piece.parts, start, offset + piece.shard_start(shard), piece.shard_length(shard))
+                for shard in range(piece.parts)
             ]
             start += piece.local_length
             offset += piece.length
         return found
 
     def local_offset(self, offset: int) -> int | None:
-        """Where an offset into the whole lies on a rank; None if that is no clean cut of a piece."""
+        """Local offset of an offset into the full dim; None if it splits its piece unevenly over the shards."""
         start = local_start = 0
         for piece in self.pieces:
             if offset < start + piece.length:
@@ -180,7 +180,7 @@ Placement = Replicated | Shard
 
 
 def over_two(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard] | None:
-    """A cut over the ranks of two axes as two cuts, one after the other.
+    """A sharding over the ranks of two axes, as two shardings one after the other.
 
     Args:
         placement: Over ``outer * inner`` ranks, of which `outer rank * inner + inner rank` is one.
@@ -188,61 +188,61 @@ def over_two(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard
         inner: Ranks of the second axis.
 
     Returns:
-        The cut over the first axis, and that of what a rank has then over the second; None if there are no such.
+        The sharding over the first axis, and over the second one that of its shards; None if there are no such.
     """
     first: list[Piece] = []
     second: list[Piece] = []
     for piece in placement.pieces:
-        parts = math.gcd(piece.parts, outer)
-        if piece.uneven or parts not in (piece.parts, outer):
+        shards = math.gcd(piece.parts, outer)
+        if piece.uneven or shards not in (piece.parts, outer):
             return None
-        first.append(Piece(piece.length, parts))
-        second.append(Piece(piece.length // parts, piece.parts // parts))
+        first.append(Piece(piece.length, shards))
+        second.append(Piece(piece.length // shards, piece.parts // shards))
     further = Shard(placement.dim, tuple(second))
     return (Replicated() if outer == 1 else Shard(placement.dim, tuple(first))), further
 
 
-def cut(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
-    """What a rank holds of a whole parameter.
+def cut(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
+    """Take a rank's shard of a full parameter.
 
     Args:
-        whole: The parameter.
-        placement: Where its parts live.
-        rank: The tensor rank.
+        full: The full parameter.
+        placement: Placement of its shards.
+        rank: Tensor rank.
         size: Number of tensor ranks.
 
     Returns:
-        A tensor that shares no memory with ``whole`` if it is cut, and ``whole`` itself if it is replicated.
+        A tensor that shares no memory with ``full`` if it is sharded, and ``full`` itself if it is replicated.
 
     Raises:
-        ValueError: The placement is one of a parameter of another size.
+        ValueError: The placement belongs to a parameter of another size.
     """
     if isinstance(placement, Replicated):
-        return whole
-    if whole.shape[placement.dim] != placement.length:
+        return full
+    if full.shape[placement.dim] != placement.length:
         raise ValueError(
-            f"the placement cuts a dim of {placement.length}, but dim {placement.dim} of shape {tuple(whole.shape)} "
-            f"has {whole.shape[placement.dim]}; plan the unit again"
+            f"the placement shards a dim of {placement.length}, but dim {placement.dim} of shape {tuple(full.shape)} "
+            f"has {full.shape[placement.dim]}; plan the unit again"
         )
     ranges = placement.ranges(rank, size)
-    return torch.cat([whole.narrow(placement.dim, start, length) for start, length in ranges], placement.dim)
+    return torch.cat([full.narrow(placement.dim, start, length) for start, length in ranges], placement.dim)
 
 
-def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The whole parameter from what each rank holds; the inverse of `cut`.
+def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
+    """Join the shards of all ranks to the full parameter; the inverse of `cut`.
 
     Args:
-        parts: The local tensors in the order of ranks; `padded` ones will do.
-        placement: Where the parts live.
+        shards: The local shards, in the order of ranks; they may be `padded`.
+        placement: Placement of the shards.
     """
     if isinstance(placement, Replicated):
-        return parts[0]
-    places = placement.places(len(parts))
-    return torch.cat([parts[rank].narrow(placement.dim, start, n) for rank, start, _, n in places], placement.dim)
+        return shards[0]
+    ranges = placement.places(len(shards))
+    return torch.cat([shards[rank].narrow(placement.dim, start, n) for rank, start, _, n in ranges], placement.dim)
 
 
 def padded(local: Tensor, placement: Shard) -> Tensor:
-    """What a rank holds, with zeros at its end if others hold more: ranks exchange tensors of one shape."""
+    """The local shard, zero-padded to the largest shard's size: ranks exchange tensors of one shape."""
     missing = placement.local_length - local.shape[placement.dim]
     if not missing:
         return local
@@ -252,12 +252,12 @@ def padded(local: Tensor, placement: Shard) -> Tensor:
 
 
 def spread(local: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
-    """What a rank holds, in its place in a whole of zeros; summed over ranks, repeated parts are sums too."""
+    """A full tensor of zeros but for a rank's shard; a sum of them over ranks also sums repeated shards."""
     shape = list(local.shape)
     shape[placement.dim] = placement.length
-    whole = local.new_zeros(shape)
+    full = local.new_zeros(shape)
     start = 0
     for place, length in placement.ranges(rank, size):
-        whole.narrow(placement.dim, place, length).copy_(local.narrow(placement.dim, start, length))
+        full.narrow(placement.dim, place, length).copy_(local.narrow(placement.dim, start, length))
         start += length
-    return whole
+    return full

@@ -1,7 +1,7 @@
-"""Boxes of a full tensor that a rank holds, and where they lie in its shard: what checkpoints write and read.
+"""Boxes of a full tensor that a rank holds, and their offsets in its local shard: what checkpoints write and read.
 
-whole   q0 q1 q2 q3 | k0 k1        cut in two pieces over two tensor ranks
-rank 0  q0 q1 | k0                 two spans: q0 q1 at 0 of the whole and 0 of the part, k0 at 4 and 2
+full    q0 q1 q2 q3 | k0 k1        two pieces, sharded over two tensor ranks
+rank 0  q0 q1 | k0                 two boxes: q0 q1 at 0 of the full tensor and 0 of the shard, k0 at 4 and 2
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Span:
-    """A box of a whole tensor that is also a box of a rank's part of it.
+class ShardBox:
+    """A box of a full tensor that is also a box of a rank's local shard.
 
     Attributes:
-        offsets: In the whole.
-        local: Offsets in the part.
-        sizes: Of both.
-        is_first: Whether no rank before this one along an axis that cuts the tensor holds the same.
+        offsets: In the full tensor.
+        local: Offsets in the local shard.
+        sizes: Extent of the box, in both.
+        is_first: Whether this is the first rank that holds it along each axis that shards the tensor.
     """
 
     offsets: Shape
@@ -32,57 +32,57 @@ class Span:
     sizes: Shape
     is_first: bool = True
 
-    def of(self, part: Tensor) -> Tensor:
-        """A view of it in the part."""
+    def of(self, shard: Tensor) -> Tensor:
+        """The box as a view of the local shard."""
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
-            if size != part.shape[dim]:
-                part = part.narrow(dim, start, size)
-        return part
+            if size != shard.shape[dim]:
+                shard = shard.narrow(dim, start, size)
+        return shard
 
-    def in_whole(self) -> Span:
-        """The same for a rank that has the whole."""
+    def in_whole(self) -> ShardBox:
+        """The same box for a rank that has the full tensor."""
         return replace(self, local=self.offsets)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank keeps of a tensor.
+    """A rank's local shard of a tensor, as boxes.
 
     Attributes:
-        shape: Of the part.
-        spans: Of the whole that it consists of.
+        shape: Of the local shard.
+        spans: The boxes of the full tensor that it consists of.
     """
 
     shape: Shape
-    spans: tuple[Span, ...]
+    spans: tuple[ShardBox, ...]
 
 
 def part_of(cuts: Sequence[AxisCut], name: str, shape: Sequence[int]) -> Part:
-    """What this rank keeps of a parameter, or of what has its shape.
+    """The boxes of this rank's shard of a parameter, or of a tensor of its shape.
 
     Args:
-        cuts: From the whole to what a rank holds.
+        cuts: Axes that shard it, from the full tensor to the local shard.
         name: FQN of the parameter.
-        shape: Of the whole.
+        shape: The full shape.
     """
     zeros = (0,) * len(shape)
-    part = Part(tuple(shape), (Span(zeros, zeros, tuple(shape)),))
+    shard = Part(tuple(shape), (ShardBox(zeros, zeros, tuple(shape)),))
     for axis in cuts:
         if name in axis.placements:
-            part = _cut_further(part, axis, name)
-    return part
+            shard = _shard_further(shard, axis, name)
+    return shard
 
 
-def _cut_further(part: Part, axis: AxisCut, name: str) -> Part:
+def _shard_further(shard: Part, axis: AxisCut, name: str) -> Part:
     placement, rank, size = axis.placements[name], axis.group.rank(), axis.group.size()
     dim, end, found = placement.dim, 0, []
     for piece, (start, length) in zip(placement.pieces, placement.ranges(rank, size), strict=True):
-        for span in part.spans:
+        for span in shard.spans:
             begin = max(start, span.local[dim])
             stop = min(start + length, span.local[dim] + span.sizes[dim])
             if begin < stop:
                 found.append(
-                    Span(
+                    ShardBox(
                         _with(span.offsets, dim, span.offsets[dim] + begin - span.local[dim]),
                         _with(span.local, dim, end + begin - start),
                         _with(span.sizes, dim, stop - begin),
@@ -90,7 +90,7 @@ def _cut_further(part: Part, axis: AxisCut, name: str) -> Part:
                     )
                 )
         end += length
-    return Part(_with(part.shape, dim, end), tuple(found))
+    return Part(_with(shard.shape, dim, end), tuple(found))
 
 
 def _with(shape: Shape, dim: int, size: int) -> Shape:

@@ -1,8 +1,8 @@
 """Random numbers keyed by step, microbatch and module: they do not depend on stages, schedules or ranks.
 
-Every operation that draws is seeded by a key: (seed, step, microbatch, FQN of the module that draws, how often it has
-drawn in this microbatch). So each stage draws the same numbers for the same operation wherever the cut lies, and one
-process that runs all microbatches draws them too. Outside a step the generators run on as if nothing had happened.
+Every operation that draws is seeded by a key: (seed, step, microbatch, FQN of the module that draws, number of its
+draws so far in this microbatch). So each stage draws the same numbers for the same operation however the step is
+partitioned, and so does one process that runs all microbatches. Outside a step the generators go on undisturbed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _DRAWING_NAMES = frozenset(
 )
 
 
-# Where functions that may be switched off have their probability and their "training" argument.
+# Positions of the probability and "training" arguments of functions that may be switched off.
 _SWITCHES: dict[str, tuple[tuple[int, str] | None, tuple[int, str] | None]] = {
     **dict.fromkeys((name for name in _DRAWING_NAMES if "dropout" in name), ((1, "p"), (2, "training"))),
     "scaled_dot_product_attention": ((4, "dropout_p"), None),
@@ -88,8 +88,8 @@ _SWITCHES: dict[str, tuple[tuple[int, str] | None, tuple[int, str] | None]] = {
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call of a torch function draws random numbers.
 
-    It must say no where nothing is drawn, such as dropout in eval mode: draws are counted, and the count must not
-    depend on which calls are seen.
+    It must return False if nothing is drawn, such as for dropout in eval mode: draws are counted, and the count must
+    not depend on which calls are intercepted.
     """
     if name not in _DRAWING_NAMES:
         return False
@@ -103,15 +103,15 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 def _argument(where: tuple[int, str], args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
-    place, name = where
-    return args[place] if place < len(args) else kwargs.get(name, default)
+    position, name = where
+    return args[position] if position < len(args) else kwargs.get(name, default)
 
 
 class GeneratorStates:
-    """The states of all random generators of this process, to be put back later."""
+    """The states of all random generators of this process, to be restored later."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: an accelerator whose generator is held too."""
+        """Args: device: an accelerator whose generator is included."""
         self._python = random.getstate()
         self._numpy = numpy.random.get_state()
         self._torch = torch.default_generator.get_state()
@@ -120,29 +120,29 @@ class GeneratorStates:
         self._accelerator_state = None if self._accelerator is None else self._accelerator.get_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the states travel to another process."""
+        """Pickle the states without the generator."""
         return {**self.__dict__, "_accelerator": None}
 
     def on(self, device: torch.device) -> GeneratorStates:
-        """Mean the generators of another device, such as that of the process which got these states."""
+        """Use the generator of another device, such as that of the process that received these states."""
         self._device, self._accelerator = device, _accelerator_generator(device)
         return self
 
     def still_stand(self) -> bool:
-        """Whether no generator has moved since."""
-        kind, keys, *place = self._numpy
-        kind_now, keys_now, *place_now = numpy.random.get_state()
-        accelerator, held = self._accelerator, self._accelerator_state
+        """Whether no generator has been used since."""
+        kind, keys, *position = self._numpy
+        kind_now, keys_now, *position_now = numpy.random.get_state()
+        accelerator, state = self._accelerator, self._accelerator_state
         return (
             random.getstate() == self._python
-            and (kind, place) == (kind_now, place_now)
+            and (kind, position) == (kind_now, position_now)
             and numpy.array_equal(keys, keys_now)
             and torch.equal(torch.default_generator.get_state(), self._torch)
-            and (accelerator is None or held is None or torch.equal(accelerator.get_state(), held))
+            and (accelerator is None or state is None or torch.equal(accelerator.get_state(), state))
         )
 
     def restore(self) -> None:
-        """Put the generators back into the states held."""
+        """Restore the generators."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
@@ -161,13 +161,13 @@ class KeyedRandomness:
 
     Attributes:
         seed: The run's seed; stored in checkpoints.
-        watched: Whether a function mode that reseeds before each draw is active; one draw is keyed once.
-        as_one: Modules, by FQN, that are seeded where they are entered and not at each of their draws, because nothing
-            can look inside.
+        watched: Whether a function mode that reseeds before each draw is active; each draw must be keyed once.
+        as_one: FQNs of modules that are seeded on entry and not at each of their draws, since their
+            operations cannot be intercepted.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        """Args: seed: the same on every rank. device: where the step draws, beside the CPU."""
+        """Args: seed: the same on every rank. device: of the step, besides the CPU."""
         self.seed = seed
         self.watched = False
         self.as_one: Collection[str] = ()
@@ -176,16 +176,16 @@ class KeyedRandomness:
         self._module = [0]
         self._drawn: Counter[int] = Counter()
         self._drawing: dict[str, nn.Module] = {}
-        self._noted: set[int] = set()
+        self._recorded: set[int] = set()
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[set[int]]:
-        """Note which modules draw inside: the CRC-32 of their FQNs, and 0 for code around modules."""
-        before, self._noted = self._noted, set()
+        """Record which modules draw inside: the CRC-32 of their FQNs, and 0 for code outside of modules."""
+        before, self._recorded = self._recorded, set()
         try:
-            yield self._noted
+            yield self._recorded
         finally:
-            self._noted = before
+            self._recorded = before
 
     def microbatch(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Key the draws inside by this step and microbatch.
@@ -198,7 +198,7 @@ class KeyedRandomness:
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Leave all generators as they were before."""
+        """Restore all generators afterwards."""
         states = GeneratorStates(self.device)
         try:
             yield
@@ -207,23 +207,23 @@ class KeyedRandomness:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """What is drawn inside counts for nothing: later draws are those of a step in which it was not."""
-        saved = self._drawn, self._noted
-        self._drawn, self._noted = Counter(self._drawn), set(self._noted)
+        """Exclude draws inside from the count: later draws are the same as without them."""
+        saved = self._drawn, self._recorded
+        self._drawn, self._recorded = Counter(self._drawn), set(self._recorded)
         try:
             with self.isolated():
                 yield
         finally:
-            self._drawn, self._noted = saved
+            self._drawn, self._recorded = saved
 
     def reseed(self) -> None:
-        """Seed torch's generators for the next draw of the module that runs now."""
+        """Seed torch's generators for the next draw of the running module."""
         if self._base is None:
             return
         module = self._module[-1]
         key = hash((self._base, module, self._drawn[module])) & 0x7FFFFFFFFFFFFFFF
         self._drawn[module] += 1
-        self._noted.add(module)
+        self._recorded.add(module)
         torch.default_generator.manual_seed(key)
         accelerator = _accelerator_generator(self.device)
         if accelerator is not None:
@@ -231,7 +231,7 @@ class KeyedRandomness:
 
     @contextlib.contextmanager
     def watching(self, watched: bool) -> Iterator[None]:
-        """Say that a function mode that reseeds is active inside, or that none is."""
+        """Set inside whether a function mode that reseeds is active."""
         before, self.watched = self.watched, watched
         try:
             yield
@@ -244,8 +244,8 @@ class KeyedRandomness:
 
     @contextlib.contextmanager
     def modules(self, drawing: dict[str, nn.Module]) -> Iterator[None]:
-        """Key what these modules draw by their FQN, inside units too, where nothing else watches."""
-        if self._drawing:  # already there: one draw is keyed once
+        """Key what these modules draw by their FQN, also inside units, where no other mode intercepts their draws."""
+        if self._drawing:  # already active: each draw must be keyed once
             yield
             return
         self._drawing = drawing
@@ -257,7 +257,7 @@ class KeyedRandomness:
             self._drawing = {}
 
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` for a second run, later: it draws what it draws when it runs now."""
+        """Wrap ``function`` for a later second run, in which it draws the same numbers as in a run now."""
         base, stack, drawn, drawing = self._base, list(self._module), Counter(self._drawn), self._drawing
         watched = self.watched
         if base is None:
@@ -267,8 +267,8 @@ class KeyedRandomness:
             saved = self._base, self._module, self._drawn
             self._base, self._module, self._drawn = base, list(stack), Counter(drawn)
             try:
-                # No function mode of the first run is active in a backward. Where none was, each drawing module enters
-                # its own, below what else watches it.
+                # No function mode of the first run is active in a backward. If there was none, each drawing module
+                # enters its own, below other modes.
                 watch = _DrawWatch(self) if watched else contextlib.nullcontext()
                 with self.isolated(), self.modules(drawing), self.watching(watched), watch:
                     return function(*args, **kwargs)
@@ -284,22 +284,22 @@ class KeyedRandomness:
             with self.watching(True), _DrawWatch(self):
                 return original(*args, **kwargs)
 
-        forward = self._named(fqn, original, run)
-        # Who replaces this forward by another one has that keyed too.
+        forward = self._keyed_by_name(fqn, original, run)
+        # Code that replaces this forward by another function has that function keyed too.
         setattr(forward, AROUND, partial(self._keyed, fqn))
         return forward
 
     def keyed_as_one(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What a module of ``as_one`` runs, seeded where it is entered; also when it is computed again."""
+        """Wrap the forward of a module of ``as_one``: it is seeded on entry, also when it is recomputed."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.reseed()
             return original(*args, **kwargs)
 
-        return self._named(fqn, original, run)
+        return self._keyed_by_name(fqn, original, run)
 
-    def _named(self, fqn: str, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, whose draws have the name of a module in their keys; ``original`` where nothing is keyed."""
+    def _keyed_by_name(self, fqn: str, original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``run`` so that its draws are keyed by a module's name; outside of microbatches it is ``original``."""
         code = zlib.crc32(fqn.encode())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ class KeyedRandomness:
 
 
 def _is_within(fqn: str, modules: Collection[str]) -> bool:
-    """Whether one of these modules is this one or around it."""
+    """Whether a module is one of these modules, or inside one."""
     while fqn and fqn not in modules:
         fqn = fqn.rpartition(".")[0]
     return bool(fqn)
@@ -325,7 +325,7 @@ AROUND = "_hybrid_around"
 
 
 class _Microbatch(AbstractContextManager[None]):
-    """The draws inside have this base for their keys. A class, not a generator: it is entered before every forward."""
+    """Sets the base of the keys of draws inside. A class, not a generator: it is entered before every forward."""
 
     def __init__(self, randomness: KeyedRandomness, base: int) -> None:
         self._randomness, self._base = randomness, base
@@ -343,7 +343,7 @@ class _Microbatch(AbstractContextManager[None]):
 
 
 class _DrawWatch(TorchFunctionMode):
-    """Reseeds before each drawing operation of the module that runs under it."""
+    """Reseeds before each drawing operation of the module that runs inside."""
 
     def __init__(self, randomness: KeyedRandomness) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class _DrawWatch(TorchFunctionMode):
 
 
 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without the modes of this file, which would be traced with it."""
+    """Wrap ``function`` to run without the modes of this file, which would be traced with it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _len_torch_function_stack() or not any(
@@ -385,7 +385,7 @@ def replaced_forwards(
 ) -> Iterator[None]:
     """Replace the forward of each module, on the instance alone and below its hooks, by ``wrap(FQN, forward)``.
 
-    Who asks for its signature, as transformers does before it generates, is told that of the user's.
+    The signature is that of the user's forward, which transformers inspects before it generates.
     """
     undo = []
     try:

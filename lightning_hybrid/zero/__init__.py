@@ -1,1 +1,1 @@
-"""ZeRO: parameters, gradients and optimizer states shared out over the ranks of a shard."""
+"""ZeRO: parameters, gradients and optimizer states sharded over the ranks of a shard group."""

@@ -1,9 +1,9 @@
-"""Gather layers in an order on which all ranks of a shard agree, whatever layers the code of each rank calls.
+"""Gathers of layers in an order that all ranks of a shard group agree on, whichever layers the code of each rank calls.
 
-Experts behind ``if mask.any()``, layers that fall out by chance and heads for some batches are called by some ranks
-only, or in another order on each. So before a rank gathers it says what it needs, and takes part in what the others
-need: they meet in *rounds*. A round is one short row of numbers per rank, then the gathers that any of them asked for,
-in the order of the layers. A rank whose backward is over goes on to take part until that of every rank is.
+Experts behind ``if mask.any()``, stochastic depth and heads for some batches are called by some ranks only, or in
+another order on each. So before a rank gathers it announces its request, and joins the gathers that others request:
+they synchronize in *rounds*. A round is one short row of numbers per rank, then the gathers that any rank requested, in
+the order of the layers. A rank whose backward is over goes on to join rounds until the backward of every rank is.
 
 Reductions of gradients go through another group: they are launched between rounds, in an order of their own.
 """
@@ -23,16 +23,16 @@ from lightning_hybrid.zero.shard_layout import ShardRanks
 
 _NONE = -1.0
 _DONE = -2.0
-# Groups that one layer has, and those sent ahead with them: of one per dtype.
+# Most groups of one layer, and most to prefetch: a layer has one per dtype.
 _SLOTS = 8
 
 
 class RanksDiffer(RuntimeError):
-    """Ranks that share out parameters are about to train different ones."""
+    """Ranks that shard the same parameters are about to train different ones."""
 
 
-class Rounds:
-    """Those of one rank, among the ranks of its shard."""
+class GatherRounds:
+    """The rounds of one rank, among the ranks of its shard group."""
 
     def __init__(
         self, groups: Sequence[ParameterGroup], headers: dist.ProcessGroup, gathers: dist.ProcessGroup
@@ -40,84 +40,84 @@ class Rounds:
         """Prepare.
 
         Args:
-            groups: All of this rank, in an order that all ranks of the shard have.
-            headers: The ranks of the shard, for rows in host memory.
+            groups: All groups of this rank, in an order that all ranks share.
+            headers: The ranks, for rows in host memory.
             gathers: The same ranks, for parameters; no other collectives go through these two.
         """
         self._groups, self._headers = list(groups), headers
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
-        self._places = {id(group): float(place) for place, group in enumerate(self._groups)}
+        self._positions = {id(group): float(position) for position, group in enumerate(self._groups)}
         for group in self._groups:
-            group.gathers_over = gathers
+            group.gather_group = gathers
 
     @classmethod
-    def over(cls, mesh: Mesh, groups: Sequence[ParameterGroup]) -> Rounds:
-        """Those of the ranks that share parameters out; collective over the world.
+    def over(cls, mesh: Mesh, groups: Sequence[ParameterGroup]) -> GatherRounds:
+        """Build the rounds of the ranks that shard parameters; collective over the world.
 
         Args:
             mesh: The ranks.
-            groups: As for ``Rounds``.
+            groups: As for ``GatherRounds``.
         """
         headers = mesh.further_group("dp_shard", "headers of gathers", "gloo")
         return cls(groups, headers, mesh.further_group("dp_shard", "gathers"))
 
-    def need(self, wanted: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup]) -> None:
-        """Have groups gathered, with those that the others need.
+    def request(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> None:
+        """Gather groups, and join the gathers that other ranks request.
 
         Args:
-            wanted: Of a layer that runs next.
-            ahead: Of the one after it; on their way afterwards if it comes next on all ranks.
+            requested: Groups of the layer that runs next.
+            prefetched: Groups of the layer after it, prefetched if it comes next on all ranks.
         """
-        missing = [group for group in wanted if not group.is_on_its_way]
+        missing = [group for group in requested if not group.is_full_or_gathering]
         for start in range(0, len(missing), _SLOTS):
-            self._meet(self._row(missing[start : start + _SLOTS], ahead))
-        for group in wanted:
+            self._run_round(self._row(missing[start : start + _SLOTS], prefetched))
+        for group in requested:
             group.gather()
 
-    def end(self) -> None:
-        """This rank needs nothing more for now: take part until none does."""
+    def finish(self) -> None:
+        """Join the rounds of the other ranks until none requests anything more."""
         done = [_DONE] + [_NONE] * (2 * _SLOTS - 1)
-        while not self._meet(done):
+        while not self._run_round(done):
             pass
         for work, _ in self._unneeded:
             work.wait()
         self._unneeded.clear()
 
-    def _row(self, wanted: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup]) -> list[float]:
+    def _row(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> list[float]:
         halves = []
-        for groups in (wanted, ahead):
-            places = [self._places[id(group)] for group in groups if not group.is_on_its_way][:_SLOTS]
-            halves += places + [_NONE] * (_SLOTS - len(places))
+        for groups in (requested, prefetched):
+            positions = [self._positions[id(group)] for group in groups if not group.is_full_or_gathering][:_SLOTS]
+            halves += positions + [_NONE] * (_SLOTS - len(positions))
         return halves
 
-    def _meet(self, row: list[float]) -> bool:
-        """One round; whether all ranks are done."""
+    def _run_round(self, row: list[float]) -> bool:
+        """Run one round; returns whether all ranks are done."""
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
         rows = [each.tolist() for each in begin_to_gather(torch.tensor(row, dtype=torch.float64), self._headers)()]
         if all(each[0] == _DONE for each in rows):
             return True
-        needed = {int(place) for each in rows for place in each[:_SLOTS] if place >= 0}
-        alike = all(each[_SLOTS:] == row[_SLOTS:] for each in rows)
-        sent_ahead = {int(place) for place in row[_SLOTS:] if place >= 0} if alike else set()
-        for place in (*sorted(needed), *sorted(sent_ahead - needed)):
-            self._groups[place].take_part(self._unneeded, is_needed=float(place) in row)
+        needed = {int(position) for each in rows for position in each[:_SLOTS] if position >= 0}
+        is_same_next = all(each[_SLOTS:] == row[_SLOTS:] for each in rows)
+        prefetched_next = {int(position) for position in row[_SLOTS:] if position >= 0} if is_same_next else set()
+        for position in (*sorted(needed), *sorted(prefetched_next - needed)):
+            self._groups[position].join_gather(self._unneeded, is_needed=float(position) in row)
         return False
 
 
 def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.device, num_microbatches: int) -> bool:
-    """See that all ranks train the same parameters; what they send depends on it. Collective over ``ranks``.
+    """Check that all ranks train the same parameters, on which their messages depend. Collective over ``ranks``.
 
     Args:
         trained: Whether each parameter of this rank takes gradients, by FQN.
-        ranks: Of the shard, and those that replicate it.
+        ranks: That shard the parameters, and replicate the shards.
         device: Of this rank.
         num_microbatches: Of the step on this rank.
 
     Returns:
-        Whether all have as many microbatches.
+        Whether all ranks have the same number of microbatches.
 
     Raises:
-        RanksDiffer: They train other parameters; on every rank.
+        RanksDiffer: They train different parameters; raised on every rank.
     """
     digest = zlib.crc32(bytes(trained.values()))
     votes = torch.tensor([digest, -digest, num_microbatches, -num_microbatches], dtype=torch.int64, device=device)

@@ -1,10 +1,10 @@
-"""Optimizer states, or parameters at rest, in a memory-mapped file, of which memory holds a few layers at a time.
+"""A memory-mapped file of optimizer states, or of parameters between steps, with a few layers in memory at a time.
 
     step of layer 0   | layer 1 is read ahead
-    step of layer 1   | layer 2 is read ahead, layer 0 is let go (the system writes it behind)
+    step of layer 1   | layer 2 is read ahead, layer 0 is evicted (the system writes it back)
     ...
 
-The file has no name: it takes space in its folder while the process lives, and nobody else can change it.
+The file is unlinked: it takes space in its folder while the process lives, and no other process can change it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import torch
 from torch import Tensor
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_POPULATE_WRITE = 23  # Linux 5.14: faults pages in at once, which is faster than one by one
+_POPULATE_WRITE = 23  # Linux 5.14: one call faults all pages in, which is faster than one by one
 
 
 class OffloadError(OSError):
-    """The file for offloaded states cannot be had, or is not what it was."""
+    """The file for offloaded states cannot be created, or has been truncated."""
 
 
 class StateFile:
-    """One file in regions, each of which is mapped for itself.
+    """One file of several regions, each with a mapping of its own.
 
     Attributes:
-        folder: Where it takes space.
+        folder: The folder whose disk it uses.
     """
 
     def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
         """Reserve the space.
 
         Args:
-            folder: Made if it is not there.
+            folder: Created if it does not exist.
             sizes: Bytes of each region.
-            content: What it is for, in words.
+            content: Its content in words, for messages.
 
         Raises:
             OffloadError: The folder cannot be written, or has no room.
@@ -92,31 +92,31 @@ class StateFile:
         return first
 
     def tensor(self, region: int, offset: int, like: Tensor) -> Tensor:
-        """A tensor in a region, with the shape and dtype of another one; its bytes are those of the file.
+        """A tensor in a region, of the shape and dtype of another one; its memory is the mapped file.
 
         Args:
-            region: Its number.
+            region: Number of the region.
             offset: Bytes from its start; a multiple of 16.
-            like: The other one.
+            like: The other tensor.
         """
         content = torch.frombuffer(self._maps[region], dtype=like.dtype, count=like.numel(), offset=offset)
         return content.view(like.shape)
 
     def check(self) -> None:
-        """See that the file is as long as it was made: reading past its end would kill the process.
+        """Check that the file has not been truncated: reading past its end would kill the process.
 
         Raises:
-            OffloadError: It is not.
+            OffloadError: It has been.
         """
         if not self.is_there:
             raise OffloadError(
                 f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
-                " reserved: something has cut it off; go on from the latest checkpoint"
+                " reserved: it has been truncated; go on from the latest checkpoint"
             )
 
     @property
     def is_there(self) -> bool:
-        """Whether all of it can be read."""
+        """Whether the file still has its full length."""
         return self._length >= self.nbytes
 
     @property
@@ -124,38 +124,38 @@ class StateFile:
         return os.fstat(self._file.fileno()).st_size
 
     def read_ahead(self, region: int) -> None:
-        """Begin to read a region."""
+        """Begin to read a region (``MADV_WILLNEED``)."""
         self._maps[region].madvise(mmap.MADV_WILLNEED)
 
     def take(self, region: int) -> None:
-        """Have a region in memory."""
+        """Read a region into memory."""
         try:
             self._maps[region].madvise(_POPULATE_WRITE)
-        except OSError:  # an older system takes the pages as they are touched
+        except OSError:  # an older system faults the pages in as they are touched
             self._maps[region].madvise(mmap.MADV_WILLNEED)
 
     def let_go(self, region: int) -> None:
-        """Take a region out of this process's memory; its content stays in the file."""
+        """Evict a region from this process's memory; its content stays in the file."""
         self._maps[region].madvise(mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
-        """What of the file is in this process's memory now; 0 where the system does not say."""
+        """Bytes of the file in this process's memory; 0 where the system does not report it."""
         return sum(_resident_bytes(mapped) for mapped in self._maps)
 
     def close(self) -> None:
-        """Forget the file; tensors in it stay readable as long as they live."""
+        """Close the file; tensors in it stay readable as long as they live."""
         self._maps = []
         self._file.close()
 
 
 class Region(NamedTuple):
-    """A region of a file."""
+    """One region of a file."""
 
     file: StateFile
     number: int
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """As ``StateFile.tensor``."""
+        """Delegate to ``StateFile.tensor``."""
         return self.file.tensor(self.number, offset, like)
 
     def read_ahead(self) -> None:
@@ -163,7 +163,7 @@ class Region(NamedTuple):
         self.file.read_ahead(self.number)
 
     def let_go(self) -> None:
-        """Take it out of this process's memory."""
+        """Evict it from this process's memory."""
         self.file.let_go(self.number)
 
 
@@ -181,12 +181,12 @@ def _resident_bytes(mapped: mmap.mmap) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 16: where a further tensor may begin."""
+    """The next multiple of 16 bytes: where a further tensor may begin."""
     return -(-nbytes // 16) * 16
 
 
 def state_tensors(entry: Any) -> dict[str, Tensor]:
-    """What of an optimizer's state for one parameter is worth a file: tensors of more than one number."""
+    """The tensors of an optimizer's state for one parameter that go to a file: those of more than one number."""
     if not isinstance(entry, dict):
         return {}
     return {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.numel() > 1}

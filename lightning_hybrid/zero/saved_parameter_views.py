@@ -1,4 +1,4 @@
-"""What a layer keeps of its parameters for the backward, while they are freed: only where it lies in them."""
+"""Tensors that a layer saves for the backward: views of its parameters are saved as offsets, while these are freed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 
 
-class Place(NamedTuple):
-    """Where a tensor that a backward needs lies in the whole of a parameter."""
+class ParameterView(NamedTuple):
+    """A view of a full parameter that a backward needs."""
 
     group: ParameterGroup
     name: str
@@ -21,11 +21,11 @@ class Place(NamedTuple):
     offset: Any
 
 
-def pack(groups: Sequence[ParameterGroup], tensor: Tensor) -> Tensor | Place:
-    """What is kept for the backward: of a parameter only its place."""
+def pack(groups: Sequence[ParameterGroup], tensor: Tensor) -> Tensor | ParameterView:
+    """Replace a saved tensor that is a view of a parameter by its offset and strides; others are saved as they are."""
     if type(tensor) in (Tensor, nn.Parameter):
         for group in groups:
-            name = group.name_of(tensor.untyped_storage())
+            name = group.name_of_storage(tensor.untyped_storage())
             if name is not None and tensor.dtype == group.parameters[name].dtype:
-                return Place(group, name, tensor.size(), tensor.stride(), tensor.storage_offset())
+                return ParameterView(group, name, tensor.size(), tensor.stride(), tensor.storage_offset())
     return tensor

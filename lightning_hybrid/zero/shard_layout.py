@@ -1,4 +1,4 @@
-"""Where the shards of parameters lie that ranks share out, and how they lie in one message."""
+"""Layout of sharded parameters: which shard a rank has, and the offsets of shards in one message."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _P = ParamSpec("_P")
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ShareObserver(Protocol):
-    """Sees gradients that replicas share out."""
+class GradientObserver(Protocol):
+    """Observer of gradients before and after they are reduced over replicas."""
 
     def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """What this rank has of a batch, in full."""
+        """Called with the full gradient of this rank's batch."""
 
-    def after_share(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """This rank's part of the average, with what earlier batches gave."""
+    def after_share(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Called with the shard of the average, with what earlier batches have accumulated."""
 
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """The ranks that share out parameters.
+    """The ranks over which parameters are sharded.
 
     Attributes:
-        shard: Those among which the parts of one copy lie.
-        replicate: Those that hold the same part of other copies.
-        num_replicas: Replicas whose gradients are averaged: more than these ranks, if what a rank holds has gradients
-            of the data of several.
+        shard: The ranks that together hold one copy.
+        replicate: The ranks that hold the same shard of other copies.
+        num_replicas: Replicas whose gradients are averaged: more than these ranks, if gradients on a rank already come
+            from the data of several replicas.
     """
 
     shard: dist.ProcessGroup
@@ -45,8 +45,8 @@ class ShardRanks:
     num_replicas: int
 
 
-def on_shards(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Operations on a parameter mean what it holds, though code of the user's would find more of it gathered."""
+def below_read_guards(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a method below the read guards: operations on a parameter see its local shard, and gather nothing."""
 
     @wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -56,11 +56,11 @@ def on_shards(method: Callable[_P, None]) -> Callable[_P, None]:
     return run
 
 
-def scattered(message: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work | None, Tensor]:
-    """Begin to sum messages over ranks, of which each keeps its row; what it receives may be rows yet to be summed.
+def launch_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work | None, Tensor]:
+    """Start a reduce-scatter of a message; what it receives may be several rows, yet to be summed.
 
     Args:
-        message: A row for each rank.
+        message: One row for each rank.
         group: The ranks.
     """
     if group.size() == 1:
@@ -73,12 +73,12 @@ def scattered(message: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work | No
 
 
 def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
-    """Room that the parts of a group take in a file, while its parameters hold them."""
+    """Bytes that the shards of a group take in a file; the parameters hold shards."""
     return sum(aligned(p.nbytes) for name, p in parameters.items() if name in placements)
 
 
 def offsets_of(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where each of these lies in a message, by name, and where the last one ends."""
+    """Offset of each tensor in a message, by name, and the end of the last one; sizes in elements."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
@@ -91,21 +91,21 @@ def numel_of(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def nothing_of(parameter: Tensor) -> Tensor:
-    """Something of the shape of a whole that holds no memory; whoever reads it gets no numbers."""
+def memoryless_like(parameter: Tensor) -> Tensor:
+    """A stand-in of the parameter's shape without memory of its own; its elements are NaN (0 for integers)."""
     content: Any = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
     return parameter.data.new_full((), content).expand(parameter.shape)
 
 
 def shard_placement(shape: torch.Size, size: int) -> Shard | None:
-    """Where the parts of a parameter lie: along its first dim, or its longest if that is too short for all ranks.
+    """Placement of a parameter's shards: along the first dim, or the longest if that is too short for all ranks.
 
     Args:
-        shape: What there is to share out.
+        shape: Of the tensor to shard.
         size: Number of ranks.
 
     Returns:
-        None for a single number, which every rank keeps.
+        None for a single number, which every rank holds.
     """
     if shape.numel() <= 1:
         return None
@@ -113,11 +113,11 @@ def shard_placement(shape: torch.Size, size: int) -> Shard | None:
     return Shard.shared_out(dim, shape[dim], size)
 
 
-def refuse_changed(changed: Sequence[str], fqn: str) -> None:
-    """See that parameters which are held in full for an evaluation have not been written.
+def check_unchanged(changed: Sequence[str], fqn: str) -> None:
+    """Check that parameters that are full for an evaluation have not been written.
 
     Args:
-        changed: FQNs of those that have been.
+        changed: FQNs of those that have been written.
         fqn: Of their layer.
 
     Raises:
@@ -131,12 +131,12 @@ def refuse_changed(changed: Sequence[str], fqn: str) -> None:
         )
 
 
-def refuse_late(name: str, gradient: Tensor | None) -> None:
-    """See that a parameter gets no gradient while its average is under way.
+def check_not_late(name: str, gradient: Tensor | None) -> None:
+    """Check that a parameter gets no gradient while its average is under way.
 
     Args:
         name: FQN of the parameter.
-        gradient: What it has got since.
+        gradient: The gradient that it has got since.
 
     Raises:
         RuntimeError: It has got one.
@@ -144,5 +144,5 @@ def refuse_late(name: str, gradient: Tensor | None) -> None:
     if gradient is not None:
         raise RuntimeError(
             f"{name} got another gradient after its average was under way; set use_reentrant=False where a"
-            " checkpointed part shares this parameter"
+            " checkpointed function shares this parameter"
         )

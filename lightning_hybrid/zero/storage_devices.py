@@ -1,14 +1,14 @@
-"""Where this rank's parts of parameters and of gradients are while a step runs, and where they are between steps.
+"""Storage devices of the local shards of parameters and gradients, during steps and between them.
 
-While a step runs, each is at its own home: on the device that computes, on the host, or in a file. Between steps the
-user's ``Parameter`` objects show both, and torch wants a parameter and its gradient on one device:
+While a step runs, each is in storage: on the compute device, on the host, or in a file. Between steps the user's
+``Parameter`` objects show both, and torch requires a parameter and its gradient on one device:
 
-    homes of parameters and gradients     between steps both are
+    storage of parameters and gradients   between steps both are
     the same                              there
-    different ones                        where the optimizer's states are, so that its step finds all three together
+    different                             with the optimizer's states, so that its step finds all three together
 
-What is shown elsewhere than at home is a copy. It is what counts, since optimizers, hooks and checkpoints that are
-loaded write to it, until the next step brings it home.
+What is shown on another device than its storage is a copy. The copy is authoritative, since optimizers, hooks and
+loaded checkpoints write to it, until the next step moves it back to storage.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KINDS = ("parameters", "gradients", "optimizer_states")
 
 @dataclass(frozen=True)
 class Homes:
-    """Of the parts on one rank.
+    """Storage devices of one rank.
 
     Attributes:
-        parameters: Of their parts, while a step runs.
-        gradients: Of theirs.
+        parameters: Of the shards of parameters, while a step runs.
+        gradients: Of the shards of gradients, while a step runs.
         states: Of the optimizer's states.
     """
 
@@ -41,112 +41,112 @@ class Homes:
 
     @classmethod
     def of(cls, offloaded: Iterable[str], device: torch.device) -> Homes:
-        """What is offloaded is on the host, a file's memory too.
+        """Put what is offloaded on the host, which includes the memory of a mapped file.
 
         Args:
             offloaded: Some of "parameters", "gradients" and "optimizer_states".
-            device: That computes.
+            device: The compute device.
         """
-        away = set(offloaded)
-        return cls(*(HOST if kind in away else device for kind in KINDS))
+        offloaded_kinds = set(offloaded)
+        return cls(*(HOST if kind in offloaded_kinds else device for kind in KINDS))
 
     @property
     def between_steps(self) -> torch.device:
-        """Where parameters and gradients are shown."""
+        """The device on which parameters and gradients are shown between steps."""
         return self.parameters if self.parameters == self.gradients else self.states
 
 
-class PartsAtHome:
-    """The parts of one group's parameters on this rank."""
+class StoredShards:
+    """The local shards of one group's parameters, in storage."""
 
-    def __init__(self, parts: Mapping[str, Tensor], homes: Homes, region: Region | None) -> None:
-        """Bring them home.
+    def __init__(self, shards: Mapping[str, Tensor], homes: Homes, region: Region | None) -> None:
+        """Move the shards to storage.
 
         Args:
-            parts: By FQN; on the device that computes.
-            homes: Where to.
-            region: Of a file, which is their home then.
+            shards: By FQN; on the compute device.
+            homes: Devices to move them to.
+            region: Of a file, which is their storage if there is one.
         """
-        self._homes, self.region = homes, region
-        self._shown: dict[str, Tensor] = {}  # of those that are shown elsewhere than at home
-        self._parts: dict[str, Tensor] = {}
-        places = {} if region is None else _places_in(region, parts)
-        for name, part in parts.items():
+        self._devices, self.region = homes, region
+        self._shown: dict[str, Tensor] = {}  # copies on another device than the storage
+        self._shards: dict[str, Tensor] = {}
+        views = {} if region is None else _region_views(region, shards)
+        for name, shard in shards.items():
             if region is None:
-                self._parts[name] = part.to(homes.parameters)
+                self._shards[name] = shard.to(homes.parameters)
             else:
-                self._parts[name] = places[name].copy_(part)
-            if part.device == homes.between_steps and self._parts[name].device != homes.between_steps:
-                self._shown[name] = part
-        self.let_go()
+                self._shards[name] = views[name].copy_(shard)
+            if shard.device == homes.between_steps and self._shards[name].device != homes.between_steps:
+                self._shown[name] = shard
+        self.evict_from_memory()
 
     def __getitem__(self, name: str) -> Tensor:
-        """The part, at home; nothing of it may be shown elsewhere."""
+        """The shard in storage; no copy of it may be shown on another device."""
         assert name not in self._shown
-        return self._parts[name]
+        return self._shards[name]
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a part."""
-        return self._parts[name].shape
+        """Shape of a shard."""
+        return self._shards[name].shape
 
     def address(self, name: str) -> int:
-        """Where a part begins, at home."""
-        return self._parts[name].data_ptr()
+        """Address of a shard in storage."""
+        return self._shards[name].data_ptr()
 
-    def move(self, name: str, part: Tensor) -> None:
-        """Let another tensor, with the same content, be the part."""
-        self._parts[name] = part
+    def move(self, name: str, shard: Tensor) -> None:
+        """Replace a shard by another tensor with the same content."""
+        self._shards[name] = shard
 
     @torch.inference_mode(False)  # an evaluation may run in it, and the optimizer writes to what is shown
     @torch.no_grad()
     def shown(self, name: str) -> Tensor:
-        """What a parameter holds between steps."""
-        part, device = self._parts[name], self._homes.between_steps
-        if part.device == device:
-            return part
+        """The tensor that a parameter holds between steps."""
+        shard, device = self._shards[name], self._devices.between_steps
+        if shard.device == device:
+            return shard
         if name not in self._shown:
-            self._shown[name] = part.to(device)
+            self._shown[name] = shard.to(device)
         return self._shown[name]
 
     @torch.inference_mode(False)
     def shown_gradient(self, gradient: Tensor) -> Tensor:
-        """What a parameter's gradient is between steps."""
-        return gradient.to(self._homes.between_steps)
+        """The gradient as a parameter has it between steps."""
+        return gradient.to(self._devices.between_steps)
 
-    def gradient_at_home(self, gradient: Tensor) -> Tensor:
-        """The gradient while a step runs."""
-        return gradient.to(self._homes.gradients)
+    def stored_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient as it is stored while a step runs."""
+        return gradient.to(self._devices.gradients)
 
     @torch.no_grad()
-    def bring_home(self) -> list[str]:
-        """Write what is shown elsewhere to its home; nothing is shown while a step runs.
+    def move_to_storage(self) -> list[str]:
+        """Write copies that are shown on other devices back to storage; while a step runs there are none.
 
         Returns:
-            FQNs of those that were shown elsewhere.
+            FQNs of those that were shown on another device.
         """
         for name, shown in self._shown.items():
             self.write(name, shown)
         names, self._shown = list(self._shown), {}
         if names:
-            self.let_go()
+            self.evict_from_memory()
         return names
 
     def write(self, name: str, content: Tensor) -> None:
-        """Content of the device that computes for a part."""
-        part = self._parts[name]
-        # Who writes to a file has it written to the disk, which takes longer than to see that nothing is new.
-        if self.region is None or not torch.equal(part, content.to(part.device)):
-            part.copy_(content)
+        """Copy content from the compute device into a shard."""
+        shard = self._shards[name]
+        # A write to a file makes the system write it to disk, which takes longer than comparing first.
+        if self.region is None or not torch.equal(shard, content.to(shard.device)):
+            shard.copy_(content)
 
-    def let_go(self) -> None:
-        """Parts in a file leave memory."""
+    def evict_from_memory(self) -> None:
+        """Evict shards that are in a file from memory."""
         if self.region is not None:
             self.region.let_go()
 
 
-def _places_in(region: Region, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    offset, places = 0, {}
-    for name, part in parts.items():
-        places[name] = region.tensor(offset, part)
-        offset += aligned(part.nbytes)
-    return places
+def _region_views(region: Region, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    offset, views = 0, {}
+    for name, shard in shards.items():
+        views[name] = region.tensor(offset, shard)
+        offset += aligned(shard.nbytes)
+    return views

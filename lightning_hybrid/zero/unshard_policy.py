@@ -1,16 +1,16 @@
-"""When the parameters of a rank are gathered, when their gradients are reduced, and when both are freed again.
+"""ZeRO's schedule on one rank: when parameters are gathered, when gradients are reduced, and when both are freed.
 
-Two policies, with the same numbers:
+Two policies, with the same results:
 
 * once per step: all layers are gathered as the step begins, each one's gradients are reduced in the step's last
   backward, and everything is freed at its end. One gather and one reduction per step, whatever the number of
   microbatches; within the step this rank holds all of its stages.
-* for each layer: gathered before its forward, freed after it, gathered again for its backward, its gradients reduced
-  and freed after that, for each microbatch. Within the step this rank holds two layers at a time.
+* per layer: gathered before its forward, freed after it, gathered again for its backward, its gradients reduced and
+  freed after that, for each microbatch. Within the step this rank holds two layers at a time.
 
 [Note: one order] Collectives match by their order, so all ranks of a shard must launch the same ones in the same order.
 Gathers of the first policy, and reductions under both, go in the order of the layers, whatever order a rank's code
-takes. Gathers of the second policy follow the calls, so before each the ranks agree on what comes (`rounds`).
+takes. Gathers of the second policy follow the calls, so before each the ranks agree on what comes (``GatherRounds``).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import Gather, Guards
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hooks import GradientHook
-from lightning_hybrid.zero.agreed_unshard_order import Rounds, agree_on_step
+from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.parameter_group import ParameterGroup
-from lightning_hybrid.zero.saved_parameter_views import Place, pack
-from lightning_hybrid.zero.shard_layout import ShardRanks, ShareObserver
+from lightning_hybrid.zero.saved_parameter_views import ParameterView, pack
+from lightning_hybrid.zero.shard_layout import GradientObserver, ShardRanks
 
-Stage = int | None  # None: complete only after all stages of this rank
+Stage = int | None  # None: gradients are complete only after all stages of this rank
 
 
 class ZeroSharding:
-    """The parameters of one rank's stages, shared out over the ranks of a shard.
+    """Gathers, frees and reduces the parameters of one rank's stages, sharded over the ranks of a shard group.
 
     Attributes:
-        per_layer: Whether each layer is gathered for itself (the second policy).
+        per_layer: Whether each layer is gathered separately (the second policy).
         recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
-        lent: FQNs of layers whose backward says that it begins, by `come_to`, and that stay whole until it is over.
+        lent: FQNs of layers whose backward calls `come_to` as it begins; they stay full then.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class ZeroSharding:
         *,
         per_layer: bool,
     ) -> None:
-        """Begin at rest.
+        """Take over groups of sharded parameters.
 
         Args:
             root: The user's module.
             groups: By the stage after whose last backward their gradients are complete; each in forward order. The FQN
                 of a group is that of a layer whose forward is all that reads its parameters, or "".
-            ranks: That share them out.
+            ranks: That shard the parameters.
             device: Of this rank.
-            per_layer: Whether each layer is gathered for itself.
+            per_layer: Whether each layer is gathered separately.
         """
         self.per_layer = per_layer
         self.recomputed: frozenset[str] = frozenset()
@@ -73,7 +73,7 @@ class ZeroSharding:
         self._groups = {stage: list(members) for stage, members in groups.items()}
         self._all = [group for members in self._groups.values() for group in members]
         self._layers: dict[str, list[ParameterGroup]] = {}
-        self._outside: list[ParameterGroup] = []  # read by other code than one layer's
+        self._outside: list[ParameterGroup] = []  # read by code of more than one layer
         for group in self._all:
             if group.fqn:
                 self._layers.setdefault(group.fqn, []).append(group)
@@ -83,95 +83,95 @@ class ZeroSharding:
         self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
         self._files = {group.region.file for group in self._all if group.region is not None}
-        self._queue: list[ParameterGroup] = []  # of the armed backward, in the order of their reductions
+        self._queue: list[ParameterGroup] = []  # to reduce in the current backward, in this order
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
-        self._seen: set[int] = set()
+        self._accumulated: set[int] = set()
         self._trained: dict[str, bool] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._rounds: Rounds | None = None
-        self._apart: Rounds | None = None  # of code outside of steps
-        self._is_evaluating, self._are_alike = False, True
-        self._inside: set[str] = set()  # FQNs of layers whose forward runs
+        self._rounds: GatherRounds | None = None
+        self._rank_local_rounds: GatherRounds | None = None  # of code outside steps
+        self._is_evaluating, self._same_microbatches = False, True
+        self._running_layers: set[str] = set()  # FQNs of layers whose forward runs
         self._in_backward = False
-        self._backward_at: str | None = None  # FQN of the layer that it has come to
+        self._backward_at: str | None = None  # FQN of the layer whose backward runs
 
     def gather_on_read(self, guards: Guards) -> None:
-        """Have code outside of layers find full parameters, where no recording shows it. Args: guards: of the run."""
+        """Gather parameters for code outside layers, whose reads are unrecorded. Args: guards: of the run."""
         gather = Gather(guards, self._read)
         for group in self._all:
             group.on_read = gather
 
-    def observe(self, observer: ShareObserver) -> None:
-        """Show the gradients of each batch, before and after they are reduced."""
+    def observe(self, observer: GradientObserver) -> None:
+        """Report the gradients of each batch to an observer, before and after they are reduced."""
         for group in self._all:
             group.observer = observer
 
     def meet_in_rounds(self, mesh: Mesh) -> None:
-        """Let ranks call layers as each of them likes; see ``Rounds``."""
-        self._rounds = Rounds.over(mesh, self._all)
+        """Let ranks call layers in different orders, by ``GatherRounds``."""
+        self._rounds = GatherRounds.over(mesh, self._all)
 
     @property
     def _by_layer(self) -> bool:
-        return self.per_layer and self._are_alike and not self._is_evaluating
+        return self.per_layer and self._same_microbatches and not self._is_evaluating
 
     def settle(self) -> None:
-        """This rank calls no more layers for now, and serves those that do; collective."""
+        """Join the gathers of ranks that still call layers, as this one does not; collective."""
         if self._rounds is not None and self._by_layer:
-            self._rounds.end()
+            self._rounds.finish()
 
     def meet_apart(self, mesh: Mesh) -> None:
-        """From now on code outside of steps may read parameters on some ranks only; collective over the world."""
-        self._apart = self._apart or self._rounds or Rounds.over(mesh, self._all)
+        """Let code outside steps read parameters on some ranks only, from now on; collective over the world."""
+        self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds.over(mesh, self._all)
 
     def read_apart(self, parameter: Tensor) -> None:
-        """Have all of a parameter here until `rest_apart`, in which the other ranks take part."""
+        """Gather a parameter until `rest_apart`, in which the other ranks join."""
         group = self._group_of[id(parameter)]
         if self._is_evaluating:
             group.gather()
         elif not group.is_whole:
-            assert self._apart is not None
-            self._apart.need([group], ())
+            assert self._rank_local_rounds is not None
+            self._rank_local_rounds.request([group], ())
 
     def rest_apart(self) -> None:
-        """Free what was read; collective unless an evaluation holds all parameters."""
-        if self._apart is not None and not self._is_evaluating:
-            self._apart.end()
+        """Free what `read_apart` has gathered; collective unless an evaluation keeps all parameters full."""
+        if self._rank_local_rounds is not None and not self._is_evaluating:
+            self._rank_local_rounds.finish()
         for group in self._all:
             if group.is_whole:
-                group.rest()
+                group.reshard()
 
-    def _gather(self, groups: Sequence[ParameterGroup], ahead: Sequence[ParameterGroup] = ()) -> None:
-        """Have layers gathered, while ranks may call others."""
+    def _gather(self, groups: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup] = ()) -> None:
+        """Gather groups, by rounds if ranks may call different layers."""
         if self._rounds is not None and self._by_layer:
-            self._rounds.need(groups, ahead)
+            self._rounds.request(groups, prefetched)
         for group in groups:
             group.gather()
-        for group in ahead if self._rounds is None else ():
+        for group in prefetched if self._rounds is None else ():
             group.launch_gather()
 
     def _read(self, parameter: nn.Parameter) -> Tensor:
         group = self._group_of[id(parameter)]
         self._gather([group])
-        group.stay()
+        group.gather_until_step_end()
         return parameter
 
     def check(self) -> None:
-        """See that parameters that are in a file can be read.
+        """Check that the files of parameters can be read.
 
         Raises:
-            OffloadError: It was cut off.
+            OffloadError: A file has been truncated.
         """
         for file in self._files:
             file.check()
 
     @property
     def regions(self) -> dict[int, Region]:
-        """Where parameters at rest are in a file, by the id of the parameter."""
+        """Regions of files that hold parameters between steps, by the id of the parameter."""
         return {id(p): group.region for group in self._all for p in group.parameters.values() if group.region}
 
     @property
     def freed(self) -> frozenset[str]:
-        """FQNs of layers whose parameters are gone between their forward and their backward."""
+        """FQNs of layers whose parameters are freed between their forward and their backward."""
         layers = self._layers.items() if self.per_layer else ()
         return frozenset(fqn for fqn, groups in layers if not all(group.keeps_whole for group in groups))
 
@@ -179,7 +179,7 @@ class ZeroSharding:
 
     @contextlib.contextmanager
     def step(self, *, num_microbatches: int = 0) -> Iterator[None]:
-        """A step runs inside; collective over the ranks of the shard, unless wholes are held for an evaluation.
+        """Run a step inside; collective over the ranks of the shard, unless an evaluation keeps all parameters full.
 
         Args:
             num_microbatches: Backwards of each stage here; 0 for a step without a backward. Where other ranks have
@@ -190,8 +190,8 @@ class ZeroSharding:
             self._agree(num_microbatches)
         if not self._is_evaluating:
             for group in self._all:
-                group.bring_home()
-            # Under the second policy too, what is not one layer's is gathered for the whole step.
+                group.move_to_storage()
+            # Also under the second policy, groups of more than one layer are gathered for the whole step.
             for group in self._outside if self._by_layer else self._all:
                 group.launch_gather()
         for group in self._all if self._is_evaluating else self._outside:
@@ -204,13 +204,13 @@ class ZeroSharding:
                 self.settle()
                 self._finish()
         finally:
-            self._queue, self._are_alike = [], True
+            self._queue, self._same_microbatches = [], True
             for group in self._all:
-                group.rest()
+                group.reshard()
 
     @contextlib.contextmanager
     def full_step(self) -> Iterator[None]:
-        """Inside, parameters and gradients are full, for a step that calls backwards and optimizers itself; collective.
+        """Keep parameters and gradients full inside, for a step that calls backwards and optimizers itself; collective.
 
         It may read and write them between any two of its lines.
         """
@@ -219,18 +219,18 @@ class ZeroSharding:
             group.launch_gather()
         for group in self._all:
             group.gather()
-            group.show_gradients()
+            group.gather_gradients()
         try:
             yield
         finally:
             for group in self._all:
-                group.take_gradients()
-                group.rest()
+                group.shard_gradients()
+                group.reshard()
 
     def _agree(self, num_microbatches: int) -> None:
-        """Agree with the ranks of the shard on what a step sends."""
+        """Agree with the ranks of the shard on the messages of a step."""
         trained = {name: p.requires_grad for group in self._all for name, p in group.parameters.items()}
-        self._are_alike = agree_on_step(trained, self._ranks, self._device, num_microbatches)
+        self._same_microbatches = agree_on_step(trained, self._ranks, self._device, num_microbatches)
         if trained == self._trained:
             return
         self._trained = trained
@@ -245,21 +245,21 @@ class ZeroSharding:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def before_backward(self, stage: int, is_last: bool) -> None:
-        """A backward of a stage of this rank begins; the last one completes the gradients of the step."""
+        """Begin a backward of a stage of this rank; the last one completes the gradients of the step."""
         self._in_backward, self._backward_at = True, None
         if is_last or self._by_layer:
             self._queue = [group for group in reversed(self._groups.get(stage, [])) if group.trained]
-            self._seen = set()
+            self._accumulated = set()
             for group in self._queue:
                 group.num_missing = len(group.trained)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         group = self._group_of[id(parameter)]
-        if id(parameter) in self._seen or not any(group is other for other in self._queue):
+        if id(parameter) in self._accumulated or not any(group is other for other in self._queue):
             return
-        self._seen.add(id(parameter))
+        self._accumulated.add(id(parameter))
         group.num_missing -= 1
-        # See [Note: one order]: a group that is complete waits for those before it.
+        # By [Note: one order], a group that is complete waits for those before it.
         while self._queue and not self._queue[0].num_missing:
             self._launch(self._queue.pop(0))
 
@@ -269,7 +269,7 @@ class ZeroSharding:
             group.free()
 
     def after_backward(self, stage: int, is_last: bool) -> None:
-        """It has ended: send what it has left, and wait for the averages."""
+        """End a backward: reduce the remaining gradients, and wait for the averages."""
         self._in_backward = False
         if not is_last and not self._by_layer:
             return
@@ -285,7 +285,7 @@ class ZeroSharding:
                     group.free()
 
     def _finish(self) -> None:
-        """Reduce what is complete only now: what several stages share."""
+        """Reduce gradients that are complete only now: of parameters that several stages share."""
         late = self._groups.get(None, [])
         for group in reversed(late):
             group.launch_reduce()
@@ -295,7 +295,7 @@ class ZeroSharding:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        """Hold wholes from now on: replicas may have different numbers of batches, so no step may wait for another."""
+        """Keep parameters full from now on: replicas with other numbers of batches must not wait for each other."""
         self.check()
         for group in self._all:
             group.launch_gather()
@@ -304,7 +304,7 @@ class ZeroSharding:
         self._is_evaluating = True
 
     def end_evaluation(self) -> None:
-        """Free the wholes."""
+        """Free the full parameters."""
         if self._is_evaluating:
             self._is_evaluating = False
             for group in self._all:
@@ -313,11 +313,11 @@ class ZeroSharding:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
-        """Inside, the forward of each layer finds its parameters gathered."""
-        return replaced_forwards(self._modules, self._gathered)
+        """Inside, gather the parameters of each layer before its forward."""
+        return replaced_forwards(self._modules, self._gathering_forward)
 
     def _neighbours(self) -> tuple[dict[str, list[ParameterGroup]], dict[str, list[ParameterGroup]]]:
-        """The groups of the layers after and before each layer, of the same stage."""
+        """The groups of the layers after and before each layer, in the same stage."""
         after: dict[str, list[ParameterGroup]] = {}
         before: dict[str, list[ParameterGroup]] = {}
         for members in self._groups.values():
@@ -327,13 +327,13 @@ class ZeroSharding:
         return after, before
 
     def come_to(self, fqn: str) -> None:
-        """The backward needs a layer: the next one is on its way meanwhile, and what is done of the last is freed."""
-        self._leave_last(fqn)
+        """Gather a layer for its backward, and start to gather the next; frees the last if it is complete."""
+        self._free_previous(fqn)
         if not all(group.is_whole for group in self._layers[fqn]):
             self._gather(self._layers[fqn], self._previous.get(fqn, ()))
             self._read_ahead(fqn, self._previous)
 
-    def _leave_last(self, fqn: str) -> None:
+    def _free_previous(self, fqn: str) -> None:
         if self._by_layer and self._backward_at is not None and self._backward_at != fqn:
             for group in self._layers[self._backward_at]:
                 if not group.trained or not group.num_missing:
@@ -341,16 +341,16 @@ class ZeroSharding:
         self._backward_at = fqn
 
     def _read_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
-        """The layer after the one that follows is read, if it is in a file."""
+        """Begin to read the layer after the next one, if it is in a file."""
         for group in following.get(fqn, []):
             for other in following.get(group.fqn, []):
                 other.read_ahead()
 
-    def _gathered(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _gathering_forward(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         freed = [group for group in self._layers[fqn] if not group.keeps_whole]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if fqn in self._inside:
+            if fqn in self._running_layers:
                 return forward(*args, **kwargs)
             with self.inside(fqn):
                 if not (self._by_layer and freed) or not torch.is_grad_enabled() or fqn in self.recomputed:
@@ -362,39 +362,39 @@ class ZeroSharding:
 
     @contextlib.contextmanager
     def inside(self, fqn: str) -> Iterator[None]:
-        """The forward of a layer runs inside."""
+        """Gather a layer inside, while its forward runs."""
         groups = self._layers[fqn]
         if self._in_backward:
-            self._leave_last(fqn)
+            self._free_previous(fqn)
         frees = self._by_layer
         following = self._previous if self._in_backward else self._next
         self._gather(groups, following.get(fqn, ()) if frees else ())
-        self._inside.add(fqn)
+        self._running_layers.add(fqn)
         try:
             if frees:
                 self._read_ahead(fqn, following)
             yield
         finally:
-            self._inside.discard(fqn)
+            self._running_layers.discard(fqn)
             for group in groups if frees else ():
                 group.free()
 
     def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """What gives a tensor of a layer's parameters at any time; None for other tensors."""
-        place = pack(self._layers[fqn], tensor)
-        return partial(self._unpack, place) if isinstance(place, Place) else None
+        """A function that gives a view of a layer's parameters at any time; None for other tensors."""
+        view = pack(self._layers[fqn], tensor)
+        return partial(self._unpack, view) if isinstance(view, ParameterView) else None
 
-    def _unpack(self, kept: Tensor | Place) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if not kept.group.is_whole:
-            self.come_to(kept.group.fqn)
-        return kept.group.whole(kept.name).as_strided(kept.size, kept.stride, kept.offset)
+    def _unpack(self, saved: Tensor | ParameterView) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if not saved.group.is_whole:
+            self.come_to(saved.group.fqn)
+        return saved.group.full_parameter(saved.name).as_strided(saved.size, saved.stride, saved.offset)
 
     def close(self) -> None:
-        """Remove the hooks; parameters whose file is gone hold nothing that anybody may take for their values."""
+        """Remove the hooks; fills parameters with NaN if their file was truncated."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
         for group in self._all:
-            group.leave()
+            group.invalidate_lost()

@@ -34,7 +34,7 @@ def test_the_last_part_of_an_uneven_piece_is_smaller():
     assert torch.equal(join(parts, placement), whole)
     assert torch.equal(join([padded(part, placement) for part in parts], placement), whole)
     assert torch.equal(sum(spread(part, placement, rank, 4) for rank, part in enumerate(parts)), whole)
-    with pytest.raises(ValueError, match="length 5 cannot be cut into 4 parts"):
+    with pytest.raises(ValueError, match="length 5 cannot be sharded into 4 shards"):
         Shard.unevenly(0, 5, 4)
     with pytest.raises(ValueError, match="2 pieces along one dim"):
         Shard(0, (Piece(5, 2, uneven=True), Piece(4, 2)))
@@ -53,11 +53,11 @@ def test_offsets_into_the_whole_are_found_on_a_rank():
 
 
 def test_a_placement_of_another_size_is_refused():
-    with pytest.raises(ValueError, match=r"cuts a dim of 12, but dim 0 of shape \(8, 8\) has 8"):
+    with pytest.raises(ValueError, match=r"shards a dim of 12, but dim 0 of shape \(8, 8\) has 8"):
         cut(torch.zeros(8, 8), Shard.evenly(0, 12, 4), 0, 4)
-    with pytest.raises(ValueError, match="length 6 cannot be cut into 4"):
+    with pytest.raises(ValueError, match="length 6 cannot be sharded into 4"):
         Piece(6, 4)
-    with pytest.raises(ValueError, match="3 parts cannot be dealt to 4 ranks"):
+    with pytest.raises(ValueError, match="3 shards cannot be split evenly over 4 ranks"):
         cut(torch.zeros(6), Shard(0, (Piece(6, 3),)), 0, 4)
 
 

@@ -29,7 +29,7 @@ def test_balance_is_exact_against_brute_force():
 
 @pytest.mark.parametrize("parts", [0, 4])
 def test_balance_refuses_empty_parts(parts):
-    with pytest.raises(PartitionError, match=f"3 elements cannot be cut into {parts}"):
+    with pytest.raises(PartitionError, match=f"3 elements cannot be divided into {parts}"):
         balance([1, 2, 3], parts)
 
 

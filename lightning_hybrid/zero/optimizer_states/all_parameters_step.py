@@ -1,9 +1,9 @@
-"""The step of an optimizer that looks at several parameters, with states that rest on the host or in a file.
+"""Optimizer step over all parameters at once, with states that are offloaded to the host or to a file between steps.
 
-LBFGS flattens all parameters into one vector and calls the training step in its own; Adafactor and Muon under ZeRO or
-over tensor ranks see whole matrices, of which a rank holds parts; an optimizer of the user's may do anything. None of
-them can be taken layer by layer. So all states come to where the parameters are, the step is the optimizer's own, with
-its closure, and afterwards all states leave again: between steps they take no memory, within one they all do.
+LBFGS flattens all parameters into one vector and calls the training step itself; Adafactor and Muon under ZeRO or over
+tensor ranks use full matrices, of which a rank has shards; an optimizer of the user's may do anything. None of them can
+step layer by layer. So all states move to the devices of their parameters, the optimizer's own step runs, with its
+closure, and afterwards all states are offloaded again: they take memory within a step only, but then all of them do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_hybrid.zero.storage_devices import HOST
 
 
 class StatesAtOnce(StatesAtRest):
-    """All states of one optimizer, which are brought together; of any number and shape, a growing history too."""
+    """The offloaded states of one optimizer, moved together; of any number and shape, a growing history included."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class StatesAtOnce(StatesAtRest):
         *,
         states_on: torch.device = HOST,
     ) -> None:
-        """Take over the optimizer's steps.
+        """Replace the optimizer's step.
 
         Args:
             optimizer: Built, and not stepped yet.
             folder: For the file, which grows as states are made; None for memory.
             regions: Of files with parameters that it steps.
-            states_on: Where states rest.
+            states_on: Device of states between steps.
 
         Raises:
             OffloadError: The folder cannot be written.
@@ -49,63 +49,64 @@ class StatesAtOnce(StatesAtRest):
         if folder is not None:
             self.file = StateFile(folder, [])
             self._files.add(self.file)
-        self._places: dict[int, _Place] = {}  # by where they begin
+        self._by_address: dict[int, _FileRegion] = {}  # by address
         self._original = optimizer.step
         self._undo = replace_step(optimizer, lambda _, *args, **kwargs: self._step(*args, **kwargs))
 
     def adopt(self) -> None:
-        """As of ``StatesAtRest``."""
-        self._leave()
+        """Offload states that were loaded."""
+        self._offload()
 
     def is_in_file(self, value: Tensor) -> bool:
-        """As of ``StatesAtRest``; views of what is in it are."""
-        return value.device == HOST and _begin(value) in self._places
+        """Whether a state, or what it is a view of, is in the file."""
+        return value.device == HOST and _address(value) in self._by_address
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
         if self.file is not None:
-            for place in self._places.values():
-                self.file.read_ahead(place.region)
+            for slot in self._by_address.values():
+                self.file.read_ahead(slot.region)
         for p, value in self._states():
             value.data = value.to(p.device)
         try:
             return self._original(*args, **kwargs)
         finally:
-            self._leave()
+            self._offload()
 
     @torch.no_grad()
-    def _leave(self) -> None:
-        """All states are where they rest."""
+    def _offload(self) -> None:
+        """Offload all states."""
         if self.file is not None:
-            self._leave_for(self.file)
+            self._offload_to(self.file)
         else:
             for _, value in self._states():
                 value.data = value.to(self._states_on)
         for region in self._regions:
             region.let_go()
 
-    def _leave_for(self, file: StateFile) -> None:
-        """States that the step has made, or put others in place of, go to places in the file that nobody holds."""
+    def _offload_to(self, file: StateFile) -> None:
+        """Copy states that the step has made or replaced to regions of the file that no other tensor uses."""
         file.check()
         for _, value in self._states():
             if self.is_in_file(value):
                 continue
-            free = (place for place in self._places.values() if place.nbytes == value.nbytes and place.held.expired())
-            place = next(free, None)
-            region = file.extend([value.nbytes]) if place is None else place.region
+            free = (old for old in self._by_address.values() if old.nbytes == value.nbytes and old.storage.expired())
+            slot = next(free, None)
+            region = file.extend([value.nbytes]) if slot is None else slot.region
             value.data = file.tensor(region, 0, value).copy_(value)
-            self._places[_begin(value)] = _Place(region, value.nbytes, StorageWeakRef(value.untyped_storage()))
-        for place in self._places.values():
-            file.let_go(place.region)
+            storage = StorageWeakRef(value.untyped_storage())
+            self._by_address[_address(value)] = _FileRegion(region, value.nbytes, storage)
+        for slot in self._by_address.values():
+            file.let_go(slot.region)
 
 
-class _Place(NamedTuple):
-    """A region of the file, its bytes, and the storage in it, which views outside of the states may hold too."""
+class _FileRegion(NamedTuple):
+    """A region of the file, its bytes, and a weak reference to its storage, which views elsewhere may use too."""
 
     region: int
     nbytes: int
-    held: StorageWeakRef
+    storage: StorageWeakRef
 
 
-def _begin(value: Tensor) -> int:
+def _address(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()

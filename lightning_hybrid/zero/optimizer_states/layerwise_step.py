@@ -1,9 +1,9 @@
-"""The step of an optimizer, layer by layer, where its states are: on the host, in a file, or on the device.
+"""Optimizer step layer by layer, on the device of its states: the host, a file, or the compute device.
 
-A step that looks at one parameter at a time may take them in any order and in any number of calls; which optimizers do
-is tried, not known by name. So the parameters of one layer after the other are stepped, and only that layer's states,
-and its copies of parameters and gradients where those live on another device, are in memory meanwhile; the new values
-go back to where the parameters live.
+A step that treats each parameter by itself may take them in any order and in any number of calls; whether an optimizer
+does is tried, not known by name. So one layer after the other is stepped, and only that layer's states, and its copies
+of parameters and gradients where those are on another device, are in memory meanwhile; the new values go back to the
+device of the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_hybrid.zero.storage_devices import HOST
 
 
 class StatesByLayer(StatesAtRest):
-    """The states of one optimizer that looks at one parameter at a time."""
+    """The states of one optimizer that treats each parameter by itself."""
 
     def __init__(
         self,
@@ -37,22 +37,21 @@ class StatesByLayer(StatesAtRest):
         states_on: torch.device = HOST,
         numel: Callable[[Tensor], int] = Tensor.numel,
     ) -> None:
-        """Take over the optimizer's steps.
+        """Replace the optimizer's step.
 
         Args:
-            optimizer: Built, and not stepped yet, on parameters of which some may be absent; for which
-                `why_at_once` says nothing.
-            layers: The parameters, in the order in which they are to be stepped.
+            optimizer: Built, and not stepped yet; some parameters may be absent; `why_at_once` is empty for it.
+            layers: The parameters of each layer, in the order of stepping.
             folder: For the file; None for memory.
-            regions: Where parameters themselves are in a file, by their ids.
-            states_on: Where states are, and steps are taken.
-            numel: How many numbers of a parameter are stepped here.
+            regions: Regions of files that hold the parameters themselves, by their ids.
+            states_on: Device of the states, and of the step.
+            numel: Number of elements of a parameter that are stepped here.
 
         Raises:
             OffloadError: There is no room in the folder, or it cannot be written.
         """
-        own = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
-        self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in own])]
+        present = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
+        self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in present])]
         of_layers = [[(regions or {}).get(id(p)) for p in members] for members in self._layers]
         self._regions = [{region for region in found if region is not None} for found in of_layers]
         super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
@@ -66,20 +65,20 @@ class StatesByLayer(StatesAtRest):
         self._undo = step_after_closure(optimizer, self._step)
 
     def adopt(self) -> None:
-        """As of ``StatesAtRest``."""
+        """Copy states that were loaded to the file."""
         if self.file is not None:
             for number, members in enumerate(self._layers):
                 self._put_in_file(number, members)
                 self.file.let_go(number)
 
     def is_in_file(self, value: Tensor) -> bool:
-        """As of ``StatesAtRest``."""
+        """Whether a state's memory is in the file."""
         return value.data_ptr() in self._in_file
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         optimizer, file = self._optimizer, self.file
         self.check()
-        whole = [group["params"] for group in optimizer.param_groups]
+        all_parameters = [group["params"] for group in optimizer.param_groups]
         hooks = {name: optimizer.__dict__.get(name) for name in _HOOKS}
         _call_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
         try:
@@ -93,28 +92,28 @@ class StatesByLayer(StatesAtRest):
                 for region in self._regions[number + 1] if number + 1 < len(self._layers) else ():
                     region.read_ahead()
                 ids = {id(p) for p in members}
-                for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
                     group["params"] = [p for p in parameters if id(p) in ids]
                 self._step_layer(number, members, kwargs)
         finally:
-            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
                 group["params"] = parameters
-            for name, own in hooks.items():
-                optimizer.__dict__[name] = own
+            for name, saved in hooks.items():
+                optimizer.__dict__[name] = saved
         _call_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
 
     def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        away = [p for p in members if p.device != self._states_on]
-        there = [(p, p.data, p.grad) for p in away]
-        for p, data, grad in there:
+        moved = [p for p in members if p.device != self._states_on]
+        originals = [(p, p.data, p.grad) for p in moved]
+        for p, data, grad in originals:
             p.grad = None
             p.data = data.to(self._states_on)
             p.grad = None if grad is None else grad.to(self._states_on)
-            self._bring_states(self._optimizer.state.get(p, {}))
+            self._move_states(self._optimizer.state.get(p, {}))
         try:
             self._original(**kwargs)
         finally:
-            for p, data, grad in there:
+            for p, data, grad in originals:
                 data.copy_(p.data)
                 p.grad = None
                 p.data = data
@@ -125,26 +124,26 @@ class StatesByLayer(StatesAtRest):
         for region in self._regions[number]:
             region.let_go()
 
-    def _bring_states(self, entry: dict[str, Any]) -> None:
-        """States that were loaded, or made when the optimizer was built, are where the parameter was."""
+    def _move_states(self, entry: dict[str, Any]) -> None:
+        """Move states that were loaded, or made when the optimizer was built, from the parameter's device."""
         for name, value in entry.items():
-            # Counts of steps are on the host wherever the rest is, but for optimizers that can be captured.
+            # Step counts are on the host wherever the rest is, except for capturable optimizers.
             is_count = isinstance(value, Tensor) and not value.dim() and self._states_on != HOST
             if isinstance(value, Tensor) and not is_count and value.device != self._states_on:
                 entry[name] = value.to(self._states_on)
 
     @torch.no_grad()
     def _put_in_file(self, number: int, members: Sequence[Tensor]) -> None:
-        """States that the step has made, or put others in place of, go to their place in the file."""
+        """Copy states that the step has made or replaced to their offsets in the file."""
         assert self.file is not None
         offset = 0
         for p in members:
             for name, value in state_tensors(self._optimizer.state.get(p)).items():
                 if value.data_ptr() not in self._in_file:
-                    place = self.file.tensor(number, offset, value)
-                    place.copy_(value)
-                    self._optimizer.state[p][name] = place
-                    self._in_file.add(place.data_ptr())
+                    slot = self.file.tensor(number, offset, value)
+                    slot.copy_(value)
+                    self._optimizer.state[p][name] = slot
+                    self._in_file.add(slot.data_ptr())
                 offset += aligned(value.nbytes)
 
 
@@ -157,36 +156,36 @@ def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
 
 
 def why_at_once(optimizer: Optimizer, *, in_file: bool) -> str:
-    """Why the states of an optimizer cannot be brought one layer at a time; empty if they can.
+    """The reason why an optimizer cannot step one layer at a time; empty if it can.
 
     Args:
-        optimizer: Built; a small twin of it is tried.
-        in_file: Whether they are in a file, where those of a layer have their place before there are any.
+        optimizer: Built; a small copy of it is tried.
+        in_file: Whether its states are in a file, where each layer's region is sized before states exist.
     """
     if not steps_in_turn(optimizer):
-        return "looks at several parameters in its step"
+        return "uses several parameters at once in its step"
     if in_file and states_of_a_step(optimizer) is None:
-        return "keeps states of other shapes than its parameters have"
+        return "keeps states of other shapes than its parameters"
     return ""
 
 
 def steps_in_turn(optimizer: Optimizer) -> bool:
-    """Whether an optimizer does to parameters one after the other what it does to them at once; tried on small ones."""
-    at_once, in_turn = _small_twin(optimizer), _small_twin(optimizer)
+    """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones."""
+    together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
     try:
         for round_ in range(2):
-            for twin in (at_once, in_turn):
+            for twin in (together, one_by_one):
                 for number, p in enumerate(twin.param_groups[0]["params"]):
                     p.grad = torch.cos(p.detach() * (number + 2) + round_)
-            type(optimizer).step(at_once)
-            group, both = in_turn.param_groups[0], in_turn.param_groups[0]["params"]
+            type(optimizer).step(together)
+            group, both = one_by_one.param_groups[0], one_by_one.param_groups[0]["params"]
             for p in both:
                 group["params"] = [p]
-                type(optimizer).step(in_turn)
+                type(optimizer).step(one_by_one)
             group["params"] = both
     except Exception:
         return False
-    first, second = at_once.param_groups[0], in_turn.param_groups[0]
+    first, second = together.param_groups[0], one_by_one.param_groups[0]
     if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
         return False
     plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
@@ -194,11 +193,11 @@ def steps_in_turn(optimizer: Optimizer) -> bool:
 
 
 def states_of_a_step(optimizer: Optimizer) -> list[int | None] | None:
-    """What an optimizer keeps for a parameter, tried on a small one.
+    """Sizes of an optimizer's states for one parameter, found by a step on a small one.
 
     Returns:
-        For each tensor of more than one number the bytes of an element; None for the dtype of the parameter. Without
-        a list where one has another shape than the parameter.
+        Bytes per element of each state of more than one number; None for the dtype of the parameter. None in place of
+        the list if some state has another shape than the parameter.
     """
     twin = _small_twin(optimizer)
     for p in twin.param_groups[0]["params"]:
@@ -219,16 +218,16 @@ def _small_twin(optimizer: Optimizer) -> Any:
 
 
 def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
-    """An optimizer with the class and options of another one, for other parameters: to try what its step does.
+    """Copy an optimizer's class and options for other parameters, to try what its step does.
 
     Args:
-        optimizer: The other one; its first group's options count.
-        parameters: Of the twin, in one group.
+        optimizer: The optimizer; the options of its first group count.
+        parameters: Of the copy, in one group.
     """
     twin: Any = copy.copy(optimizer)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
-    made = _made_when_built(optimizer)
+    made = _states_before_first_step(optimizer)
     for p in parameters:
         twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
     for name in _HOOKS:
@@ -236,8 +235,8 @@ def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
     return twin
 
 
-def _made_when_built(optimizer: Optimizer) -> dict[str, Any]:
-    """The states of some parameter before the first step: Adagrad's of torch 2.11 are made when it is built."""
+def _states_before_first_step(optimizer: Optimizer) -> dict[str, Any]:
+    """The states of some parameter before the first step: torch 2.11 makes Adagrad's when it is built."""
     for p, entry in optimizer.state.items():
         tensors = [value for value in entry.values() if isinstance(value, Tensor)]
         if tensors and all(not is_absent(value) and (not value.dim() or value.shape == p.shape) for value in tensors):

@@ -1,7 +1,7 @@
-"""What the two ways to step an optimizer with offloaded states share: files are watched, states come back.
+"""Offloaded optimizer states: the base class that checks their files, and reads them back at the end.
 
-A step that looks at one parameter at a time is taken layer by layer (``offload``), any other one with all states at
-once (``offload_at_once``).
+A step that treats each parameter by itself runs layer by layer (``layerwise_step``), any other one with all states at
+once (``all_parameters_step``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 
 
 class StatesAtRest(ABC):
-    """The states of one optimizer, of which something is on the host, or in a file: they, or what they are states of.
+    """The states of one optimizer, of which some, or some of their parameters, are on the host or in a file.
 
     Attributes:
-        file: None where they are in the memory of the host, or where there are none.
+        file: None where states are in the memory of the host, or where there are none.
     """
 
     def __init__(self, optimizer: Optimizer, states_on: torch.device, regions: Iterable[Region]) -> None:
-        """Args: optimizer: built. states_on: where states are. regions: with parameters that it steps."""
+        """Args: optimizer: built. states_on: device of states. regions: with parameters that it steps."""
         self._optimizer, self._states_on = optimizer, states_on
         self._files = {region.file for region in regions}
         self.file: StateFile | None = None
@@ -36,27 +36,27 @@ class StatesAtRest(ABC):
 
     @abstractmethod
     def adopt(self) -> None:
-        """States that were loaded go to where they rest."""
+        """Offload states that were loaded."""
 
     @abstractmethod
     def is_in_file(self, value: Tensor) -> bool:
-        """Whether a state's bytes are those of the file."""
+        """Whether a state's memory is in the file."""
 
     def check(self) -> None:
-        """See that files are what they were made.
+        """Check that no file has been truncated.
 
         Raises:
-            OffloadError: One was cut off.
+            OffloadError: One has been.
         """
         for file in self._files:
             file.check()
 
     def close(self) -> None:
-        """Give the optimizer its own steps again; states that are in the file are read, or lost with it."""
+        """Restore the optimizer's own step; states are read from the file, or lost with it."""
         is_lost = self.file is not None and not self.file.is_there
         if is_lost:
             warnings.warn(
-                f"the states of {type(self._optimizer).__name__} are lost: their file was cut off, and is no longer"
+                f"the states of {type(self._optimizer).__name__} are lost: their file was truncated, and is no longer"
                 " needed for this run; save no checkpoint from now on",
                 stacklevel=2,
             )
@@ -69,13 +69,13 @@ class StatesAtRest(ABC):
             self.file.close()
 
     def _states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor that is a state once, behind its parameter; moved by its `data`: others may know the object."""
-        seen = set()
+        """Each state tensor once, with its parameter; move it by its `data`: other code may refer to the object."""
+        yielded = set()
         for p, entry in self._optimizer.state.items():
             if isinstance(p, Tensor) and not is_absent(p):
                 for value in flatten(entry)[0]:
-                    if _has_bytes(value) and id(value) not in seen:
-                        seen.add(id(value))
+                    if _has_bytes(value) and id(value) not in yielded:
+                        yielded.add(id(value))
                         yield p, value
 
 

@@ -1,4 +1,4 @@
-"""Let an optimizer's ``step`` be another function for a while."""
+"""Replacement of an optimizer's ``step`` for a while."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lightning_hybrid.patching import replace
 
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the step of one optimizer; schedulers find on it what they found on the one before.
+    """Replace the step of one optimizer; what learning rate schedulers have set on the old one stays on it.
 
     Args:
-        optimizer: Of the run.
+        optimizer: The user's.
         step: Called like the method.
 
     Returns:
-        Undoes it.
+        A function that restores it.
     """
     return replace(optimizer, "step", MethodType(functools.wraps(optimizer.step)(step), optimizer))
 
 
 def step_after_closure(optimizer: Optimizer, step: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    """Replace the step of one optimizer by one that begins when the closure, if there is one, has run.
+    """Replace the step of one optimizer by one that begins after the closure, if there is one.
 
     Args:
-        optimizer: Of the run.
-        step: Called with what its ``step`` is called with besides a closure.
+        optimizer: The user's.
+        step: Called with the arguments of ``step`` but the closure.
 
     Returns:
-        Undoes it.
+        A function that restores it.
     """
 
     def run(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Optimizer states that replicas share out, where the user's step calls the optimizers itself (manual optimization).
+"""Optimizer step with states sharded over replicas, for steps that call optimizers themselves (manual optimization).
 
-Such a step may read parameters and gradients between any two of its lines, so both are whole while it runs, and
-gradients are averaged after each backward, as without ZeRO. What is shared out is the work of each ``optimizer.step``:
+Such a step may read parameters and gradients between any two of its lines, so both are full while it runs, and
+gradients are averaged after each backward, as without ZeRO. Each ``optimizer.step`` is sharded:
 
-    parameters and gradients hold this rank's part (views of the wholes; nothing is sent)
-    the optimizer steps the parts: its states are made for them alone
-    an all-gather of the parts; parameters and gradients are whole again
+    parameters and gradients hold local shards (views of the full tensors; nothing is sent)
+    the optimizer steps the shards: its states are made for them only
+    the shards are all-gathered; parameters and gradients are full again
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_hybrid.zero.shard_layout import shard_placement
 
 
 def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:
-    """How many numbers of a parameter this one of some ranks steps."""
+    """Number of elements of a parameter's shard on this rank of a group."""
     placement = shard_placement(p.shape, ranks.size())
     if placement is None:
         return p.numel()
@@ -34,106 +34,106 @@ def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:
 
 
 class SharedSteps:
-    """The steps of one optimizer over the ranks of a shard."""
+    """The sharded steps of one optimizer over the ranks of a shard group."""
 
     def __init__(
         self, optimizer: Optimizer, ranks: dist.ProcessGroup, placements: Mapping[int, Shard] | None = None
     ) -> None:
-        """Take over the optimizer's steps.
+        """Replace the optimizer's step.
 
         Args:
-            optimizer: Whose step does to parts of a parameter what it does to the whole.
-            ranks: That hold the same parameters and gradients, and share out its states.
-            placements: By id of each parameter that is cut, where its shards lie; then parameters, gradients and
-                states are shards between training steps. If None, only the states are.
+            optimizer: Whose step is the same function for shards of a parameter as for the full one.
+            ranks: That have equal parameters and gradients, and shard the states.
+            placements: By id of each sharded parameter; then parameters, gradients and states are shards between
+                training steps. If None, only the states are.
         """
         self.optimizer, self._ranks = optimizer, ranks
         self._size, self._rank = ranks.size(), ranks.rank()
         self._placements: dict[int, Shard] = dict(placements or {})
-        self._are_given = placements is not None
-        if not self._are_given:
+        self._has_placements = placements is not None
+        if not self._has_placements:
             self.cut_states()
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._step)
 
     def close(self) -> None:
-        """Give the optimizer its own steps again; its states stay parts."""
+        """Restore the optimizer's own step; its states stay shards."""
         self._undo()
 
     def _step(self, kwargs: dict[str, Any]) -> None:
-        wholes = [(p, p.data, p.grad) for p in self._parameters() if self._placement(p) is not None]
+        originals = [(p, p.data, p.grad) for p in self._parameters() if self._placement(p) is not None]
         try:
-            for p, data, gradient in wholes:
+            for p, data, gradient in originals:
                 p.grad = None
-                p.data = self._part(p, data)
-                p.grad = None if gradient is None else self._part(p, gradient)
+                p.data = self._shard(p, data)
+                p.grad = None if gradient is None else self._shard(p, gradient)
             self._original(**kwargs)
         finally:
-            for p, data, gradient in wholes:
+            for p, data, gradient in originals:
                 p.grad = None
                 p.data = data
                 p.grad = gradient
-        self._gather([p for p, _, _ in wholes])
+        self._gather([p for p, _, _ in originals])
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[Tensor]) -> None:
-        """Every rank gets what the others have stepped; one message for each dtype."""
+        """All-gather the stepped shards, in one message for each dtype."""
         for dtype in sorted({p.dtype for p in parameters}, key=str):
             members = [p for p in parameters if p.dtype == dtype]
-            parts = [self._padded(p, self._part(p, p.data)) for p in members]
-            for p, pieces in zip(members, self._exchanged(parts), strict=True):
+            shards = [self._padded(p, self._shard(p, p.data)) for p in members]
+            for p, pieces in zip(members, self._exchanged(shards), strict=True):
                 for rank, piece in enumerate(pieces):
                     if rank != self._rank:
-                        target = self._part(p, p.data, rank)
+                        target = self._shard(p, p.data, rank)
                         target.copy_(self._unpadded(p, piece, target))
 
-    def _exchanged(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
-        """For each part those of all ranks."""
-        message = torch.cat([part.reshape(-1) for part in parts])
+    def _exchanged(self, shards: Sequence[Tensor]) -> list[list[Tensor]]:
+        """For each shard those of all ranks."""
+        message = torch.cat([shard.reshape(-1) for shard in shards])
         received = message.new_empty(self._size * message.numel())
         _all_gather(received, message, group=self._ranks)
-        of_ranks = [row.split([part.numel() for part in parts]) for row in received.view(self._size, -1)]
-        return [[row[k].view(part.shape) for row in of_ranks] for k, part in enumerate(parts)]
+        of_ranks = [row.split([shard.numel() for shard in shards]) for row in received.view(self._size, -1)]
+        return [[row[k].view(shard.shape) for row in of_ranks] for k, shard in enumerate(shards)]
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def cut_states(self) -> None:
-        """Keep this rank's part of states that are whole: made when the optimizer was built, or loaded."""
+        """Shard states that are full: made when the optimizer was built, or loaded."""
         for p in self._parameters():
-            for name, value in self._like(p, p.shape).items():
-                self.optimizer.state[p][name] = self._part(p, value).clone()
+            for name, value in self._states_of_shape(p, p.shape).items():
+                self.optimizer.state[p][name] = self._shard(p, value).clone()
 
     @torch.no_grad()
     def whole_state(self) -> dict[str, Any]:
-        """The optimizer's state dict with wholes; collective."""
+        """The optimizer's state dict with full tensors; collective."""
         state = self.optimizer.state_dict()
         found = dict(state["state"])
         for number, p in enumerate(self._parameters()):
             placement = self._placement(p)
             has = number in found and placement is not None
-            for name, value in self._like(p, self._part(p, p.data).shape).items() if has else ():
+            for name, value in self._states_of_shape(p, self._shard(p, p.data).shape).items() if has else ():
                 pieces = self._exchanged([self._padded(p, value.to(p.device))])[0]
-                whole = torch.empty(p.shape, dtype=value.dtype, device=p.device)
+                full = torch.empty(p.shape, dtype=value.dtype, device=p.device)
                 for rank, piece in enumerate(pieces):
-                    target = self._part(p, whole, rank)
+                    target = self._shard(p, full, rank)
                     target.copy_(self._unpadded(p, piece, target))
-                found[number] = {**found[number], name: whole}
+                found[number] = {**found[number], name: full}
         return {**state, "state": found}
 
-    def _like(self, p: Tensor, shape: torch.Size) -> dict[str, Tensor]:
+    def _states_of_shape(self, p: Tensor, shape: torch.Size) -> dict[str, Tensor]:
         if self._placement(p) is None:
             return {}
         entry = self.optimizer.state.get(p, {})
         return {n: v for n, v in entry.items() if isinstance(v, Tensor) and v.dim() and v.shape == shape}
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
+    # -- shards --------------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _placement(self, p: Tensor) -> Shard | None:
         if id(p) not in self._placements:
-            if self._are_given:
+            if self._has_placements:
                 return None
             placement = shard_placement(p.shape, self._size)
             if placement is None:
@@ -141,18 +141,18 @@ class SharedSteps:
             self._placements[id(p)] = placement
         return self._placements[id(p)]
 
-    def _part(self, p: Tensor, whole: Tensor, rank: int | None = None) -> Tensor:
-        """A view of what one rank, or this one, steps."""
+    def _shard(self, p: Tensor, full: Tensor, rank: int | None = None) -> Tensor:
+        """A view of the shard of one rank, or of this one."""
         placement = self._placement(p)
         if placement is None:
-            return whole
+            return full
         ((start, length),) = placement.ranges(self._rank if rank is None else rank, self._size)
-        return whole.narrow(placement.dim, start, length)
+        return full.narrow(placement.dim, start, length)
 
-    def _padded(self, p: Tensor, part: Tensor) -> Tensor:
+    def _padded(self, p: Tensor, shard: Tensor) -> Tensor:
         placement = self._placement(p)
         assert placement is not None
-        return padded(part, placement)
+        return padded(shard, placement)
 
     def _unpadded(self, p: Tensor, piece: Tensor, target: Tensor) -> Tensor:
         placement = self._placement(p)
