@@ -26,14 +26,14 @@ class Resident(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         [offloaded] = trainer.strategy._lifecycle.optimization.offloaded  # type: ignore[attr-defined]
-        file, let_go = offloaded.file, offloaded.file.let_go
+        file, evict = offloaded.file, offloaded.file.evict
         self.largest, self.whole = max(length for _, length in file._regions), file.nbytes
 
         def counted(region: int) -> None:
             self.most = max(self.most, file.resident_bytes())
-            let_go(region)
+            evict(region)
 
-        file.let_go = counted
+        file.evict = counted
 
 
 def one(turn: Turn, args: argparse.Namespace, offload: str | None) -> None:

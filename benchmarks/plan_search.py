@@ -31,10 +31,10 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tensor": {"size": 2},
-    "sequence": {"size": 2, "deal": "tensor"},
+    "sequence": {"size": 2, "sequence_parallel": "tensor"},
     "context": {"size": 1, "context": 2},
     "both": {"size": 2, "context": 2},
-    "all": {"size": 2, "context": 2, "deal": "tensor"},
+    "all": {"size": 2, "context": 2, "sequence_parallel": "tensor"},
 }
 BOUND = 2.0
 

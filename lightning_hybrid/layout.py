@@ -137,7 +137,7 @@ class ParallelLayout:
         )
 
     @property
-    def shares_layers(self) -> bool:
+    def shards_layers(self) -> bool:
         """Whether layers are sharded: over tensor ranks, or over context ranks along the sequence."""
         return self.tensor_parallel_size > 1 or self.context_parallel_size > 1
 

@@ -59,7 +59,7 @@ class Mesh:
         rank: the global rank of this process.
         coordinates: the coordinates of this rank.
         device_mesh: the mesh over the five axes of the layout, outermost first; an axis of size 1 has a group too.
-        shared_axes: axes whose ranks have shards of parameters instead, set by `with_shards_over`.
+        sharded_axes: axes whose ranks have shards of parameters instead, set by `with_shards_over`.
     """
 
     layout: ParallelLayout
@@ -67,7 +67,7 @@ class Mesh:
     coordinates: Coordinates
     device_mesh: DeviceMesh
     _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
-    shared_axes: tuple[str, ...] = ()
+    sharded_axes: tuple[str, ...] = ()
     _further: dict[str, ProcessGroup] = field(default_factory=dict, repr=False)  # shared with meshes made of this one
 
     @classmethod
@@ -161,7 +161,7 @@ class Mesh:
         Args:
             axis: "tp", "cp", "dp_shard", "ep" or "ep_shard".
         """
-        if axis == "tp" or (axis == "dp_shard" and self.shared_axes):
+        if axis == "tp" or (axis == "dp_shard" and self.sharded_axes):
             return {axis: self.rank_in(axis)}
         cp_outer, cp_inner = divmod(self.rank_in("cp"), self.layout.expert_contexts)
         if axis == "cp":
@@ -180,7 +180,7 @@ class Mesh:
         groups = [submesh.get_group() for submesh in self._submeshes.values()]
         return list({id(group): group for group in (*groups, *self._further.values())}.values())
 
-    def further_group(self, axis: str, purpose: str, backend: str | None = None) -> ProcessGroup:
+    def dedicated_group(self, axis: str, purpose: str, backend: str | None = None) -> ProcessGroup:
         """Make, or return, an additional group of the ranks along an axis, with an independent order; collective.
 
         Args:
@@ -188,7 +188,7 @@ class Mesh:
             purpose: use of the group; there is one group for each.
             backend: backend of the group; that of the world if None.
         """
-        name = f"{purpose} of {axis}{''.join(f', {shared} shared' for shared in self.shared_axes)}"
+        name = f"{purpose} of {axis}{''.join(f', {shared} shared' for shared in self.sharded_axes)}"
         if name not in self._further:
             rows: list[list[int]] = [[] for _ in range(self.layout.world_size)]
             dist.all_gather_object(rows, dist.get_process_group_ranks(self.group(axis)))
@@ -198,7 +198,7 @@ class Mesh:
                     self._further[name] = group
         return self._further[name]
 
-    def further_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
+    def dedicated_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """Make an additional gloo group of all ranks, for a thread beside the training; collective.
 
         Args:
@@ -242,7 +242,7 @@ class Mesh:
             _connect(submeshes.values(), base.device_type)
         over = f"over shards of {', '.join(sorted(shared))}"
         self._further.update((f"{name} {over}", submesh.get_group()) for name, submesh in submeshes.items())
-        return replace(self, _submeshes={**self._submeshes, **submeshes}, shared_axes=tuple(sorted(shared)))
+        return replace(self, _submeshes={**self._submeshes, **submeshes}, sharded_axes=tuple(sorted(shared)))
 
     def published(self) -> DeviceMesh:
         """The mesh that user code finds at `LightningModule.device_mesh`.
@@ -291,12 +291,12 @@ _SENDABLE = frozenset(
 )
 
 
-def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as flat bytes if some backend does not support its dtype; not for reductions."""
     return tensor if tensor.dtype in _SENDABLE else tensor.reshape(-1).view(torch.uint8)
 
 
-def where_sent(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def on_group_device(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Move a tensor to a device that the backend of ``group`` supports, e.g. an offloaded one to NCCL's device."""
     types = [device.type for device in group._device_types]
     return tensor if not types or tensor.device.type in types else tensor.to(types[0])

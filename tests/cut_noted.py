@@ -61,7 +61,7 @@ def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "", 
     counts = dict.fromkeys(("sharded", "gathered", "whole", "batched"), 0)
     why: dict[str, int] = {}
     for fqn, plan in plans.items():
-        if not any(name.isdecimal() for name in fqn.split(".")) or _UNCALLED in plan.kept.values():
+        if not any(name.isdecimal() for name in fqn.split(".")) or _UNCALLED in plan.replicated_reasons.values():
             continue
         unit = root.get_submodule(fqn)
         for owner_fqn, owner in unit.named_modules():
@@ -73,7 +73,7 @@ def cut_of(root: nn.Module, plans: Mapping[str, UnitPlan], *, within: str = "", 
                 if f"{fqn}.{full}" in by_width:
                     pass
                 elif not isinstance(plan.placements.get(full), Shard):
-                    kind, reason = "whole", f"{full}: {plan.kept.get(full, 'no reason')}"
+                    kind, reason = "whole", f"{full}: {plan.replicated_reasons.get(full, 'no reason')}"
                 elif plan.roles.get(owner_fqn) == "gathered":
                     [how] = [group.how for group in plan.groups if owner_fqn in group.columns]
                     kind, reason = "gathered", f"{full}: {how}"
@@ -93,7 +93,9 @@ class NotesCut(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         shards = getattr(getattr(trainer.strategy, "run", None), "shards", None)
         if shards is not None:
-            cut = {name for axis in trainer.strategy.run.parts.cuts if axis.axis == "tp" for name in axis.placements}
+            cut = {
+                name for axis in trainer.strategy.run.parts.shardings if axis.axis == "tp" for name in axis.placements
+            }
             for fqn, plan in shards.plans.items():
                 cut -= {f"{fqn}.{name}" for name, how in plan.placements.items() if isinstance(how, Shard)}
             NotesCut.cut = cut_of(pl_module, shards.plans, by_width=cut)

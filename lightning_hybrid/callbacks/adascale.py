@@ -70,7 +70,7 @@ class AdaScale(Callback):
             owned_parameters: returns the ids of the parameters that this rank counts, before gradients are averaged
                 and after that.
             each_batch: whether gradients are sharded over replicas (ZeRO), so that each batch is observed by itself, by
-                `before_share` and `after_share`.
+                `before_reduce` and `after_reduce`.
         """
         self._mesh, self._each_batch = mesh, each_batch
         self._owned_parameters = owned_parameters
@@ -90,11 +90,11 @@ class AdaScale(Callback):
         """Records the gradient that the step will use."""
         self._record_total(parameters)
 
-    def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def before_reduce(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Records a batch's local gradient of a parameter, in full, before it is reduce-scattered over replicas."""
         self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(_dense(gradient))
 
-    def after_share(self, parameter: nn.Parameter, part: Tensor) -> None:
+    def after_reduce(self, parameter: nn.Parameter, part: Tensor) -> None:
         """Records this rank's shard of the gradient that the step will use, unless further batches follow."""
         self._total[id(parameter)] = _square(_dense(part))
 

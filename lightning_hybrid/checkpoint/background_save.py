@@ -14,7 +14,7 @@ from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.writing import Save, write
 
 
-class Background:
+class BackgroundSave:
     """The asynchronous save of one rank."""
 
     _lock: ClassVar = threading.Lock()  # on the class: code that saves a strategy's arguments copies the strategy
@@ -66,8 +66,8 @@ class Background:
             else:
                 self._to_remove.append(path)
 
-    def wait(self, *, complain: Callable[[str], None] | None = None) -> None:
-        """Wait for the save in progress; if it failed, call ``complain`` with the message, or raise without it.
+    def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
+        """Wait for the save in progress; if it failed, call ``on_error`` with the message, or raise without it.
 
         Raises:
             CheckpointError: It could not be written.
@@ -82,7 +82,7 @@ class Background:
             return
         more = f"; kept in its place: {', '.join(map(str, not_removed))}" if not_removed else ""
         message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        if complain is not None:
-            complain(f"{message}{more}")
+        if on_error is not None:
+            on_error(f"{message}{more}")
             return
         raise CheckpointError(f"{message}{more}") from error

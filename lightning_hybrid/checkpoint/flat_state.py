@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.checkpoint.owned_shards import Held, whole
+from lightning_hybrid.checkpoint.owned_shards import OwnedShards, unsharded
 
 REFERENCE = "tensor of the checkpoint"
 _NUMBER = "number of the checkpoint"
@@ -28,11 +28,11 @@ _SMALL_NUMEL = 1024
 Path = tuple[Any, ...]
 
 
-def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, dict[str, Held]]:
+def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, dict[str, OwnedShards]]:
     """Separate the tensors from the rest of a checkpoint.
 
     Args:
-        tree: Lightning's checkpoint, or a subtree of it; ``Held`` stands for sharded tensors.
+        tree: Lightning's checkpoint, or a subtree of it; ``OwnedShards`` stands for sharded tensors.
         is_first: Whether this is the first rank, which saves the plain tensors.
         path: Path of the subtree.
 
@@ -42,11 +42,11 @@ def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, di
     Raises:
         CheckpointError: Two have the same key.
     """
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, OwnedShards] = {}
     keys: dict[Any, tuple[Any, str]] = {}  # by identity: tied parameters are saved once
 
     def leaf(path: Path, value: Any) -> Any:
-        if not isinstance(value, Held) and not _is_large(path, value):
+        if not isinstance(value, OwnedShards) and not _is_large(path, value):
             if type(value) is Tensor and value.dim() == 0 and path[:1] == (OPTIMIZERS,):
                 return {_NUMBER: [value.item(), str(value.dtype).removeprefix("torch.")]}
             return value.detach().clone() if type(value) in (Tensor, nn.Parameter) else value
@@ -56,7 +56,7 @@ def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, di
             if key in tensors:
                 raise CheckpointError(f"two tensors of the checkpoint have the key {key!r}; rename one of them")
             keys[identity] = value, key
-            tensors[key] = value if isinstance(value, Held) else whole(value, counts=is_first)
+            tensors[key] = value if isinstance(value, OwnedShards) else unsharded(value, counts=is_first)
         return {REFERENCE: keys[identity][1]}
 
     return _mapped(tree, leaf, path), tensors
@@ -135,6 +135,6 @@ def _is_large(path: Path, value: Any) -> bool:
 
 def _identity(value: Any) -> Any:
     """A key that is equal for aliases of one tensor: loading a file makes a separate object for each name."""
-    if isinstance(value, Held) or value.numel() == 0:
+    if isinstance(value, OwnedShards) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype

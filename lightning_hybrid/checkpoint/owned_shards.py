@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import HeldParts
-from lightning_hybrid.parts.shard_boxes import Part, Shape, part_of
+from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.parts.shard_boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent, whole_shape
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
 
 # The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
 # others have other values. Copies of what is sharded over replicas are along another axis of the mesh.
@@ -43,7 +43,7 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class OwnedShards:
     """The shards of one tensor that this rank owns, in place of a ``Tensor`` in the state that is saved.
 
     Attributes:
@@ -67,20 +67,20 @@ class Held:
         )
 
 
-def whole(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> Held:
+def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> OwnedShards:
     """Describe a tensor of which this rank has all elements.
 
     Args:
         tensor: A dense tensor.
         counts: Whether this rank is the first one of its replica to have it.
-        written_by: ``Held.written_by``.
+        written_by: ``OwnedShards.written_by``.
     """
     _check_dense(tensor)
     boxes = (Box((0,) * tensor.dim(), tensor.detach()),) if counts else ()
-    return Held(tuple(tensor.shape), tensor.dtype, boxes, written_by)
+    return OwnedShards(tuple(tensor.shape), tensor.dtype, boxes, written_by)
 
 
-def assign_boxes(tensors: Iterable[Held], mesh: Mesh | None) -> list[tuple[Held, Box]]:
+def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tuple[OwnedShards, Box]]:
     """Select the boxes that this rank writes; boxes that several ranks have are balanced over them by bytes.
 
     Args:
@@ -114,33 +114,33 @@ def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
     return mesh.size(axis) * mesh.size("cp"), mesh.rank_in(axis) * mesh.size("cp") + mesh.rank_in("cp")
 
 
-class Holdings:
+class LocalState:
     """The local state of one rank: its shards of the module and of the optimizers."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: HeldParts | None) -> None:
+    def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: LocalShards | None) -> None:
         """Args: root: the user's module. mesh: the process groups. plan, shards: owner stages and local shards."""
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
-        self._plan = plan if plan is not None and plan.is_cut else None
-        self._axis_cuts = [] if shards is None else list(shards.cuts)
+        self._plan = plan if plan is not None and plan.is_partitioned else None
+        self._axis_cuts = [] if shards is None else list(shards.shardings)
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 
-    def local_shard(self, name: str, shape: Sequence[int]) -> Part:
+    def local_shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
         """This rank's shard of a parameter, or of a tensor of its shape.
 
         Args:
             name: FQN of the parameter.
             shape: Shape of the full parameter.
         """
-        return part_of(self._axis_cuts, name, shape)
+        return shard_of(self._axis_cuts, name, shape)
 
     def _is_sharded_over(self, name: str, group_name: str) -> bool:
         return any(name in axis.placements and axis.group.group_name == group_name for axis in self._axis_cuts)
 
-    def whole_shape(self, parameter: Tensor) -> Shape:
+    def full_shape(self, parameter: Tensor) -> Shape:
         """The shape of a full parameter."""
-        return whole_shape(parameter)
+        return full_shape(parameter)
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The FQN of a parameter of the module."""
@@ -148,10 +148,10 @@ class Holdings:
 
     def is_sharded(self, parameter: Tensor) -> bool:
         """Whether this rank has a shard of a parameter instead of the full one now."""
-        return WHOLE_SHAPE in parameter.__dict__
+        return FULL_SHAPE in parameter.__dict__
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
-        """The state dict of the module with ``Held`` for tensors; all keys on every rank.
+        """The state dict of the module with ``OwnedShards`` for tensors; all keys on every rank.
 
         Args:
             copy: A copy of the module, sharded like it; the module itself if None.
@@ -165,11 +165,11 @@ class Holdings:
         owner_stages = {} if self._plan is None else self._plan.buffer_ranks(copy)
         tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
         state: dict[str, Any] = {}
-        state_of: dict[int, Held] = {}
+        state_of: dict[int, OwnedShards] = {}
         for key, value in nn.Module.state_dict(root).items():
             tensor = tensors.get(key)
             if tensor is None:  # computed by the module when it is saved
-                state[key] = whole(value, counts=self._pp == self._tp == 0) if isinstance(value, Tensor) else value
+                state[key] = unsharded(value, counts=self._pp == self._tp == 0) if isinstance(value, Tensor) else value
                 continue
             if id(tensor) not in state_of:
                 name = parameters.get(id(tensor))
@@ -180,42 +180,42 @@ class Holdings:
             state[key] = state_of[id(tensor)]
         return state
 
-    def _parameter(self, name: str, tensor: Tensor) -> Held:
+    def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):
-            return Held(self.whole_shape(tensor), tensor.dtype, ())
+            return OwnedShards(self.full_shape(tensor), tensor.dtype, ())
         if not self.is_sharded(tensor):
-            return whole(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
-        return self._sharded(name, tensor, self.whole_shape(tensor))
+            return unsharded(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
+        return self._sharded(name, tensor, self.full_shape(tensor))
 
-    def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> Held:
+    def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> OwnedShards:
         """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
         counts = self._is_owner_stage(name) and (self._tp == 0 or self._is_sharded_over(name, self._tp_name))
         spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
-            spans = [span.in_whole() for span in spans]
+            spans = [span.in_full_tensor() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
         over_replicas = [axis.axis for axis in self._axis_cuts if name in axis.placements and axis.axis in _COPY_AXIS]
-        return Held(shape, tensor.dtype, boxes, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY)
+        return OwnedShards(shape, tensor.dtype, boxes, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY)
 
-    def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> Held:
+    def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> OwnedShards:
         if is_absent(tensor):
-            return Held(tuple(tensor.shape), tensor.dtype, ())
+            return OwnedShards(tuple(tensor.shape), tensor.dtype, ())
         axes = [replace(axis, placements=axis.buffers) for axis in self._axis_cuts if name in axis.buffers]
         if not axes:
-            return whole(tensor, counts=self._pp == owner_stage and self._tp == 0)
+            return unsharded(tensor, counts=self._pp == owner_stage and self._tp == 0)
         _check_dense(tensor)
         # In storage it has the full shape, of which each rank has written its own shard.
-        spans = part_of(axes, name, tensor.shape).spans if self._pp == owner_stage else ()
-        boxes = tuple(Box(s.offsets, s.in_whole().of(tensor.detach())) for s in spans if s.is_first)
-        return Held(tuple(tensor.shape), tensor.dtype, boxes, FIRST)
+        spans = shard_of(axes, name, tensor.shape).spans if self._pp == owner_stage else ()
+        boxes = tuple(Box(s.offsets, s.in_full_tensor().of(tensor.detach())) for s in spans if s.is_first)
+        return OwnedShards(tuple(tensor.shape), tensor.dtype, boxes, FIRST)
 
     def _is_owner_stage(self, name: str) -> bool:
         """Whether this pipeline rank writes a parameter that several stages may have."""
         return self._pp == (0 if self._plan is None else self._plan.ranks_of(name)[0])
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer by FQN, with ``Held`` for all tensors but scalars.
+        """The state of an optimizer by FQN, with ``OwnedShards`` for all tensors but scalars.
 
         Returns:
             ``state`` of the parameters of this rank, ``param_groups`` as torch has them, and the ``names`` of their
@@ -241,11 +241,11 @@ class Holdings:
         if leaf.dim() == 0:
             return leaf.detach().cpu().clone()
         if parameter is None or name.startswith("#"):
-            return whole(leaf, counts=self._pp == self._tp == 0)
-        shape = self.whole_shape(parameter)
+            return unsharded(leaf, counts=self._pp == self._tp == 0)
+        shape = self.full_shape(parameter)
         if tuple(leaf.shape) == self.local_shard(name, shape).shape:
             return self._sharded(name, leaf, shape)
-        return whole(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
+        return unsharded(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
 
 
 def _check_dense(tensor: Tensor) -> None:

@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
-from lightning_hybrid.checkpoint.owned_shards import Holdings
-from lightning_hybrid.parts.shard_boxes import Part
+from lightning_hybrid.checkpoint.owned_shards import LocalState
+from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -50,7 +50,7 @@ class ReadRequest:
 
     key: str
     target: Tensor
-    shard: Part | None = None
+    shard: ShardBoxes | None = None
 
 
 class SavedFolder:
@@ -201,7 +201,7 @@ class SavedOptimizer(Mapping[str, Any]):
     def _torch_state(self) -> dict[str, Any]:
         return torch_state(self._named)
 
-    def own(self, optimizer: Optimizer, local: Holdings) -> dict[str, Any]:
+    def own(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
         """Read the state of this rank's parameters, or shards of them, by number.
 
         Args:
@@ -239,13 +239,13 @@ class SavedOptimizer(Mapping[str, Any]):
         return [(key, entry) for key, entry in self._named["state"].items() if key not in names]
 
     def _request_tensor(
-        self, requests: list[ReadRequest], local: Holdings, name: str, parameter: Tensor, key: str
+        self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str
     ) -> Tensor:
         saved = self._saved.tensors.get(key)
         if saved is None:
             raise CheckpointError(f"{self._saved.path} has no {key}")
         shard = None
-        shape, full = saved.size, local.whole_shape(parameter)
+        shape, full = saved.size, local.full_shape(parameter)
         if local.is_sharded(parameter) and tuple(saved.size) == full:
             shard = local.local_shard(name, full)
             shape = torch.Size(shard.shape)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -25,7 +25,7 @@ _LISTED = 4
 
 
 def gather_module_state(
-    root: nn.Module, plan: StagePlan, shards: HeldParts | None = None, *, is_copy: bool = False, keep: bool = True
+    root: nn.Module, plan: StagePlan, shards: LocalShards | None = None, *, is_copy: bool = False, keep: bool = True
 ) -> dict[str, Any]:
     """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
 
@@ -52,7 +52,7 @@ def gather_module_state(
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
             if shards is not None and tensor is not None:
-                value = shards.whole_of(names[id(tensor)], value)
+                value = shards.full_tensor_of(names[id(tensor)], value)
             if keep:
                 mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     if not keep:
@@ -71,7 +71,7 @@ def _gather_on_first(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]
 
 
 def load_module_state(
-    root: nn.Module, state: Mapping[str, Any], shards: HeldParts | None = None, *, strict: bool, prefix: str = ""
+    root: nn.Module, state: Mapping[str, Any], shards: LocalShards | None = None, *, strict: bool, prefix: str = ""
 ) -> None:
     """Load a full state dict into this rank's parameters, or shards of them.
 
@@ -85,7 +85,7 @@ def load_module_state(
     Raises:
         CheckpointError: Names or shapes do not fit.
     """
-    if differing := misfits(root, state, shards, strict=strict, prefix=prefix):
+    if differing := state_mismatches(root, state, shards, strict=strict, prefix=prefix):
         raise CheckpointError(differing)
     with torch.no_grad():
         for key, value in nn.Module.state_dict(root).items():
@@ -93,10 +93,10 @@ def load_module_state(
                 continue
             name = key.removeprefix(prefix)
             if not is_absent(value):
-                value.copy_(state[key] if shards is None else shards.part_of(name, value, state[key]))
+                value.copy_(state[key] if shards is None else shards.shard_of(name, value, state[key]))
 
 
-def parts_instead(shards: HeldParts, root: nn.Module) -> Callable[..., None]:
+def shard_loading_hook(shards: LocalShards, root: nn.Module) -> Callable[..., None]:
     """Make a hook for ``root.load_state_dict`` by which this rank loads its shards of a full state dict.
 
     User code may call ``load_state_dict`` too. Args: shards: local shards of the module. root: the module.
@@ -111,14 +111,14 @@ def parts_instead(shards: HeldParts, root: nn.Module) -> Callable[..., None]:
             here = own.get(key)
             if not isinstance(value, Tensor) or here is None or is_absent(here):
                 continue
-            if value.shape == shards.whole_shape(name, here):
-                state[prefix + key] = shards.part_of(name, here, value)
+            if value.shape == shards.full_shape(name, here):
+                state[prefix + key] = shards.shard_of(name, here, value)
 
     return hook
 
 
-def misfits(
-    root: nn.Module, state: Mapping[str, Any], shards: HeldParts | None = None, *, strict: bool, prefix: str = ""
+def state_mismatches(
+    root: nn.Module, state: Mapping[str, Any], shards: LocalShards | None = None, *, strict: bool, prefix: str = ""
 ) -> str:
     """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
 
@@ -137,7 +137,7 @@ def misfits(
     for key, value in own.items():
         if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
             continue
-        mine = tuple(value.shape if shards is None else shards.whole_shape(key.removeprefix(prefix), value))
+        mine = tuple(value.shape if shards is None else shards.full_shape(key.removeprefix(prefix), value))
         if mine != tuple(state[key].shape):
             found.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {mine} in the model")
     if not found:
@@ -150,7 +150,7 @@ def misfits(
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, plan: StagePlan, shards: HeldParts | None = None, *, keep: bool = True
+    optimizer: Optimizer, plan: StagePlan, shards: LocalShards | None = None, *, keep: bool = True
 ) -> dict[str, Any]:
     """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
     state = optimizer.state_dict()
@@ -172,15 +172,15 @@ def gather_optimizer_state(
     return {**state, "state": {key: merged[key] for key in order}}
 
 
-def _gather_leaf(parameter: Tensor | None, shards: HeldParts | None, leaf: Any) -> Any:
+def _gather_leaf(parameter: Tensor | None, shards: LocalShards | None, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()
-    return leaf if shards is None or parameter is None else shards.whole_like(parameter, leaf)
+    return leaf if shards is None or parameter is None else shards.full_state_of(parameter, leaf)
 
 
-def own_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], shards: HeldParts | None = None
+def local_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], shards: LocalShards | None = None
 ) -> dict[str, Any]:
     """Select this rank's parameters from a full optimizer state, and shard their entries."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -190,7 +190,9 @@ def own_optimizer_state(
     if shards is not None:
         by_number = dict(zip(numbers, parameters, strict=False))
         own = {
-            number: map_leaves(partial(shards.part_like, by_number[number]), entry) if number in by_number else entry
+            number: map_leaves(partial(shards.shard_of_state, by_number[number]), entry)
+            if number in by_number
+            else entry
             for number, entry in own.items()
         }
     return {**state, "state": own}

@@ -76,7 +76,7 @@ class _Report:
     error: str = ""
 
 
-class Buffers:
+class HostBuffers:
     """CPU memory that saves are copied to, reused by the next save."""
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ def prepare(
     mesh: Mesh | None,
     about: dict[str, Any],
     *,
-    buffers: Buffers | None = None,
+    buffers: HostBuffers | None = None,
     generators: dict[str, Any] | None = None,
 ) -> Save:
     """Collect the content that this rank writes of a checkpoint.
 
     Args:
-        checkpoint: Lightning's checkpoint, with ``Held`` for sharded tensors.
+        checkpoint: Lightning's checkpoint, with ``OwnedShards`` for sharded tensors.
         path: Path of the checkpoint.
         mesh: The process groups; None for one process.
         about: Entries of the manifest.
@@ -123,7 +123,7 @@ def prepare(
     return save
 
 
-def _fill(save: Save, checkpoint: dict[str, Any], mesh: Mesh | None, buffers: Buffers | None) -> None:
+def _fill(save: Save, checkpoint: dict[str, Any], mesh: Mesh | None, buffers: HostBuffers | None) -> None:
     is_first = mesh is None or mesh.rank == 0
     rest, tensors = take_tensors(checkpoint, is_first=is_first)
     optimizers = rest.get(OPTIMIZERS, [])

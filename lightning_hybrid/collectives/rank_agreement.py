@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import as_sent
-from lightning_hybrid.shared_memory.rows import begin_to_gather
+from lightning_hybrid.mesh import as_sendable
+from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensor_subclasses import as_plain
+from lightning_hybrid.step.objects.tensor_subclasses import as_plain_tensor
 
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step
@@ -27,7 +27,7 @@ class RanksDisagree(RuntimeError):
     """The ranks of one replica have different batches, or do different things."""
 
 
-def other_batches(checksums: Sequence[float]) -> RanksDisagree:
+def batches_differ(checksums: Sequence[float]) -> RanksDisagree:
     """The error for ranks of one replica with different batches; args: checksums: of the batches, by rank."""
     return RanksDisagree(
         f"the batch differs between the ranks of one replica (checksums {checksums} on pipeline ranks 0 to"
@@ -86,7 +86,7 @@ class NumberExchange:
             self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
-        return begin_to_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
+        return start_all_gather(torch.tensor(row, dtype=torch.float64, device=self._device), self._group)
 
     def finish(self) -> list[float]:
         """Wait; returns for each number that of the first rank that has it, NaN if none does.
@@ -104,7 +104,7 @@ class NumberExchange:
             sent = [row[index] for row in rows]
             if len(set(sent)) > 1:
                 if index == 2:
-                    raise other_batches(sent)
+                    raise batches_differ(sent)
                 raise RanksDisagree(
                     f"what the step does differs between the ranks of one replica ({sent} on pipeline ranks 0 to"
                     f" {len(sent) - 1}): it depends on a condition on the rank, or on random numbers with different"
@@ -120,7 +120,7 @@ class NumberExchange:
         return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(count)]
 
 
-def share_tensor(
+def broadcast_tensor(
     value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
     """Broadcast a tensor from the pipeline rank ``source``.
@@ -147,7 +147,7 @@ def share_tensor(
     if content is None:
         content = torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
     content = content.detach().to(device).resolve_conj().resolve_neg().contiguous()
-    dist.broadcast(as_sent(content), group=group, group_src=source)
+    dist.broadcast(as_sendable(content), group=group, group_src=source)
     return content.to(value.device) if value.device else content
 
 
@@ -161,7 +161,7 @@ def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, devic
         device: The device on which the group communicates.
     """
     content = buffer.detach().to(device).contiguous()
-    dist.broadcast(as_sent(content), group=group, group_src=owner)
+    dist.broadcast(as_sendable(content), group=group, group_src=owner)
     if content.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(content)
 
@@ -171,7 +171,7 @@ def digest(leaves: Sequence[object]) -> int:
     total = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            flat = as_plain(leaf).detach().reshape(-1)
+            flat = as_plain_tensor(leaf).detach().reshape(-1)
             part = flat[:: max(1, flat.numel() // _DIGESTED)].contiguous()
             if part.is_complex() or part.is_conj():
                 part = torch.view_as_real(part.resolve_conj())

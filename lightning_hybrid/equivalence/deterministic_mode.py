@@ -57,7 +57,7 @@ def _buffer(buffer: Tensor, generator: torch.Generator, dtype: torch.dtype) -> T
     return torch.ones(buffer.shape, dtype=buffer.dtype)
 
 
-class Exact(TorchFunctionMode):
+class DeterministicMode(TorchFunctionMode):
     """Makes runs comparable to the last digits: no dropout, one dtype throughout, equal other draws in each run."""
 
     _lock = threading.Lock()  # torch's generator belongs to the process, and ranks are threads
@@ -93,7 +93,7 @@ class Exact(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @contextlib.contextmanager
-    def drawn_again(self) -> Iterator[None]:
+    def redrawn_afterwards(self) -> Iterator[None]:
         """Draw the same numbers afterwards as inside."""
         before = self._drawn
         try:

@@ -68,7 +68,7 @@ def _scale_of(wanted: Tensor) -> float:
     return float(cached)
 
 
-def are_alike(found: Tensor, wanted: Tensor, tolerance: float, *, whole: Tensor) -> bool:
+def are_equal_within(found: Tensor, wanted: Tensor, tolerance: float, *, whole: Tensor) -> bool:
     """Whether there is no difference in the sense of `difference_of`; for floating values of one shape."""
     limit = tolerance * max(_scale_of(whole), 1e-3)
     return not wanted.numel() or _distance([found], wanted, limit) <= limit

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.rank_agreement import broadcast_buffer
-from lightning_hybrid.full_params.value_locations import Contents
+from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -27,7 +27,7 @@ class HookBuffers:
     def __init__(
         self,
         homes: Callable[[], Sequence[tuple[Tensor, int]]],
-        contents: Contents,
+        contents: ValueLocations,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -54,7 +54,7 @@ class HookBuffers:
                 if self._stale is None:
                     self._stale = {id(buffer): (buffer, owner) for buffer, owner in self._owners()}
                 if id(leaf) in self._stale:
-                    self._contents.meet(hook, f"reads a buffer of shape {tuple(leaf.shape)}")
+                    self._contents.agree_on(hook, f"reads a buffer of shape {tuple(leaf.shape)}")
                     self._send(leaf)
 
     def _send(self, buffer: Tensor) -> None:

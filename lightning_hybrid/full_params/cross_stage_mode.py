@@ -1,6 +1,6 @@
 """A function mode for user hooks: gradients and parameters of other pipeline stages read as the full model's.
 
-``GlobalReads`` intercepts every torch operation of a hook, and tracks which pipeline ranks have each tensor:
+``CrossStageReads`` intercepts every torch operation of a hook, and tracks which pipeline ranks have each tensor:
 
     p.grad           on the ranks of p                        elsewhere a stand-in without content
     p.grad.norm()    computed on the ranks of p.grad          elsewhere a stand-in
@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.buffer_refresh import HookBuffers
-from lightning_hybrid.full_params.value_locations import Contents, Ranks, covers
-from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.full_params.value_locations import Ranks, ValueLocations, covers
+from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.randomness.keyed_draws import draws
-from lightning_hybrid.step.instrument.autograd_functions import tolist_seen
-from lightning_hybrid.step.module_state.parameter_pickling import reduced
+from lightning_hybrid.step.instrument.autograd_functions import interceptable_tolist
+from lightning_hybrid.step.module_state.parameter_pickling import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.step_mode import _METADATA, VIEW_PROPERTIES
@@ -48,7 +48,7 @@ class GlobalReadError(RuntimeError):
     """A hook requests what is not available of a model that is sharded over ranks."""
 
 
-class GlobalReads(TorchFunctionMode):
+class CrossStageReads(TorchFunctionMode):
     """Makes reads of user hooks refer to the full model; active inside ``hook`` only.
 
     Attributes:
@@ -64,7 +64,7 @@ class GlobalReads(TorchFunctionMode):
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        buffer_homes: Callable[[], Sequence[tuple[Tensor, int]]] = list,
+        buffer_owners: Callable[[], Sequence[tuple[Tensor, int]]] = list,
         most_elements: int = 1 << 24,
     ) -> None:
         """Record which ranks hold each parameter.
@@ -74,7 +74,7 @@ class GlobalReads(TorchFunctionMode):
             holders: Pipeline ranks that hold each parameter, by FQN.
             group: The ranks of this pipeline.
             device: Where the group communicates.
-            buffer_homes: Returns the buffers that are right on one pipeline rank only, and that rank.
+            buffer_owners: Returns the buffers that are right on one pipeline rank only, and that rank.
             most_elements: Number of elements that one hook may exchange.
         """
         super().__init__()
@@ -82,8 +82,8 @@ class GlobalReads(TorchFunctionMode):
         self._group = group
         self._device = device
         self._most_elements = most_elements
-        self._contents = Contents(group, device)
-        self._buffers = HookBuffers(buffer_homes, self._contents, group, device)
+        self._contents = ValueLocations(group, device)
+        self._buffers = HookBuffers(buffer_owners, self._contents, group, device)
         self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
         self._parameters = dict(parameters)
         self.parameters = frozenset(map(id, parameters.values()))
@@ -117,7 +117,7 @@ class GlobalReads(TorchFunctionMode):
             return
         self._hook, self._is_complete, self._elements = name, is_complete, 0
         try:
-            with self._contents.compared(name), self, tolist_seen():
+            with self._contents.checked_hook(name), self, interceptable_tolist():
                 yield
         finally:
             self._hook = None
@@ -134,7 +134,7 @@ class GlobalReads(TorchFunctionMode):
             contents = dict(zip(tensors, self._fetch(list(tensors.values()), "log"), strict=True))
             return map_leaves(lambda leaf: contents.get(id(leaf), leaf), value)
 
-    def adopt_copy(self, other: nn.Module) -> None:
+    def track_copy(self, other: nn.Module) -> None:
         """Track the parameters of a copy of the module, which has the same shards on the same ranks."""
         for fqn, parameter in other.named_parameters():
             if fqn in self._holders:
@@ -152,12 +152,12 @@ class GlobalReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             placed = [(tensor, self._contents.ranks_of(tensor)) for tensor in tensors]
             limited = [(tensor, ranks) for tensor, ranks in placed if ranks is not None]
-            kinds = self.told([(tuple(tensor.shape), tensor.dtype, ranks) for tensor, ranks in limited])
+            kinds = self.gather_objects([(tuple(tensor.shape), tensor.dtype, ranks) for tensor, ranks in limited])
             for tensor, ranks in limited if all(kind == kinds[0] for kind in kinds) else ():
                 here = not is_absent(tensor)
                 content = tensor.detach() if here else torch.empty(tensor.shape, dtype=tensor.dtype)
                 content = content.to(self._device).contiguous()
-                dist.broadcast(as_sent(content), group=self._group, group_src=ranks[0])
+                dist.broadcast(as_sendable(content), group=self._group, group_src=ranks[0])
                 if not here:
                     made, wants = content.to(tensor.device), tensor.requires_grad
                     is_parameter = isinstance(tensor, nn.Parameter)
@@ -165,26 +165,26 @@ class GlobalReads(TorchFunctionMode):
                         tensor, nn.Parameter(made, requires_grad=wants) if is_parameter else made.requires_grad_(wants)
                     )
 
-    def is_here(self, tensor: Tensor) -> bool | None:
+    def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
         """Whether a tensor is on all ranks; None if it is absent here, and no record says where it is."""
         if not self._contents.is_recorded(tensor) and is_absent(tensor):
             return None
         return self._contents.ranks_of(tensor) is None
 
-    def told(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank of the pipeline; collective."""
-        return self._contents.told(mine)
+        return self._contents.gather_objects(mine)
 
-    def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+    def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
         """The contents of tensors, in CPU memory if they were sent, or empty ones if not ``keep``; collective."""
         assert self._hook is not None
-        return self._contents.for_file(self._hook, tensors, self._most_elements, keep=keep)
+        return self._contents.contents_for_file(self._hook, tensors, self._most_elements, keep=keep)
 
-    def note_whole(self, whole: Tensor, fqn: str) -> None:
+    def record_full_tensor(self, whole: Tensor, fqn: str) -> None:
         """Record that a full tensor, gathered from tensor ranks, is on the ranks of its parameter."""
         self._contents.record(whole, self._holders[fqn], [self._parameters[fqn]])
 
-    def adopt_state(self, state: Mapping[Any, Any]) -> None:
+    def track_state(self, state: Mapping[Any, Any]) -> None:
         """Record that an optimizer's states are on the ranks of their parameters; numbers among them are on all ranks.
 
         Args:
@@ -237,7 +237,7 @@ class GlobalReads(TorchFunctionMode):
     def _pickled(self, tensor: Tensor) -> Any:
         """Reduce a tensor for a pickle: its content, without the attributes that are recorded on it."""
         content = tensor if self._ranks_of(tensor) is None else self._fetch([tensor], "a pickle")[0]
-        return reduced(tensor, content)
+        return reduce_for_pickle(tensor, content)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
         """Run ``torch.equal``, of which one answer is sent instead of two contents."""
@@ -362,7 +362,7 @@ class GlobalReads(TorchFunctionMode):
     def _exchange_has_gradient(self) -> None:
         """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""
         assert self._hook is not None
-        self._contents.meet(self._hook, "reads .grad")
+        self._contents.agree_on(self._hook, "reads .grad")
         mine = [
             self._holders[fqn][0] == self._rank and parameter.grad is not None
             for fqn, parameter in self._parameters.items()

@@ -17,15 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.full_params.op_effects import written_of
 from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
-from lightning_hybrid.mesh import as_sent
-from lightning_hybrid.parts.local_shards import HeldParts
-from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call, tensors_inside
+from lightning_hybrid.mesh import as_sendable
+from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, storage_id, tensors_inside
 from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,
-    as_whole,
+    full_shape,
+    full_shape_meta,
     is_absent,
-    whole_shape,
 )
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import user_line
@@ -33,7 +33,7 @@ from lightning_hybrid.step.tracing.step_mode import user_line
 OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
 
 
-class LentParameters(TorchFunctionMode):
+class GatheredParameters(TorchFunctionMode):
     """Gathers the parameters that an operation reads; the ranks of a replica must run the same operations."""
 
     def __init__(
@@ -41,10 +41,10 @@ class LentParameters(TorchFunctionMode):
         parameters: Mapping[str, Tensor],
         holders: Callable[[str], Sequence[int]],
         group: dist.ProcessGroup,
-        parts: HeldParts | None,
+        parts: LocalShards | None,
         device: torch.device,
         *,
-        meet: Callable[[str], None],
+        agree_on: Callable[[str], None],
         room: int,
     ) -> None:
         """Begin a step.
@@ -55,17 +55,17 @@ class LentParameters(TorchFunctionMode):
             group: The ranks of this pipeline.
             parts: Local shards; None if no parameter is sharded.
             device: Where the group communicates.
-            meet: Called with what is about to be sent; raises on ranks that read something else.
+            agree_on: Called with what is about to be sent; raises on ranks that read something else.
             room: Bytes of gathered tensors to keep until the end; the same on every rank.
         """
         super().__init__()
         self._parameters, self._holders, self._group, self._device = parameters, holders, group, device
-        self._meet, self._room = meet, room
-        self._tensor_axes = [] if parts is None else [axis for axis in parts.cuts if axis.axis == "tp"]
+        self._agree_on, self._room = agree_on, room
+        self._tensor_axes = [] if parts is None else [axis for axis in parts.shardings if axis.axis == "tp"]
         sharded = {name for axis in self._tensor_axes for name in axis.placements}
         partial = [name for name in parameters if name in sharded or len(holders(name)) < group.size()]
         self._to_gather = {id(parameters[name]): name for name in partial}
-        replica_axes = [] if parts is None else [axis for axis in parts.cuts if axis.axis not in ("tp", "cp")]
+        replica_axes = [] if parts is None else [axis for axis in parts.shardings if axis.axis not in ("tp", "cp")]
         self._sharded_over_replicas = {name for axis in replica_axes for name in axis.placements}
         self._full: dict[str, Tensor] = {}
         self._user_visible: dict[str, Tensor | None] = {}  # user code may write into these; a copy if replicas shard
@@ -95,13 +95,13 @@ class LentParameters(TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__") and id(args[0]) in self._to_gather:
             member = func.__self__.__name__
             if name == "__get__" and member in SHAPE_PROPERTIES:
-                return func(as_whole(args[0]))
+                return func(full_shape_meta(args[0]))
             if member == "grad" and (full := self._full.get(self._to_gather[id(args[0])])) is not None:
                 return func(full, *args[1:])
             if member in OWN_PROPERTIES:
                 return func(*args, **kwargs)
         elif name in SHAPE_METHODS and id(args[0]) in self._to_gather:
-            return func(as_whole(args[0]), *args[1:], **kwargs)
+            return func(full_shape_meta(args[0]), *args[1:], **kwargs)
         elif name in IDENTITY:
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
@@ -116,8 +116,8 @@ class LentParameters(TorchFunctionMode):
         if written is not None:
             self._share_with_user({name: full for name, full in full_tensors.items() if full is leaves[written]})
         out = func(*args, **kwargs)
-        memories = {memory_of(leaf) for leaf in tensors_inside(out)}
-        self._share_with_user({name: full for name, full in full_tensors.items() if memory_of(full) in memories})
+        memories = {storage_id(leaf) for leaf in tensors_inside(out)}
+        self._share_with_user({name: full for name, full in full_tensors.items() if storage_id(full) in memories})
         return out
 
     def _refuse_absent(self, name: str, leaves: Sequence[Any]) -> None:
@@ -147,8 +147,8 @@ class LentParameters(TorchFunctionMode):
             return
         for axis in self._tensor_axes:
             if name in axis.placements:
-                full = axis.part(full, axis.placements[name])
-        if memory_of(full) != memory_of(parameter):
+                full = axis.shard(full, axis.placements[name])
+        if storage_id(full) != storage_id(parameter):
             parameter.detach().copy_(full)
 
     def _full_tensor(self, name: str) -> Tensor:
@@ -157,7 +157,7 @@ class LentParameters(TorchFunctionMode):
         full = self._full.get(name)
         if full is None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._meet(f"reads {name!r}")
+                self._agree_on(f"reads {name!r}")
                 full = self._gather(name, parameter)
             nbytes = full.numel() * full.element_size()
             if nbytes <= self._room or needs_grad:  # gradients need one tensor for all its uses
@@ -169,7 +169,7 @@ class LentParameters(TorchFunctionMode):
 
     def _gather(self, name: str, parameter: Tensor) -> Tensor:
         """Gather the full tensor of a parameter; collective over the replica."""
-        shape, holders = whole_shape(parameter), self._holders(name)
+        shape, holders = full_shape(parameter), self._holders(name)
         if is_absent(parameter):
             content = torch.empty(shape, dtype=parameter.dtype, device=self._device)
         else:
@@ -177,7 +177,7 @@ class LentParameters(TorchFunctionMode):
             for axis in self._tensor_axes:
                 placement = axis.placements.get(name)
                 if placement is not None and content.shape[placement.dim] < placement.length:
-                    content = axis.joined(content, placement)
+                    content = axis.unshard(content, placement)
             if content.shape != shape:
                 raise StepError(
                     f"{name!r} is sharded over replicas: this rank has shape {tuple(content.shape)} of {tuple(shape)},"
@@ -185,5 +185,5 @@ class LentParameters(TorchFunctionMode):
                 )
             content = content.to(self._device).contiguous()
         if len(holders) < self._group.size():
-            dist.broadcast(as_sent(content), group=self._group, group_src=holders[0])
+            dist.broadcast(as_sendable(content), group=self._group, group_src=holders[0])
         return content.to(parameter.device)

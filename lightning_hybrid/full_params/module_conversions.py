@@ -13,7 +13,7 @@ from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
-def pass_over_absent(root: nn.Module) -> Callable[[], None]:
+def skip_absent_parameters(root: nn.Module) -> Callable[[], None]:
     """Let ``to``, ``float`` and the like skip absent parameters; returns a function that undoes it.
 
     torch would swap each stand-in for another, which is impossible; and in a hook, these methods' queries of parameters

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.parts.local_shards import HeldParts
-from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call
+from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, storage_id
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, is_absent
 
 IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"})
 _OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "_backward_hooks", "layout"})
 
 
-class CutReads(TorchFunctionMode):
+class ShardedParameterReads(TorchFunctionMode):
     """Replaces sharded parameters and gradients by full ones in operations, while it is entered."""
 
     def __init__(
         self,
-        parts: HeldParts,
+        parts: LocalShards,
         parameters: Mapping[str, Tensor],
         note: Callable[[Tensor, str], None] | None = None,
-        meet: Callable[[str], None] = lambda name: None,
+        agree_on: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Record the sharded parameters of a run.
 
@@ -41,10 +41,10 @@ class CutReads(TorchFunctionMode):
             parts: Local shards of the module.
             parameters: All parameters of the module, by FQN.
             note: Called with each full tensor that is gathered, and the FQN of its parameter.
-            meet: Called with the FQN of a parameter before its shards are sent; raises if ranks differ.
+            agree_on: Called with the FQN of a parameter before its shards are sent; raises if ranks differ.
         """
         super().__init__()
-        self._shards, self._note, self._meet = parts, note, meet
+        self._shards, self._note, self._agree_on = parts, note, agree_on
         sharded = parts.names
         self._sharded = {id(parameter): name for name, parameter in parameters.items() if name in sharded}
         self._locals = [parameter for name, parameter in parameters.items() if name in sharded]
@@ -52,7 +52,7 @@ class CutReads(TorchFunctionMode):
         self._origins: dict[int, tuple[Tensor, int, Tensor, str]] = {}  # by id of the full tensor; with its FQN
         self._memories: set[Any] | None = None  # of local shards, while it is entered
 
-    def make_state_whole(self, state: Mapping[Any, Any]) -> None:
+    def unshard_state(self, state: Mapping[Any, Any]) -> None:
         """Gather the states of an optimizer whose steps use full parameters; collective.
 
         Args:
@@ -62,10 +62,10 @@ class CutReads(TorchFunctionMode):
             if self._is_sharded(parameter) and isinstance(entries, dict):
                 for name, value in entries.items():
                     if isinstance(value, Tensor):
-                        entries[name] = self._shards.whole_like(parameter, value)
+                        entries[name] = self._shards.full_state_of(parameter, value)
 
     @contextlib.contextmanager
-    def following(self, states: Iterable[Mapping[Any, Any]], copies: Iterable[nn.Module]) -> Iterator[None]:
+    def tracking(self, states: Iterable[Mapping[Any, Any]], copies: Iterable[nn.Module]) -> Iterator[None]:
         """Inside, treat optimizer states and the parameters of copies of the module as sharded parameters too.
 
         Args:
@@ -90,15 +90,15 @@ class CutReads(TorchFunctionMode):
             self._sharded = before
             alive.clear()
 
-    def is_part(self, tensor: Tensor) -> bool | None:
+    def is_shard(self, tensor: Tensor) -> bool | None:
         """Whether a tensor stands for a sharded one; None for an unrecorded tensor in the memory of a shard."""
         if self._is_sharded(tensor):
             return True
         if self._memories is None:
-            self._memories = {memory_of(local) for local in self._locals if not is_absent(local)}
-        return None if not is_absent(tensor) and memory_of(tensor) in self._memories else False
+            self._memories = {storage_id(local) for local in self._locals if not is_absent(local)}
+        return None if not is_absent(tensor) and storage_id(tensor) in self._memories else False
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """The full tensor of a sharded parameter; other tensors as they are; collective."""
         return self._full(tensor, self._sharded[id(tensor)]) if self._is_sharded(tensor) else tensor
 
@@ -154,7 +154,7 @@ class CutReads(TorchFunctionMode):
     def _shape_of(self, local: Tensor) -> Tensor:
         """A meta tensor of the full shape, which needs no message."""
         with torch._C.DisableTorchFunction():
-            shape = self._shards.whole_shape(self._sharded[id(local)], local)
+            shape = self._shards.full_shape(self._sharded[id(local)], local)
             return torch.empty(shape, dtype=local.dtype, device="meta")
 
     def _is_sharded(self, leaf: Any) -> bool:
@@ -165,8 +165,8 @@ class CutReads(TorchFunctionMode):
         if cached is not None and cached[0] is local and cached[1] == local._version:
             return cached[2]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._meet(name)
-            full = self._shards.joined(name, local.detach())
+            self._agree_on(name)
+            full = self._shards.unshard(name, local.detach())
         self._record(full, local, name)
         if self._note is not None:
             self._note(full, name)
@@ -179,7 +179,7 @@ class CutReads(TorchFunctionMode):
     def _write_back(self, full: Tensor) -> None:
         _, _, local, name = self._origins[id(full)]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            local.detach().copy_(self._shards.part(name, full.detach()))
+            local.detach().copy_(self._shards.shard(name, full.detach()))
         self._record(full, local, name)
 
     def _gradient(self, access: str, func: Any, args: Any) -> Any:
@@ -193,6 +193,6 @@ class CutReads(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 if id(value) in self._origins and self._origins[id(value)][2] is parameter.grad:
                     return None  # the gradient that was read is set again
-                parameter.grad = self._shards.part(name, value.detach()).contiguous()
+                parameter.grad = self._shards.shard(name, value.detach()).contiguous()
             return None
         return func(*args)

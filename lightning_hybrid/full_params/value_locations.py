@@ -33,11 +33,11 @@ def covers(ranks: Ranks, wanted: Ranks) -> bool:
     return ranks is None or (wanted is not None and set(wanted) <= set(ranks))
 
 
-class Contents:
+class ValueLocations:
     """Records the ranks of the tensors of one run; the record is the same on every rank of the pipeline.
 
     Attributes:
-        meetings: Number of times the ranks have compared their next operations.
+        num_checks: Number of times the ranks have compared their next operations.
 
     Records are attributes of tensors, and of storages made in a hook: ``copy.deepcopy`` and ``nn.Parameter(x)`` make
     tensors that no operation returns.
@@ -51,7 +51,7 @@ class Contents:
         self._rank = group.rank()
         self._token = object()
         self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
-        self.meetings = 0
+        self.num_checks = 0
         self._calls: Counter[str] = Counter()
         self._reading: set[str] = set()  # hooks that have read something
 
@@ -111,7 +111,7 @@ class Contents:
     def _limited(self, ranks: Sequence[int]) -> Ranks:
         return None if len(set(ranks)) == self._group.size() else tuple(sorted(set(ranks)))
 
-    def meet(self, hook: str, what: str, why: str = "") -> None:
+    def agree_on(self, hook: str, what: str, why: str = "") -> None:
         """Check that all ranks are about to do the same, in the same line of user code; collective.
 
         Args:
@@ -122,10 +122,10 @@ class Contents:
         Raises:
             RanksDisagree: They are not; raised on every rank.
         """
-        self.meetings += 1
+        self.num_checks += 1
         line = user_line()
         digest = zlib.crc32(f"{hook} {what} {line.rsplit('/', 1)[-1]}".encode())
-        mine = torch.tensor([digest, self.meetings], device=self._device)
+        mine = torch.tensor([digest, self.num_checks], device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
         work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         begin = time.monotonic()
@@ -143,7 +143,7 @@ class Contents:
             ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
-        texts = self.told(f"{what}{why and f' for {why}'} ({line})")
+        texts = self.gather_objects(f"{what}{why and f' for {why}'} ({line})")
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
@@ -152,7 +152,7 @@ class Contents:
         )
 
     @contextlib.contextmanager
-    def compared(self, hook: str) -> Iterator[None]:
+    def checked_hook(self, hook: str) -> Iterator[None]:
         """Run a hook inside, at whose end the ranks may compare whether they read the same; then collective.
 
         [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a hook,
@@ -162,21 +162,23 @@ class Contents:
         Raises:
             RanksDisagree: Some ranks read what others do not.
         """
-        before = self.meetings
+        before = self.num_checks
         self._calls[hook] += 1
         yield
-        if self.meetings > before:
+        if self.num_checks > before:
             self._reading.add(hook)
         if hook in self._reading or self._calls[hook] <= _COMPARED_CALLS:
-            self.meet(hook, "leaves the hook")
+            self.agree_on(hook, "leaves the hook")
 
-    def told(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank; collective."""
         rows: list[Any] = [None] * self._group.size()
         dist.all_gather_object(rows, mine, group=self._group)
         return rows
 
-    def for_file(self, hook: str, tensors: Sequence[Tensor], most_elements: int, *, keep: bool) -> list[Tensor]:
+    def contents_for_file(
+        self, hook: str, tensors: Sequence[Tensor], most_elements: int, *, keep: bool
+    ) -> list[Tensor]:
         """The contents of tensors in CPU memory, on the first rank if ``keep``; elsewhere empty tensors; collective.
 
         Args:
@@ -218,7 +220,7 @@ class Contents:
         ]
         # Python tries a subclass first: a > b may arrive as b < a on a rank where b is a stand-in.
         order = sorted(range(len(tensors)), key=lambda index: (sources[index], listed[index]))
-        self.meet(hook, f"reads {_brief('; '.join(listed[index] for index in order))}", why)
+        self.agree_on(hook, f"reads {_brief('; '.join(listed[index] for index in order))}", why)
         contents: list[Tensor | None] = [None] * len(tensors)
         for source in sorted(set(sources)):
             members = [index for index in order if sources[index] == source]

@@ -25,7 +25,7 @@ from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 FLOPS_PER_BYTE = 8.0
 
 # A partition that shares more than this fraction of the parameter bytes between stages is no pipeline.
-MOST_SHARED = 0.5
+MAX_SHARED_FRACTION = 0.5
 
 
 class PartitionError(ValueError):
@@ -118,7 +118,7 @@ def balance(costs: Sequence[float], num_segments: int) -> list[int]:
     return [0, *reversed(cuts)]
 
 
-def find_homes(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None) -> dict[str, int]:
+def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None = None) -> dict[str, int]:
     """Choose the owner stage of each parameter that the graph reads.
 
     Args:
@@ -162,9 +162,7 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
         node_stage, value_stage = _stages(graph, {**homes, **sinks})
         later = dict(sinks)
         for node, stage in zip(graph.nodes, node_stage, strict=True):
-            for name in node.parameters:
-                if name in later:
-                    later[name] = max(later[name], stage)
+            later |= {name: max(later[name], stage) for name in node.parameters if name in later}
         if later == sinks:
             break
         sinks = later
@@ -190,7 +188,9 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
     )
 
 
-def homes_behind(graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int) -> dict[str, int]:
+def buffer_stages(
+    graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int
+) -> dict[str, int]:
     """The first stages that can own some buffers together with all that a step does with them.
 
     Args:
@@ -272,7 +272,7 @@ def check_shared(assignment: Assignment) -> None:
     sizes = assignment.graph.parameter_bytes
     total = sum(sizes[name] for name in assignment.holders)
     shared = sum(sizes[name] for name in assignment.shared)
-    if assignment.num_stages > 1 and shared > MOST_SHARED * total:
+    if assignment.num_stages > 1 and shared > MAX_SHARED_FRACTION * total:
         worst = max(assignment.shared, key=lambda name: sizes[name])
         raise PartitionError(
             f"{assignment.graph.step} is recurrent through its stages: {shared} of {total} parameter bytes"

@@ -26,7 +26,7 @@ class Value:
         requires_grad: Whether a gradient flows back through it.
         dynamic: Whether its shape depends on data and not on the batch's shapes alone; it then travels with a header.
         device: Its device on the rank that recorded it, such as "cpu" after ``.cpu()``; empty for the rank's device.
-        taken: The value of each element if the model's numbers are finite; None if that does not determine it.
+        finite_answer: The value of each element if the model's numbers are finite; None if that does not determine it.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Value:
     requires_grad: bool
     dynamic: bool = False
     device: str = ""
-    taken: bool | int | float | None = None
+    finite_answer: bool | int | float | None = None
 
 
 SizedBy: TypeAlias = Literal["", "the content of the batch", "values of the model"]
@@ -60,7 +60,7 @@ class Node:
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
         line: Position in user code, ``file:line``.
-        picks_rows: Whether it selects rows of the first dimension by their indices.
+        selects_rows: Whether it selects rows of the first dimension by their indices.
         sized_by: Source of its result's size besides shapes; empty if shapes determine it.
         averages: Kind of average over the batch, or of a factor of it (``step.batch_means``); empty if none.
     """
@@ -77,7 +77,7 @@ class Node:
     flops: float = 0.0
     moved_bytes: float = 0.0
     line: str = ""
-    picks_rows: bool = False
+    selects_rows: bool = False
     sized_by: SizedBy = ""
     averages: Averages = ""
 
@@ -102,7 +102,7 @@ class StepGraph:
         cloned: Values whose tensor is written in place after they were made; a portal must send a copy.
         draws: FQNs of modules that draw random numbers themselves.
         buffers: FQNs of the tracked buffers among the parameters of nodes.
-        asked: Values by which the step decides as if all numbers were finite.
+        assumed_finite: Values by which the step decides as if all numbers were finite.
     """
 
     step: str
@@ -115,7 +115,7 @@ class StepGraph:
     cloned: frozenset[int] = frozenset()
     draws: tuple[str, ...] = ()
     buffers: frozenset[str] = frozenset()
-    asked: frozenset[int] = frozenset()
+    assumed_finite: frozenset[int] = frozenset()
 
     def made_by(self, value: int) -> Node:
         """The operation that makes a value, or the first one if several do."""

@@ -90,7 +90,7 @@ class Tape(TorchDispatchMode):
         Args:
             inputs: Inputs of the layer, which are no weights even if they are leaves that require a gradient.
             written: Addresses of storages from outside that a run of such a layer writes to; grows.
-            gather_function: ``Lender.giver`` for this layer, if no recipe may hold its parameters.
+            gather_function: ``ParameterGatherer.view_getter`` for this layer, if no recipe may hold its parameters.
         """
         super().__init__()
         self._written = set() if written is None else written
@@ -195,7 +195,7 @@ class Tape(TorchDispatchMode):
             if value is not None and value.recipe is not None and Geometry.of(tensor) == value.geometry:
                 operation = Operation(func, self._states(kind, args, kwargs), writes_first=True)
                 operation.args, operation.kwargs = self._uses(args, operation), self._uses(kwargs, operation)
-                value.lose()
+                value.drop_tensor()
                 out = func(*args, **kwargs)
                 after = Value(_alias(tensor), operation)
                 operation.makes.append(weakref.ref(after))
@@ -212,7 +212,7 @@ class Tape(TorchDispatchMode):
                 self._written.add(address)
             if value is not None and value.tensor is not None:
                 if value.recipe is not None:
-                    value.lose()
+                    value.drop_tensor()
                 elif value.num_reads:
                     value.copy()
         return func(*args, **kwargs)

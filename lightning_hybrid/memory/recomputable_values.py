@@ -66,7 +66,7 @@ class Value:
         self.num_saved = self.num_reads = 0
         self.version: int | None = None
 
-    def lose(self) -> None:
+    def drop_tensor(self) -> None:
         """Frees the tensor and keeps the recipe."""
         assert self.recipe is not None
         self.tensor, self.version = None, None
@@ -132,16 +132,16 @@ class GatheredValue(Value):
         """Does nothing: the owner of the parameter guarantees that it is unchanged."""
 
 
-class Lender(Protocol):
+class ParameterGatherer(Protocol):
     """Gathers parameters of layers whose full tensors are freed between their forward and their backward."""
 
     def inside(self, fqn: str) -> AbstractContextManager[None]:
         """Gathers the layer's parameters inside the context."""
 
-    def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
+    def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Returns a function that gathers a tensor of the layer's parameters and holds none; None for other tensors."""
 
-    def come_to(self, fqn: str) -> None:
+    def begin_layer_backward(self, fqn: str) -> None:
         """Gathers the parameters of a layer that the backward has reached, until it reaches another layer."""
 
 
@@ -206,7 +206,7 @@ class Operation:
                 value.tensor = tensor
         for value in self.reads:
             if value.recipe is not None and value.num_reads == 1 and not value.num_saved:
-                value.lose()
+                value.drop_tensor()
 
 
 def materialize(value: Value) -> Tensor:

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.memory.recomputable_values import Lender
+from lightning_hybrid.memory.recomputable_values import ParameterGatherer
 from lightning_hybrid.memory.selective_layer import SelectiveCheckpointing
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change
@@ -117,12 +117,12 @@ class Recomputation:
         """
         self._keyed = keyed
         self.policies = dict(policies)
-        self._gatherer: Lender | None = None
+        self._gatherer: ParameterGatherer | None = None
         self._gathered_layers: Collection[str] = ()
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
         self._selective: dict[float, SelectiveCheckpointing] = {}  # by share; layers of one structure share choices
 
-    def lend(self, gatherer: Lender, fqns: Collection[str]) -> None:
+    def gather_on_read(self, gatherer: ParameterGatherer, fqns: Collection[str]) -> None:
         """Gathers parameters of selective layers on read, so that they are freed between forward and backward.
 
         Args:

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
 from lightning_hybrid.memory.op_tape import SavedTensor, SavedValue, Tape, restore
-from lightning_hybrid.memory.recomputable_values import Lender, Operation, Value, tensors_of
-from lightning_hybrid.step.objects.lru_cache import Recent
+from lightning_hybrid.memory.recomputable_values import Operation, ParameterGatherer, Value, tensors_of
+from lightning_hybrid.step.objects.lru_cache import LRUCache
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
@@ -33,7 +33,7 @@ class SelectiveCheckpointing:
     def __init__(self, share: float) -> None:
         """Args: share: upper bound of the saved bytes, relative to what autograd would save."""
         self._share = share
-        self._kept: Recent[Hashable, frozenset[int]] = Recent(_MAX_CHOICES)
+        self._kept: LRUCache[Hashable, frozenset[int]] = LRUCache(_MAX_CHOICES)
         self._written: set[int] = set()
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ class SelectiveCheckpointing:
 
         return run
 
-    def wrap_gathered(self, gatherer: Lender, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_gathered(self, gatherer: ParameterGatherer, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps ``forward`` of a layer whose parameters are gathered on read, so that no recipe may hold them.
 
         Args:
@@ -57,14 +57,14 @@ class SelectiveCheckpointing:
 
         def restore_gathered(saved: SavedValue | SavedTensor) -> Tensor:
             # Before any other read of the backward: gathering on demand would depend on what each rank has saved.
-            gatherer.come_to(fqn)
+            gatherer.begin_layer_backward(fqn)
             return restore(saved)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with gatherer.inside(fqn):
-                return self._run(forward, args, kwargs, partial(gatherer.giver, fqn), restore_gathered)
+                return self._run(forward, args, kwargs, partial(gatherer.view_getter, fqn), restore_gathered)
 
         return run
 
@@ -94,7 +94,7 @@ class SelectiveCheckpointing:
                 if value.is_pinned or number in kept:
                     value.keep()
                 else:
-                    value.lose()
+                    value.drop_tensor()
 
     def _choose(self, tape: Tape) -> frozenset[int]:
         number_of = {id(value): n for n, operation in enumerate(tape.operations) for value in results_of(operation)}

@@ -16,7 +16,7 @@ from lightning_hybrid.namespaces.lightning_names import NAMESPACES, PUBLIC, Name
 _TRAINER_ARGUMENTS = ("strategy", "plugins", "callbacks")
 
 
-def move(value: Any, namespace: Namespace) -> None:
+def convert(value: Any, namespace: Namespace) -> None:
     """Convert an object of this package to a namespace, in place; other objects are unchanged.
 
     Raises:
@@ -37,9 +37,9 @@ def move(value: Any, namespace: Namespace) -> None:
 
 
 def convert_all(value: Any, namespace: Namespace) -> None:
-    """`move` one object, or each of several."""
+    """`convert` one object, or each of several."""
     for one in value if isinstance(value, Collection) else (value,):
-        move(one, namespace)
+        convert(one, namespace)
 
 
 def accept_both(trainer_class: Any, namespace: Namespace) -> None:
@@ -62,13 +62,13 @@ def _is_of_other_namespace(kind: type, namespace: Namespace) -> bool:
     return (
         kind.__name__ in PUBLIC
         and kind.__module__.startswith("lightning_hybrid.")
-        and namespace.name_here(kind.__module__) is not None
+        and namespace.counterpart_of(kind.__module__) is not None
     )
 
 
 def _convert_in_place(value: Any, namespace: Namespace) -> None:
     """Change the class of an object and of its attributes of the other namespace, such as Lightning's defaults."""
-    name = namespace.name_here(type(value).__module__)
+    name = namespace.counterpart_of(type(value).__module__)
     if name is None:
         return
     twin: Any = importlib.import_module(name)

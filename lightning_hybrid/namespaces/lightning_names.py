@@ -60,7 +60,7 @@ class Namespace:
         """Import the public class of that name."""
         return getattr(importlib.import_module(f"{self.home}.{PUBLIC[name]}"), name)
 
-    def name_here(self, module: str) -> str | None:
+    def counterpart_of(self, module: str) -> str | None:
         """The name that a module of the other namespace has in this one; None if it is of no namespace, or of this."""
         for pair in _TWINS:
             other = pair[1 - self.index]

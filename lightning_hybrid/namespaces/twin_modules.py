@@ -20,7 +20,7 @@ from typing import Any
 from lightning_hybrid.namespaces.lightning_names import LIGHTNING, PUBLIC, PYTORCH_LIGHTNING
 
 _ROOT = Path(__file__).parents[1]
-_ROOMS = ("strategies", "precision", "callbacks")
+_TWIN_PACKAGES = ("strategies", "precision", "callbacks")
 
 
 def find_twins() -> None:
@@ -38,7 +38,7 @@ class _TwinFinder(importlib.abc.MetaPathFinder):
         """Return the spec of the module, if it is a twin and its file exists."""
         home = PYTORCH_LIGHTNING.home + "."
         parts = fullname.removeprefix(home).split(".")
-        if not fullname.startswith(home) or parts[0] not in _ROOMS:
+        if not fullname.startswith(home) or parts[0] not in _TWIN_PACKAGES:
             return None
         file = _ROOT.joinpath(*parts)
         file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
@@ -68,7 +68,7 @@ class _TwinLoader(SourceFileLoader):
 
 def _rename_import(node: ast.Import, path: Any) -> None:
     for alias in node.names:
-        renamed = PYTORCH_LIGHTNING.name_here(alias.name)
+        renamed = PYTORCH_LIGHTNING.counterpart_of(alias.name)
         # `import lightning.pytorch` binds the name `lightning`, which the code below then reads.
         if (renamed and not alias.asname) or alias.name == LIGHTNING.top:
             raise ImportError(f"{path}:{node.lineno}: write `import {renamed or LIGHTNING.package} as ...`")
@@ -77,10 +77,10 @@ def _rename_import(node: ast.Import, path: Any) -> None:
 
 def _rename_import_from(node: ast.ImportFrom, path: Any) -> None:
     module = node.module or ""
-    renamed = PYTORCH_LIGHTNING.name_here(module)
+    renamed = PYTORCH_LIGHTNING.counterpart_of(module)
     if renamed is not None:
         node.module = renamed
     elif node.level or any(
-        alias.name in PUBLIC or PYTORCH_LIGHTNING.name_here(f"{module}.{alias.name}") for alias in node.names
+        alias.name in PUBLIC or PYTORCH_LIGHTNING.counterpart_of(f"{module}.{alias.name}") for alias in node.names
     ):
         raise ImportError(f"{path}:{node.lineno}: write out the module whose names are imported")

@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.objects.pytree import flatten_call, memory_of, rebuild_call, tensors_inside
-from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, as_whole
+from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, storage_id, tensors_inside
+from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
 
 # Gathers run in this order: the shard of a replica is a shard of what a tensor rank has; reads of experts are errors.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
-_GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `Gather` by level
+_GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `GatherCallbacks` by level
 _UNGUARDED_PROPERTIES = frozenset(
     {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "_backward_hooks", "is_cuda", "names"}
 )
@@ -29,27 +29,27 @@ _IDENTITY = frozenset(
 )
 
 
-class Guards:
+class ReadGuards:
     """Switch of the read guards: on while user code runs, off while a backward or an optimizer works on the shards.
 
     Attributes:
         are_off: Whether reads are not guarded now.
-        before_shards: Called before shards are used: they write back what user code has written to full tensors.
+        before_shard_access: Called before shards are used: they write back what user code has written to full tensors.
     """
 
     def __init__(self) -> None:
         """Turn the guards on."""
         self.are_off = False
-        self.before_shards: list[Callable[[], None]] = []
+        self.before_shard_access: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Turn the guards off inside, for a backward or an optimizer."""
-        for settle in self.before_shards:
+        for settle in self.before_shard_access:
             settle()
         yield from self._set_during(True)
 
-    def users(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap user code that a backward or an optimizer calls: inside ``function`` the guards are on."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -70,21 +70,21 @@ class Guards:
             self.are_off = before
 
 
-class Gather(NamedTuple):
+class GatherCallbacks(NamedTuple):
     """Callbacks that gather and update one guarded parameter.
 
     Attributes:
         guards: The switch of this run.
         full: Returns the full tensor of a parameter; it may call ``unguard`` and return the parameter itself.
-        handed: Called with the parameter, a full tensor that user code references or has written, and whether
+        on_access: Called with the parameter, a full tensor that user code references or has written, and whether
             it got that by ``.data``, where autograd does not count writes.
         gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
         set_gradient: Called with a parameter and the full gradient to set; sets ``.grad`` if None.
     """
 
-    guards: Guards
+    guards: ReadGuards
     full: Callable[[nn.Parameter], Tensor]
-    handed: Callable[[nn.Parameter, Tensor, bool], None] = lambda parameter, full, by_data: None
+    on_access: Callable[[nn.Parameter, Tensor, bool], None] = lambda parameter, full, by_data: None
     gradient: Callable[[nn.Parameter], Tensor | None] | None = None
     set_gradient: Callable[[nn.Parameter, Tensor], None] | None = None
 
@@ -118,8 +118,8 @@ class GuardedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if member in SHAPE_METHODS or (name == "__get__" and member in SHAPE_PROPERTIES):
-            return func(as_whole(args[0]), *args[1:], **kwargs)
-        copies: list[tuple[nn.Parameter, Gather, Tensor, int]] = []
+            return func(full_shape_meta(args[0]), *args[1:], **kwargs)
+        copies: list[tuple[nn.Parameter, GatherCallbacks, Tensor, int]] = []
         for position, leaf in found:
             for _, gather in sorted(leaf.__dict__.get(_GATHER, {}).items()):  # an argument may occur twice
                 leaves[position] = full = gather.full(leaf)
@@ -128,10 +128,10 @@ class GuardedParameter(nn.Parameter):
         args, kwargs = rebuild_call(leaves, args, kwargs, plain)
         out = func(*args, **kwargs)
         if copies:
-            shared = {memory_of(tensor) for tensor in tensors_inside(out)}
+            shared = {storage_id(tensor) for tensor in tensors_inside(out)}
             for leaf, gather, full, version in copies:
-                if full._version != version or memory_of(full) in shared or name == "__set__":
-                    gather.handed(leaf, full, member == "data")
+                if full._version != version or storage_id(full) in shared or name == "__set__":
+                    gather.on_access(leaf, full, member == "data")
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -150,7 +150,7 @@ def can_guard(parameter: Tensor) -> bool:
     return type(parameter) in (nn.Parameter, GuardedParameter)
 
 
-def guard(parameters: Iterable[nn.Parameter], level: Level, gather: Gather) -> None:
+def guard(parameters: Iterable[nn.Parameter], level: Level, gather: GatherCallbacks) -> None:
     """Gather these parameters, from now on, before they are read.
 
     Args:
@@ -182,14 +182,14 @@ def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
                 cast(Any, parameter).__class__ = nn.Parameter
 
 
-class OutsideLayers:
+class OutsideLayerGuard:
     """Guards parameters while a step runs, except during calls of their layers, which work on shards.
 
     Attributes:
         is_on: Whether a step runs.
     """
 
-    def __init__(self, level: Level, gather: Gather) -> None:
+    def __init__(self, level: Level, gather: GatherCallbacks) -> None:
         """Args: level, gather: as in ``guard``."""
         self.is_on = False
         self._level, self._gather = level, gather

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import where_sent
-from lightning_hybrid.parts.placement import Shard, cut, join, padded
-from lightning_hybrid.step.module_state.parameter_pickling import copy_as_it_is, copy_in_full
-from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
+from lightning_hybrid.mesh import on_group_device
+from lightning_hybrid.parts.placement import Shard, join, padded, shard_tensor
+from lightning_hybrid.step.module_state.parameter_pickling import copy_full_parameter, copy_local_parameter
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 
 @dataclass(frozen=True)
-class AxisCut:
+class AxisSharding:
     """The parameters that one axis of the mesh shards.
 
     Attributes:
@@ -47,14 +47,14 @@ class AxisCut:
         """Coordinates of this rank along it; keyed by the group's name if no axis has one."""
         return self.places or {self.axis or self.group.group_name: self.group.rank()}
 
-    def part(self, full: Tensor, placement: Shard) -> Tensor:
+    def shard(self, full: Tensor, placement: Shard) -> Tensor:
         """The local shard of a tensor: its own memory, of the shape that ``placement`` gives this rank."""
-        return cut(full, placement, self.group.rank(), self.group.size())
+        return shard_tensor(full, placement, self.group.rank(), self.group.size())
 
-    def joined(self, local: Tensor, placement: Shard) -> Tensor:
+    def unshard(self, local: Tensor, placement: Shard) -> Tensor:
         """All-gather the local shards of a tensor into a dense full one; collective."""
         local = local.detach().to_dense() if local.is_sparse else local.detach()
-        message = where_sent(padded(local, placement).contiguous(), self.group)
+        message = on_group_device(padded(local, placement).contiguous(), self.group)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
         dist.all_gather(received, message, group=self.group)
         return join(received, placement).to(local.device)
@@ -64,20 +64,20 @@ class AxisCut:
         return sum(length for _, length in placement.ranges(self.group.rank(), self.group.size()))
 
 
-class HeldParts:
+class LocalShards:
     """The local shards of one module's parameters on one rank.
 
     A tensor that has the full size along a sharded dim counts as full: a buffer, or a parameter while it is gathered.
     """
 
-    def __init__(self, root: nn.Module, cuts: Sequence[AxisCut]) -> None:
-        """Args: root: the user's module, full. cuts: axes that shard it, from full tensor to local shard."""
+    def __init__(self, root: nn.Module, shardings: Sequence[AxisSharding]) -> None:
+        """Args: root: the user's module, full. shardings: axes that shard it, from full tensor to local shard."""
         self._root = root
-        self._axes = list(cuts)
+        self._axes = list(shardings)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
 
     @property
-    def cuts(self) -> Sequence[AxisCut]:
+    def shardings(self) -> Sequence[AxisSharding]:
         """The axes that shard parameters, from the full tensor to the local shard."""
         return self._axes
 
@@ -87,20 +87,20 @@ class HeldParts:
         return {name for axis in self._axes for name in axis.placements}
 
     @property
-    def has_repeated(self) -> bool:
+    def has_repeated_shards(self) -> bool:
         """Whether some ranks hold the same shard of a parameter."""
         return any(p.is_repeated(axis.group.size()) for axis in self._axes for p in axis.placements.values())
 
     # -- sharding and gathering, by FQN --------------------------------------------------------------------------------
 
-    def part(self, name: str, full: Tensor) -> Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         """The local shard of a full parameter, or of a tensor of its shape; its own memory if it is sharded."""
         for axis in self._axes:
             if name in axis.placements:
-                full = axis.part(full, axis.placements[name])
+                full = axis.shard(full, axis.placements[name])
         return full
 
-    def joined(self, name: str, local: Tensor, *, over_tensor_ranks: bool = True) -> Tensor:
+    def unshard(self, name: str, local: Tensor, *, over_tensor_ranks: bool = True) -> Tensor:
         """All-gather the full tensor, or without ``over_tensor_ranks`` a tensor rank's shard of it; collective."""
         for axis in reversed(self._axes):
             placement = axis.placements.get(name)
@@ -110,18 +110,18 @@ class HeldParts:
             length = local.shape[placement.dim]
             # The shard of an owner rank is as large as the full tensor, and only this gathers it.
             if length < placement.length or (placement.is_owned and length == placement.length):
-                local = axis.joined(local, placement)
+                local = axis.unshard(local, placement)
         return local
 
-    def whole_of(self, name: str, value: Tensor) -> Tensor:
+    def full_tensor_of(self, name: str, value: Tensor) -> Tensor:
         """The full tensor of a parameter or buffer of this rank; collective."""
         for axis in self._axes:
             if name in axis.buffers:
                 placement = axis.buffers[name]
-                return axis.joined(axis.part(value.detach(), placement).contiguous(), placement)
-        return self.joined(name, value)
+                return axis.unshard(axis.shard(value.detach(), placement).contiguous(), placement)
+        return self.unshard(name, value)
 
-    def whole_shape(self, name: str, value: Tensor) -> torch.Size:
+    def full_shape(self, name: str, value: Tensor) -> torch.Size:
         """The full shape of a parameter."""
         shape = list(value.shape)
         if not is_absent(value):
@@ -130,29 +130,29 @@ class HeldParts:
                     shape[axis.placements[name].dim] = axis.placements[name].length
         return torch.Size(shape)
 
-    def part_of(self, name: str, value: Tensor, full: Tensor) -> Tensor:
+    def shard_of(self, name: str, value: Tensor, full: Tensor) -> Tensor:
         """The local shard of ``full`` if ``value``, which it replaces, is one; else all of ``full``."""
-        return full if value.shape == full.shape else self.part(name, full)
+        return full if value.shape == full.shape else self.shard(name, full)
 
     # -- optimizer states of a parameter's shape -----------------------------------------------------------------------
 
-    def whole_like(self, parameter: Tensor, value: Tensor) -> Tensor:
+    def full_state_of(self, parameter: Tensor, value: Tensor) -> Tensor:
         """The full tensor of an optimizer state if it is sharded as its parameter is; collective.
 
         After a fit the parameter is full again, and the optimizer's state still is a shard.
         """
         name = self._names.get(id(parameter), "")
-        return self.joined(name, value) if value.shape == self._shard_shape(name, parameter) else value
+        return self.unshard(name, value) if value.shape == self._shard_shape(name, parameter) else value
 
-    def part_like(self, parameter: Tensor, value: Any) -> Any:
+    def shard_of_state(self, parameter: Tensor, value: Any) -> Any:
         """The local shard of an optimizer state that has the parameter's full shape; other values as they are."""
-        shape = parameter.__dict__.get(WHOLE_SHAPE)
+        shape = parameter.__dict__.get(FULL_SHAPE)
         if shape is None or not isinstance(value, Tensor) or value.shape != shape:
             return value
-        return self.part(self._names[id(parameter)], value)
+        return self.shard(self._names[id(parameter)], value)
 
     def _shard_shape(self, name: str, parameter: Tensor) -> torch.Size | None:
-        shape = list(self.whole_shape(name, parameter))
+        shape = list(self.full_shape(name, parameter))
         is_sharded = False
         for axis in self._axes:
             if name in axis.placements:
@@ -163,44 +163,44 @@ class HeldParts:
     # -- all parameters ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def cut_parameters(self, root: nn.Module) -> None:
+    def shard_parameters(self, root: nn.Module) -> None:
         """Replace each sharded parameter of the module, or of a copy of it, by its local shard."""
         names = self.names
         for name, parameter in root.named_parameters():
             if name in names and not is_absent(parameter):
                 shape = parameter.shape
-                parameter.data = self.part(name, parameter.detach()).contiguous()
-                copy_in_full(parameter, shape)
+                parameter.data = self.shard(name, parameter.detach()).contiguous()
+                copy_full_parameter(parameter, shape)
 
     @torch.no_grad()
-    def make_whole(self, root: nn.Module | None = None) -> None:
+    def unshard_parameters(self, root: nn.Module | None = None) -> None:
         """Gather the full parameters and buffers of this rank's stages, on every rank; collective.
 
         Args:
             root: A copy of the module that is sharded in the same way; the module itself if None.
         """
         for name, parameter in (root or self._root).named_parameters():
-            if WHOLE_SHAPE in parameter.__dict__ and not is_absent(parameter):
-                parameter.data = self.joined(name, parameter.detach())
+            if FULL_SHAPE in parameter.__dict__ and not is_absent(parameter):
+                parameter.data = self.unshard(name, parameter.detach())
                 parameter.grad = None
-                copy_as_it_is(parameter)
+                copy_local_parameter(parameter)
         buffers = {name for axis in self._axes for name in axis.buffers}
         for name, buffer in (root or self._root).named_buffers():
             if name in buffers and not is_absent(buffer):
-                buffer.copy_(self.whole_of(name, buffer))
+                buffer.copy_(self.full_tensor_of(name, buffer))
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def whole_inside(self) -> Iterator[None]:
+    def summon_full_parameters(self) -> Iterator[None]:
         """Inside, parameters are full on every rank; collective (FSDP: ``summon_full_params``)."""
         sharded = [
             (name, parameter, parameter.data, parameter.grad)
             for name, parameter in self._root.named_parameters()
-            if WHOLE_SHAPE in parameter.__dict__ and not is_absent(parameter)
+            if FULL_SHAPE in parameter.__dict__ and not is_absent(parameter)
         ]
         for name, parameter, local, _ in sharded:
             parameter.grad = None
-            parameter.data = self.joined(name, local)
+            parameter.data = self.unshard(name, local)
         try:
             yield
         finally:
@@ -210,29 +210,29 @@ class HeldParts:
 
     # -- counting each element once ------------------------------------------------------------------------------------
 
-    def holds_first(self, parameter: Tensor, *, beside_replicas: bool = False) -> bool:
+    def is_first_owner(self, parameter: Tensor, *, within_replica: bool = False) -> bool:
         """Whether this is the first rank that holds its shard of a parameter.
 
         Args:
             parameter: Of the module.
-            beside_replicas: Whether ranks of other replicas do not count.
+            within_replica: Whether ranks of other replicas do not count.
         """
         name = self._names.get(id(parameter), "")
         coordinates: dict[str, int] = {}
         for along in self._axes:
-            if not beside_replicas or along.axis in ("tp", "cp"):
+            if not within_replica or along.axis in ("tp", "cp"):
                 coordinates.update(along.named_coordinates)
         sharded_over = {axis for along in self._axes if name in along.placements for axis in along.named_coordinates}
         return all(index == 0 or axis in sharded_over for axis, index in coordinates.items())
 
-    def first_held(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
+    def first_owned_slices(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
         """The slices of a local tensor of which this is the first rank that holds them.
 
         Args:
             parameter: Of the module.
             local: The local shard, its gradient, or another tensor of its shape.
         """
-        if not self.holds_first(parameter):
+        if not self.is_first_owner(parameter):
             return []
         name = self._names.get(id(parameter), "")
         for number, axis in enumerate(self._axes):
@@ -242,12 +242,12 @@ class HeldParts:
                 for other in self._axes[number + 1 :]:
                     further = other.placements.get(name)
                     if further is not None and further.dim == placement.dim:
-                        is_first = other.part(is_first, replace(further, dim=0))
+                        is_first = other.shard(is_first, replace(further, dim=0))
                 return [local.index_select(placement.dim, is_first.nonzero().squeeze(1).to(local.device))]
         return [local]
 
 
-def _first_rank_mask(axis: AxisCut, placement: Shard) -> Tensor:
+def _first_rank_mask(axis: AxisSharding, placement: Shard) -> Tensor:
     """Mask over the local rows of a sharded dim: those of which this is the first rank that holds them."""
     rank, size = axis.group.rank(), axis.group.size()
     return torch.cat([torch.full((piece.local_length,), piece.is_first(rank, size)) for piece in placement.pieces])

@@ -100,13 +100,13 @@ class Shard:
         Raises:
             ValueError: The shard of the last rank would be empty.
         """
-        found = cls.shared_out(dim, length, size)
+        found = cls.allowing_empty(dim, length, size)
         if not found.pieces[0].shard_length(size - 1):
             raise ValueError(f"a piece of length {length} cannot be sharded into {size} shards, none of them empty")
         return found
 
     @classmethod
-    def shared_out(cls, dim: int, length: int, size: int) -> Shard:
+    def allowing_empty(cls, dim: int, length: int, size: int) -> Shard:
         """One piece with a shard for each rank, of which the last ones may be smaller, or empty."""
         return cls(dim, (Piece(length, size, uneven=length % size > 0),))
 
@@ -152,7 +152,7 @@ class Shard:
             offset += piece.length
         return found
 
-    def places(self, size: int) -> list[tuple[int, int, int, int]]:
+    def shard_ranges(self, size: int) -> list[tuple[int, int, int, int]]:
         """For each shard its first rank, its start on that rank and in the full dim, and its length."""
         found, start, offset = [], 0, 0
         for piece in self.pieces:
@@ -179,7 +179,7 @@ class Shard:
 Placement = Replicated | Shard
 
 
-def over_two(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard] | None:
+def split_over_two_axes(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard] | None:
     """A sharding over the ranks of two axes, as two shardings one after the other.
 
     Args:
@@ -202,7 +202,7 @@ def over_two(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard
     return (Replicated() if outer == 1 else Shard(placement.dim, tuple(first))), further
 
 
-def cut(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
+def shard_tensor(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
     """Take a rank's shard of a full parameter.
 
     Args:
@@ -229,7 +229,7 @@ def cut(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
 
 
 def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Join the shards of all ranks to the full parameter; the inverse of `cut`.
+    """Join the shards of all ranks to the full parameter; the inverse of `shard_tensor`.
 
     Args:
         shards: The local shards, in the order of ranks; they may be `padded`.
@@ -237,7 +237,7 @@ def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
     """
     if isinstance(placement, Replicated):
         return shards[0]
-    ranges = placement.places(len(shards))
+    ranges = placement.shard_ranges(len(shards))
     return torch.cat([shards[rank].narrow(placement.dim, start, n) for rank, start, _, n in ranges], placement.dim)
 
 
@@ -251,7 +251,7 @@ def padded(local: Tensor, placement: Shard) -> Tensor:
     return torch.cat([local, local.new_zeros(shape)], placement.dim)
 
 
-def spread(local: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
+def embed_in_zeros(local: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
     """A full tensor of zeros but for a rank's shard; a sum of them over ranks also sums repeated shards."""
     shape = list(local.shape)
     shape[placement.dim] = placement.length

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_hybrid.parts.local_shards import AxisCut
+from lightning_hybrid.parts.local_shards import AxisSharding
 
 Shape = tuple[int, ...]
 
@@ -39,13 +39,13 @@ class ShardBox:
                 shard = shard.narrow(dim, start, size)
         return shard
 
-    def in_whole(self) -> ShardBox:
+    def in_full_tensor(self) -> ShardBox:
         """The same box for a rank that has the full tensor."""
         return replace(self, local=self.offsets)
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardBoxes:
     """A rank's local shard of a tensor, as boxes.
 
     Attributes:
@@ -57,23 +57,23 @@ class Part:
     spans: tuple[ShardBox, ...]
 
 
-def part_of(cuts: Sequence[AxisCut], name: str, shape: Sequence[int]) -> Part:
+def shard_of(shardings: Sequence[AxisSharding], name: str, shape: Sequence[int]) -> ShardBoxes:
     """The boxes of this rank's shard of a parameter, or of a tensor of its shape.
 
     Args:
-        cuts: Axes that shard it, from the full tensor to the local shard.
+        shardings: Axes that shard it, from the full tensor to the local shard.
         name: FQN of the parameter.
         shape: The full shape.
     """
     zeros = (0,) * len(shape)
-    shard = Part(tuple(shape), (ShardBox(zeros, zeros, tuple(shape)),))
-    for axis in cuts:
+    shard = ShardBoxes(tuple(shape), (ShardBox(zeros, zeros, tuple(shape)),))
+    for axis in shardings:
         if name in axis.placements:
             shard = _shard_further(shard, axis, name)
     return shard
 
 
-def _shard_further(shard: Part, axis: AxisCut, name: str) -> Part:
+def _shard_further(shard: ShardBoxes, axis: AxisSharding, name: str) -> ShardBoxes:
     placement, rank, size = axis.placements[name], axis.group.rank(), axis.group.size()
     dim, end, found = placement.dim, 0, []
     for piece, (start, length) in zip(placement.pieces, placement.ranges(rank, size), strict=True):
@@ -90,7 +90,7 @@ def _shard_further(shard: Part, axis: AxisCut, name: str) -> Part:
                     )
                 )
         end += length
-    return Part(_with(shard.shape, dim, end), tuple(found))
+    return ShardBoxes(_with(shard.shape, dim, end), tuple(found))
 
 
 def _with(shape: Shape, dim: int, size: int) -> Shape:

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.rank_agreement import digest, other_batches
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import Weighing, agreed_by
+from lightning_hybrid.collectives.rank_agreement import batches_differ, digest
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keyed, keys_of
 from lightning_hybrid.pipeline.side_effects.appended_entries import Rows, merged
 from lightning_hybrid.step.batch.merge_outputs import join
@@ -63,20 +63,20 @@ class BatchSharing:
         self.rank, self.size = group.rank(), group.size()
         self.are_all = group.size() == everyone.size()
 
-    def of(self, batch: Any, count: int, splitter: BatchSplitter | None, weighing: Weighing) -> BatchShare:
+    def of(self, batch: Any, count: int, splitter: BatchSplitter | None, weighting: LossWeighting) -> BatchShare:
         """This rank's share of a batch; all of it where there is not a sample for each rank.
 
         Args:
             batch: The same on all ranks.
             count: Number of microbatches that each rank splits its share into.
             splitter: Splits batches, where the user has passed one.
-            weighing: The weights of microbatches in the loss.
+            weighting: The weights of microbatches in the loss.
         """
         count = self.count(batch, count, splitter)
         if not count:
             return self.full(batch)
         parts, weights = split(batch, self.size * count, splitter)
-        own, loss_weights = slice(self.rank * count, (self.rank + 1) * count), weighing.of(parts, weights)
+        own, loss_weights = slice(self.rank * count, (self.rank + 1) * count), weighting.of(parts, weights)
         checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
         return BatchShare(
             parts[own], weights[own], loss_weights[own], self.rank * count, self.size * count, self.size, checksum
@@ -104,13 +104,13 @@ class BatchSharing:
         dist.all_gather_object(rows, number, group=self._everyone)
         return max(rows)
 
-    def agree(self, mine: Weighing) -> Weighing:
+    def agree(self, mine: LossWeighting) -> LossWeighting:
         """Agree with the ranks of all replicas on the weighting of one step; collective.
 
         Args:
             mine: The weighting that this rank has found.
         """
-        return agreed_by(self._everyone, mine)
+        return agree_on_weighting(self._everyone, mine)
 
     def gather(self, mine: MicrobatchResults) -> MicrobatchResults:
         """All-gather the results of a step that each rank has run on a share; collective.
@@ -128,7 +128,7 @@ class BatchSharing:
         dist.all_gather_object(rows, sent, group=self._group)
         rows[self.rank] = mine
         if len({row.checksum for row in rows}) > 1:
-            raise other_batches([row.checksum for row in rows])
+            raise batches_differ([row.checksum for row in rows])
         return MicrobatchResults(
             weights=[weight for row in rows for weight in row.weights],
             loss_weights=[weight for row in rows for weight in row.loss_weights],

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.pipeline.results.log_capture import Entry
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
-from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, choose_count
-from lightning_hybrid.step.tracing.recording import find_loss, no_loss
+from lightning_hybrid.step.tracing.recording import find_loss, no_loss_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +32,14 @@ class StepResult:
         loss: The mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none.
         logs: Each logged key with its value for the full batch and the arguments of the call.
         spans: Start and end of each action of this rank.
-        is_undone: Whether the step was rolled back, and has to run again.
+        was_rolled_back: Whether the step was rolled back, and has to run again.
     """
 
     output: Any
     loss: Tensor | None
     logs: list[tuple[Entry, float]]
     spans: list[Span]
-    is_undone: bool = False
+    was_rolled_back: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class MicrobatchRunner(ABC):
     Attributes:
         plan: The ranks that own each parameter and unit.
         splitter: Splits batches, where the user has passed one.
-        watching_units: All entered with the trace of the first step while that step is recorded again.
-        uncut: Runs evaluation steps that cannot be partitioned, and code outside of steps that reads the module.
+        unit_observers: All entered with the trace of the first step while that step is recorded again.
+        unpartitioned: Runs evaluation steps that cannot be partitioned, and code outside of steps.
         guards: Track whether user code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
@@ -76,12 +76,17 @@ class MicrobatchRunner(ABC):
     """
 
     def __init__(
-        self, plan: StagePlan, *, num_microbatches: int | None, splitter: BatchSplitter | None, uncut: UncutSteps
+        self,
+        plan: StagePlan,
+        *,
+        num_microbatches: int | None,
+        splitter: BatchSplitter | None,
+        unpartitioned: UnpartitionedSteps,
     ) -> None:
         """Set up for one module; ``num_microbatches`` is the requested number, or None for an automatic choice."""
-        self.plan, self.splitter, self.uncut = plan, splitter, uncut
-        self.watching_units: list[Callable[[Variant], AbstractContextManager[Any]]] = []
-        self.guards = Guards()
+        self.plan, self.splitter, self.unpartitioned = plan, splitter, unpartitioned
+        self.unit_observers: list[Callable[[TraceVariant], AbstractContextManager[Any]]] = []
+        self.guards = ReadGuards()
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.settle: Callable[[], None] = lambda: None
@@ -90,7 +95,7 @@ class MicrobatchRunner(ABC):
 
     @property
     @abstractmethod
-    def may_undo(self) -> bool:
+    def can_roll_back_step(self) -> bool:
         """Whether a training step may be rolled back, and run again."""
 
     @abstractmethod
@@ -121,7 +126,7 @@ class MicrobatchRunner(ABC):
         context: Callable[[], AbstractContextManager[Any]],
         train: TrainContext | None = None,
         share_output: bool = True,
-        by_hand: bool = False,
+        manual_optimization: bool = False,
     ) -> StepResult:
         """Run one step of the user's module on a full batch.
 
@@ -133,7 +138,7 @@ class MicrobatchRunner(ABC):
             context: Entered around each forward (autocast).
             train: Options of a training step; other steps run forward only.
             share_output: Whether tensors that the step returned are needed on every rank.
-            by_hand: Whether it is a training step with manual optimization.
+            manual_optimization: Whether it is a training step with manual optimization.
         """
 
     def shard_units(
@@ -182,7 +187,7 @@ def backward_of(output: Any, train: TrainContext, seed: float, *, is_last: bool)
     train.before_backward(0, is_last)
     if output is not None:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise no_loss("training_step", output)
+            raise no_loss_error("training_step", output)
         torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
     train.after_backward(0, is_last)
     return None if output is None else loss.detach()

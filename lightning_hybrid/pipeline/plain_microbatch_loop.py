@@ -18,10 +18,10 @@ from lightning_hybrid.pipeline.results.step_outputs import detached
 from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.module_state.attribute_tensors import put
-from lightning_hybrid.step.module_state.snapshot import reachable
+from lightning_hybrid.step.module_state.snapshot import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of
-from lightning_hybrid.step.tracing.call_trace import CodePath, calls_of
+from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor, materialize
+from lightning_hybrid.step.tracing.call_trace import CallTrace, user_call_sites
 
 
 class MicrobatchLoop:
@@ -74,14 +74,14 @@ class MicrobatchLoop:
             draws = keyed(index) if keyed is not None else contextlib.nullcontext()
             start = time.perf_counter()
             weighted = counted.microbatch(self._share.loss_weights[index])
-            path = CodePath() if self._traces_calls else None
+            path = CallTrace() if self._traces_calls else None
             with runner.around_step(), context(), draws, self.logs.microbatch(self._root, index), weighted:
                 with path or contextlib.nullcontext():
                     output = step(microbatch)
                 if self._gathers:
                     output = _gathered(self._root, output)
             if path is not None:
-                self.calls |= calls_of(set(path.steps)).keys()
+                self.calls |= user_call_sites(set(path.steps)).keys()
             middle = time.perf_counter()
             self.spans.append(Span(0, Action(Kind.F, 0, index), start, middle))
             if train is not None:
@@ -96,6 +96,6 @@ class MicrobatchLoop:
 
 def _gathered(root: nn.Module, output: Any) -> Any:
     """Gather the sharded tensors in the output of a step, and those that it has stored on modules."""
-    stored = [(path, leaf) for path, leaf in reachable(root, plain=False) if isinstance(leaf, Deferred)]
-    put(root, [path for path, _ in stored], [whole_of(leaf).detach() for _, leaf in stored])
-    return map_leaves(whole_of, output)
+    stored = [(path, leaf) for path, leaf in reachable_leaves(root, plain=False) if isinstance(leaf, DeferredTensor)]
+    put(root, [path for path, _ in stored], [materialize(leaf).detach() for _, leaf in stored])
+    return map_leaves(materialize, output)

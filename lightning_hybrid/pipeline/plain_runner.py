@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.batch_shares import BRANCHES, LEAVES, BatchShare, BatchSharing, MicrobatchResults
 from lightning_hybrid.pipeline.loss_weights.found_counts import LossWeightFinder
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import describe_mixing, weighing_of
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import describe_mixing, measure_weighting
 from lightning_hybrid.pipeline.microbatch_runner import (
     MicrobatchRunner,
     StepResult,
@@ -30,17 +30,24 @@ from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
-from lightning_hybrid.pipeline.side_effects.module_changes import LeftBehind
+from lightning_hybrid.pipeline.side_effects.module_changes import ModuleChanges
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
-from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, check_count, sizes_of, split, why_whole
+from lightning_hybrid.step.batch.microbatch import (
+    BatchSplitter,
+    batch_size_of,
+    check_count,
+    sizes_of,
+    split,
+    why_unsplit,
+)
 from lightning_hybrid.step.instrument.instrument import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.guessed_reads import GUESSES
-from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_around
+from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch, compiled_wrappers
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
 
@@ -49,9 +56,9 @@ class PlainRunner(MicrobatchRunner):
     """Runs any step of one module whose layers are all on this rank, in full or sharded.
 
     Attributes:
-        joins_results: Whether layers may return sharded outputs, which are gathered at the end of a step.
-        is_undecided: Whether a training batch must still be compared with its shares.
-        has_left_rows: Whether training steps have stored tensors on modules that may have a row per sample.
+        gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
+        needs_weighting_check: Whether a training batch must still be compared with its shares.
+        stores_rows_of_samples: Whether training steps have stored tensors on modules that may have a row per sample.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class PlainRunner(MicrobatchRunner):
         splitter: BatchSplitter | None,
         replica: int,
         metrics: MetricSync,
-        uncut: UncutSteps,
+        unpartitioned: UnpartitionedSteps,
         shares: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
         tell: Callable[[str], None],
@@ -80,42 +87,42 @@ class PlainRunner(MicrobatchRunner):
             splitter: Splits batches, where the user has passed one.
             replica: Data-parallel rank.
             metrics: Synchronizes the metrics of the module.
-            uncut: As for ``MicrobatchRunner``.
+            unpartitioned: As for ``MicrobatchRunner``.
             shares: The ranks that share the batches of a replica.
             everyone: These ranks and those of all other replicas.
             tell: Warns the user, on the first rank.
             inform: Prints information, on the first rank.
         """
-        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
+        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
         self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
-        self.joins_results = self.has_left_rows = False
+        self.gathers_outputs = self.stores_rows_of_samples = False
         layers = find_layers(choose_units(root, 1))
-        self._uncompiled, self._compiled_around = Uncompiled(), bool(compiled_around(root, layers.values()))
+        self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
         self._sharing, self._warn = BatchSharing(shares, everyone), tell
         self._leaves_changes: bool | None = (
             None  # whether training steps change modules by their batch; None until compared
         )
-        self._first_changes: LeftBehind | None = None  # by the first training batch
+        self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(splitter, inform)
-        self.is_undecided = True
+        self.needs_weighting_check = True
         self._draws = PlainStepRandomness(root, randomness, self.guards)
 
     @property
-    def may_share(self) -> bool:
+    def can_share_batches(self) -> bool:
         """Whether there are ranks to share batches with."""
         return self._sharing.size > 1
 
     @property
-    def is_shared(self) -> bool:
+    def runs_shares(self) -> bool:
         """Whether training steps run on shares of a batch: only after one has changes no change of its modules."""
-        return self.may_share and self._leaves_changes is False
+        return self.can_share_batches and self._leaves_changes is False
 
     @property
-    def may_undo(self) -> bool:
+    def can_roll_back_step(self) -> bool:
         """Whether a training step may be rolled back, since it changes modules by its share of the batch."""
-        return self.is_shared
+        return self.runs_shares
 
     def record(
         self,
@@ -133,14 +140,14 @@ class PlainRunner(MicrobatchRunner):
         if isinstance(variant, Exception):
             return
         with contextlib.ExitStack() as watching:
-            for watch in self.watching_units:
+            for watch in self.unit_observers:
                 watching.enter_context(watch(variant))
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
                     units = variant.recording.units
                     self.plan.record_once(name, once, units, context, train=False, guesses=guesses)
 
-    def why_not_seen(
+    def why_not_recordable(
         self,
         name: str,
         step: Callable[..., Any],
@@ -157,9 +164,9 @@ class PlainRunner(MicrobatchRunner):
 
     def _record_with_guesses(
         self, name: str, step: Callable[[], Any], context: Callable[[], AbstractContextManager[Any]]
-    ) -> Variant | Exception:
+    ) -> TraceVariant | Exception:
         """Record the step with the first guesses that work; the last error if none do."""
-        found: Variant | Exception
+        found: TraceVariant | Exception
         for guesses in GUESSES:
             try:
                 return self.plan.variant(name, step, context, train=False, guesses=guesses)
@@ -173,7 +180,7 @@ class PlainRunner(MicrobatchRunner):
             return 1
         if name not in self._full:
             check_count(batch, self._num_microbatches)
-            if (self._num_microbatches or 1) > 1 and (reason := why_whole(batch, self.splitter)):
+            if (self._num_microbatches or 1) > 1 and (reason := why_unsplit(batch, self.splitter)):
                 self._full[name] = 1, 1
                 self._warn(
                     f"num_microbatches={self._num_microbatches}, but the batch cannot be split: {reason}; it runs"
@@ -181,14 +188,14 @@ class PlainRunner(MicrobatchRunner):
                 )
         return super().count(name, batch)
 
-    def run_whole(self) -> None:
+    def run_full_batches(self) -> None:
         """Let ranks that could share batches run all of them in full."""
         if self._sharing.size > 1:
-            self._leaves_changes, self.is_undecided = True, False
+            self._leaves_changes, self.needs_weighting_check = True, False
 
     def num_backwards(self, batch: Any) -> int:
         """Backwards of a training step on this rank."""
-        if self._sharing.size > 1 and not self.is_shared:
+        if self._sharing.size > 1 and not self.runs_shares:
             return 1
         return self._sharing.count(batch, self.count("training_step", batch), self.splitter) or 1
 
@@ -202,12 +209,17 @@ class PlainRunner(MicrobatchRunner):
         context: Callable[[], AbstractContextManager[Any]],
         train: TrainContext | None = None,
         share_output: bool = True,
-        by_hand: bool = False,
+        manual_optimization: bool = False,
     ) -> StepResult:
         """Run one step of the user's module on a full batch, as ``MicrobatchRunner.run`` describes."""
         batch, *rest = args
-        trains = train is not None or by_hand
-        share = self._batch_share(batch, 1 if by_hand else self.count(name, batch), trains=trains, by_hand=by_hand)
+        trains = train is not None or manual_optimization
+        share = self._batch_share(
+            batch,
+            1 if manual_optimization else self.count(name, batch),
+            trains=trains,
+            manual_optimization=manual_optimization,
+        )
         weights, loss_weights = list(share.weights), list(share.loss_weights)
         seeds = [share.ranks * weight for weight in loss_weights]
         if train is not None and train.weigh is not None:
@@ -215,12 +227,12 @@ class PlainRunner(MicrobatchRunner):
             weights = loss_weights = [seed / share.ranks for seed in seeds]
         appended = AppendedEntries(self._root) if trains and share.total > 1 else None
         is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
-        changes = LeftBehind(self._root, by_content=self.is_undecided) if is_compared else None
-        snapshot = StepSnapshot(self._root) if train is not None and self.is_shared else None
-        done = MicrobatchLoop(self, self._root, share, gathers=self.joins_results, traces_calls=is_compared)
+        changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
+        snapshot = StepSnapshot(self._root) if train is not None and self.runs_shares else None
+        done = MicrobatchLoop(self, self._root, share, gathers=self.gathers_outputs, traces_calls=is_compared)
         first = self._replica * share.total + share.first
         with (
-            self._randomness.isolated() if not by_hand else contextlib.nullcontext(),
+            self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
             torch.set_grad_enabled(trains or torch.is_grad_enabled()),
             self._metrics.step(),
             self._metrics.counted.batch(are_shares=share.ranks > 1),
@@ -229,7 +241,7 @@ class PlainRunner(MicrobatchRunner):
             done.run(
                 lambda microbatch: step(microbatch, *rest),
                 context,
-                None if by_hand else lambda index: self._draws.keyed(name, step_number, first + index),
+                None if manual_optimization else lambda index: self._draws.keyed(name, step_number, first + index),
                 self._metrics.counted,
                 train,
                 seeds,
@@ -237,7 +249,9 @@ class PlainRunner(MicrobatchRunner):
             )
             if train is not None:
                 train.reduce(0)
-        is_read = by_hand or (share_output and not all(isinstance(output, Tensor) for output in done.outputs))
+        is_read = manual_optimization or (
+            share_output and not all(isinstance(output, Tensor) for output in done.outputs)
+        )
         outputs = done.outputs if not trains or is_read or self._sharing.size == 1 else []
         numbers = [None if loss is None else float(loss) for loss in done.losses] or [None] * len(weights)
         sizes, by_samples = sizes_of(share.microbatches), self._weighting.now.keys
@@ -245,16 +259,16 @@ class PlainRunner(MicrobatchRunner):
         if appended is not None:
             results.appended = appended.rows
         results = self._exchange(results, share, changes, done.calls)
-        if snapshot is not None and not self.is_shared:  # the results are those of a share of the batch
+        if snapshot is not None and not self.runs_shares:  # the results are those of a share of the batch
             snapshot.restore("does something new, and would run on full batches")
-            return StepResult(None, None, [], done.spans, is_undone=True)
+            return StepResult(None, None, [], done.spans, was_rolled_back=True)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
         loss = _as_tensor(results.loss, done.losses)
         return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs(), done.spans)
 
     def _exchange(
-        self, results: MicrobatchResults, share: BatchShare, changes: LeftBehind | None, calls: set[int]
+        self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
     ) -> MicrobatchResults:
         """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
         if changes is not None:
@@ -263,24 +277,24 @@ class PlainRunner(MicrobatchRunner):
         if share.ranks > 1:
             results.checksum = share.checksum
             results = self._sharing.gather(results)
-        if self.is_undecided:
+        if self.needs_weighting_check:
             self._first_changes, self._calls = changes, self._calls | calls
         elif changes is not None:
             is_gathered = share.ranks > 1 and self._sharing.are_all
             self._learn(results.news if is_gathered else self._sharing.max_over_ranks(results.news))
         return results
 
-    def look_again(self) -> None:
+    def recheck_weighting(self) -> None:
         """Compare the next batch with its shares again: the weights of loss terms may depend on the step number."""
-        if self.is_shared:
-            self._leaves_changes, self.is_undecided = None, True
+        if self.runs_shares:
+            self._leaves_changes, self.needs_weighting_check = None, True
 
     def _learn(self, news: int) -> None:
         """Adopt the changes that any rank has found after a training batch: the next one may have to run unsplit."""
         if news == LEAVES:
             self._leaves_changes = True
         elif news == BRANCHES:
-            self._leaves_changes, self.is_undecided = None, True
+            self._leaves_changes, self.needs_weighting_check = None, True
 
     def decide(
         self,
@@ -303,11 +317,11 @@ class PlainRunner(MicrobatchRunner):
             compares: Whether to test the loss; otherwise it is assumed to be a mean over shares.
             is_written: Whether the step has written parameters.
         """
-        self.is_undecided, changes = False, self._first_changes
+        self.needs_weighting_check, changes = False, self._first_changes
         batch, *rest = args
         count = self.count("training_step", batch)
         if changes is not None:
-            self.has_left_rows = changes.rows(batch_size_of(batch))
+            self.stores_rows_of_samples = changes.rows(batch_size_of(batch))
             self._leaves_changes = self._sharing.any_rank(is_written or changes.something())
             count *= self._sharing.size
         elif self.splitter is None and (self._num_microbatches or 1) > 1:
@@ -321,8 +335,8 @@ class PlainRunner(MicrobatchRunner):
         if self._sharing.any_rank(is_small or is_written):  # layers may be gathered from replicas
             if changes is not None:  # another batch may be larger
                 self._num_small += 1
-                self.is_undecided = self._num_small < _MAX_SMALL
-                self._leaves_changes = None if self.is_undecided else True
+                self.needs_weighting_check = self._num_small < _MAX_SMALL
+                self._leaves_changes = None if self.needs_weighting_check else True
             return
 
         @contextlib.contextmanager
@@ -331,7 +345,7 @@ class PlainRunner(MicrobatchRunner):
                 yield
 
         with self._metrics.step(), self._layers():
-            found = weighing_of(
+            found = measure_weighting(
                 self._root, lambda part: step(part, *rest), batch, count, self.splitter, self._randomness, around
             )
             self.settle()
@@ -342,24 +356,24 @@ class PlainRunner(MicrobatchRunner):
         if found.mixes and found.differing is not None:
             self._warn(describe_mixing(found.differing, "" if changes is None else "So each rank runs full batches"))
 
-    def look_at(self, batch: Any) -> None:
-        """Request a comparison of the next training batch if it can show the weights of its shares; collective."""
+    def request_weighting_check(self, batch: Any) -> None:
+        """Wish a comparison of the next training batch if it can show the weights of its shares; collective."""
         is_alone = self._sharing.size == 1
         if (is_alone and (self.splitter is not None or (self._num_microbatches or 1) < 2)) or self._leaves_changes:
             return
         now = self._weighting.now  # the same on all ranks
-        if not now.mixes and len(now.counts) != 1 and not self.is_undecided:
+        if not now.mixes and len(now.counts) != 1 and not self.needs_weighting_check:
             count = self.count("training_step", batch) * self._sharing.size
             if self._sharing.any_rank(self._weighting.is_open(batch, count)):
-                self._leaves_changes, self.is_undecided = None, True
+                self._leaves_changes, self.needs_weighting_check = None, True
 
-    def _batch_share(self, batch: Any, count: int, *, trains: bool, by_hand: bool) -> BatchShare:
+    def _batch_share(self, batch: Any, count: int, *, trains: bool, manual_optimization: bool) -> BatchShare:
         if not trains:
             parts, weights = split(batch, count, self.splitter)
             return BatchShare(parts, weights, weights, first=0, total=count, ranks=1)
         # With manual optimization, the number of optimizer steps may be that of the samples, and random numbers are
         # those of single-process training.
-        if by_hand or (self._sharing.size > 1 and not self.is_shared):
+        if manual_optimization or (self._sharing.size > 1 and not self.runs_shares):
             return self._sharing.full(batch)
         return self._sharing.of(batch, count, self.splitter, self._weighting.now)
 

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.activation_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.instrument.autograd_functions import functions_drawing_again
-from lightning_hybrid.step.instrument.instrument import drawing_as_stages
-from lightning_hybrid.step.tracing.bound_apply import users_functions
-from lightning_hybrid.step.tracing.step_mode import Current
+from lightning_hybrid.step.instrument.activation_checkpointing import patched_checkpointing
+from lightning_hybrid.step.instrument.autograd_functions import functions_with_repeated_draws
+from lightning_hybrid.step.instrument.instrument import draw_as_stages
+from lightning_hybrid.step.tracing.bound_apply import user_functions
+from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
 
 class PlainStepRandomness:
     """Keys the random numbers that the user's modules and functions draw."""
 
-    def __init__(self, root: nn.Module, randomness: KeyedRandomness, guards: Guards) -> None:
+    def __init__(self, root: nn.Module, randomness: KeyedRandomness, guards: ReadGuards) -> None:
         """Set up for one module; ``guards`` tracks whether user code or a backward runs."""
         self._root, self._randomness, self._guards = root, randomness, guards
         self._drawing: dict[str, dict[str, nn.Module]] = {}  # modules that draw in a step, by the name of the step
@@ -39,19 +39,19 @@ class PlainStepRandomness:
         """
         root, randomness = self._root, self._randomness
         if name not in self._drawing:
-            again = self._guards.users
-            with drawing_as_stages(root, randomness, number, microbatch, again), randomness.noting() as codes:
+            again = self._guards.as_user_code
+            with draw_as_stages(root, randomness, number, microbatch, again), randomness.recording_modules() as codes:
                 yield
             named = {fqn: module for fqn, module in root.named_modules() if zlib.crc32(fqn.encode()) in codes}
             self._drawing[name] = {"": root, **named} if 0 in codes else named
             return
         drawing = self._drawing[name]
-        functions = users_functions() if drawing else []
+        functions = user_functions() if drawing else []
         with contextlib.ExitStack() as stack:
             stack.enter_context(randomness.microbatch(number, microbatch))
             stack.enter_context(randomness.modules({fqn: module for fqn, module in drawing.items() if fqn}))
-            stack.enter_context(adopted_checkpoints(Current(), randomness, self._guards.users))
-            stack.enter_context(functions_drawing_again(functions, randomness))
+            stack.enter_context(patched_checkpointing(CurrentRun(), randomness, self._guards.as_user_code))
+            stack.enter_context(functions_with_repeated_draws(functions, randomness))
             if "" in drawing:
                 stack.enter_context(randomness.watching(True))
                 stack.enter_context(randomness.each_draw())

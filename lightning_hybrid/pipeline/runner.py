@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import Weighing
-from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares, MeanWeights
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import LossWeighting
+from lightning_hybrid.pipeline.loss_weights.recorded_means import LossMeanWeights, MeanWeights
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
@@ -32,8 +32,8 @@ from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntr
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
 from lightning_hybrid.pipeline.side_effects.unsplit_steps import UnsplitSteps
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_cache import Call, ChosenTraces, VariantChoice
-from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.pipeline.stages.trace_cache import Call, ChosenTraces, TraceCache
+from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, sizes_of, split
@@ -48,10 +48,10 @@ class StepRunner(MicrobatchRunner):
     """Runs any step of one module on this rank's stages of a pipeline.
 
     Attributes:
-        agree_broken: Returns whether a training step broke on any replica, from whether it did on this one; None where
-            a step that diverges from its recording ends the run.
-        weighs_means: Whether the recorded step has a mean over another count than the samples; its weights are exact.
-        weighing: The weights of microbatches where a recording does not show them: for means inside of layers.
+        agree_on_broken_step: Returns whether a training step broke on any replica, given whether it did here; None
+            where a step that diverges from its recording ends the run.
+        has_weighted_means: Whether the recorded step has a mean over another count than samples, of exact weights.
+        weighting: The weights of microbatches where a recording does not show them: for means inside of layers.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class StepRunner(MicrobatchRunner):
         splitter: BatchSplitter | None,
         replica: int,
         metrics: MetricSync,
-        uncut: UncutSteps,
-        tell_at_once: Callable[[str, str], None],
+        unpartitioned: UnpartitionedSteps,
+        warn_unsplit: Callable[[str, str], None],
     ) -> None:
         """Set up for one module.
 
@@ -83,10 +83,10 @@ class StepRunner(MicrobatchRunner):
             splitter: Splits batches, where the user has passed one.
             replica: Data-parallel rank.
             metrics: Synchronizes the metrics of the module.
-            uncut: Runs evaluation steps that cannot be partitioned.
-            tell_at_once: Called once with the name of a step whose batches are not split, and the reason.
+            unpartitioned: Runs evaluation steps that cannot be partitioned.
+            warn_unsplit: Called once with the name of a step whose batches are not split, and the reason.
         """
-        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, uncut=uncut)
+        super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
         self._root = root
         self._group = group
         self._randomness = randomness
@@ -97,28 +97,28 @@ class StepRunner(MicrobatchRunner):
         self._executor.around_step = lambda: self.around_step()
         self._executor.around_backward = self.guards.off
         self._executor.after_forward = lambda: self.settle()
-        self._traces = VariantChoice(root, plan, randomness)
-        self._loss_shares = LossShares(root, plan, self._traces, randomness)
+        self._traces = TraceCache(root, plan, randomness)
+        self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
         self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
         self._transport = transport
         self._programs = Programs(plan, transport, schedule)
-        self._unsplit = UnsplitSteps(self._traces, tell_at_once)
+        self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
-        self.agree_broken: Callable[[bool], bool] | None = None
-        self.weighs_means = False
-        self.weighing = Weighing()
+        self.agree_on_broken_step: Callable[[bool], bool] | None = None
+        self.has_weighted_means = False
+        self.weighting = LossWeighting()
 
     @property
-    def may_undo(self) -> bool:
+    def can_roll_back_step(self) -> bool:
         """Whether a training step that diverges from its recording is rolled back."""
-        return self.agree_broken is not None
+        return self.agree_on_broken_step is not None
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches."""
         return 1 if name in self._unsplit.names else super().count(name, batch)
 
     @property
-    def steps_at_once(self) -> frozenset[str]:
+    def unsplit_step_names(self) -> frozenset[str]:
         """Names of steps whose batches are not split into microbatches."""
         return frozenset(self._unsplit.names)
 
@@ -135,15 +135,15 @@ class StepRunner(MicrobatchRunner):
         call = Call(name, step, rest, context, train=train, modes=self.plan.modes())
         chosen = self._select_traces(call, batch, share_output=False)
         microbatches, weights, variants = chosen.microbatches, chosen.weights, chosen.variants
-        self.weighs_means = train and self._loss_shares.weighs(call, variants, batch, microbatches, weights)
-        if self.watching_units:
+        self.has_weighted_means = train and self._loss_shares.weighs(call, variants, batch, microbatches, weights)
+        if self.unit_observers:
             with contextlib.ExitStack() as watching:
-                for watch in self.watching_units:
+                for watch in self.unit_observers:
                     watching.enter_context(watch(variants[0]))
                 step_once = partial(call.on, microbatches[0])
                 self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
 
-    def weights_of_terms(
+    def candidate_weights(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> list[list[float]]:
         """Candidate weights of the two halves of a batch in its training loss; arguments as for ``record``."""
@@ -151,7 +151,7 @@ class StepRunner(MicrobatchRunner):
         parts, weights = split(batch, 2, self.splitter)
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
         variants = self._traces.choose(call, parts)
-        return self._loss_shares.weights_of_terms(call, variants, batch, parts, weights)
+        return self._loss_shares.candidate_weights(call, variants, batch, parts, weights)
 
     def run(
         self,
@@ -163,25 +163,25 @@ class StepRunner(MicrobatchRunner):
         context: Callable[[], AbstractContextManager[Any]],
         train: TrainContext | None = None,
         share_output: bool = True,
-        by_hand: bool = False,
+        manual_optimization: bool = False,
     ) -> StepResult:
         """Run one step of the user's module on a full batch, as ``MicrobatchRunner.run`` describes.
 
         Raises:
             StepBroken: A training step diverges from its recording; all its effects are rolled back.
         """
-        assert not by_hand, "a step with manual optimization is never partitioned into stages"
+        assert not manual_optimization, "a step with manual optimization is never partitioned into stages"
         batch, *rest = args
         first = self._replica * self.count(name, batch)
         call = Call(name, step, rest, context, train is not None, step_number, first, self.plan.modes())
-        if name in self.uncut.names:
+        if name in self.unpartitioned.names:
             return self._run_unpartitioned(call, batch)
         try:
             chosen = self._select_traces(call, batch, share_output=share_output)
         except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
             if train is not None:
                 raise
-            self.uncut.adopt(name, reason)
+            self.unpartitioned.add_step(name, reason)
             return self._run_unpartitioned(call, batch)
         call = dataclasses.replace(call, first=self._replica * len(chosen.microbatches))
         if train is None and self._loss_shares.are_incomparable(chosen.variants):
@@ -207,11 +207,11 @@ class StepRunner(MicrobatchRunner):
             share_output=share_output,
             train=train is not None,
             metrics=self._batch_metrics,
-            by_samples=(self.weighing.keys, chosen.weights),
+            by_samples=(self.weighting.keys, chosen.weights),
         )
         self._batch_metrics.begin(count)
         snapshot = None
-        if train is not None and self.agree_broken is not None:
+        if train is not None and self.agree_on_broken_step is not None:
             snapshot = StepSnapshot(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
         job = Job(
             program=self._programs.of(variants, train=train is not None),
@@ -237,8 +237,8 @@ class StepRunner(MicrobatchRunner):
             chosen, outcome, exchange, weights, train=train is not None, appended=appended, side_effects=side_effects
         )
         self._batch_metrics.begin(0)
-        self.plan.share_buffers(variants)
-        self.uncut.has_stale_copies = True
+        self.plan.broadcast_buffers(variants)
+        self.unpartitioned.has_stale_copies = True
         return result
 
     def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
@@ -246,8 +246,8 @@ class StepRunner(MicrobatchRunner):
         microbatches, weights = chosen.microbatches, chosen.weights
         if train is not None and train.weigh is not None:
             return train.weigh(microbatches), ()
-        if train is not None and self.weighing.counts:
-            return self.weighing.of(microbatches, weights), ()
+        if train is not None and self.weighting.counts:
+            return self.weighting.of(microbatches, weights), ()
         with self._metrics.local_copies():
             return weights, self._loss_shares.of(call, chosen.variants, chosen.batch, microbatches, weights)
 
@@ -291,7 +291,7 @@ class StepRunner(MicrobatchRunner):
             exchange.wait(outcome.runs, is_broken=is_broken)
         except StepBroken:
             is_broken = True
-        if snapshot is None or self.agree_broken is None or not self.agree_broken(is_broken):
+        if snapshot is None or self.agree_on_broken_step is None or not self.agree_on_broken_step(is_broken):
             return
         snapshot.restore("does something else than what was recorded")
         self._batch_metrics.begin(0)
@@ -299,13 +299,13 @@ class StepRunner(MicrobatchRunner):
 
     def _run_unpartitioned(self, call: Call, batch: Any) -> StepResult:
         call = dataclasses.replace(call, first=self._replica)  # one batch, one draw
-        if self.uncut.has_stale_copies:
-            self._metrics.share_all()
+        if self.unpartitioned.has_stale_copies:
+            self._metrics.broadcast_all_states()
         with self._metrics.step():
-            output, logged = self.uncut.run(call, batch)
+            output, logged = self.unpartitioned.run(call, batch)
         return StepResult(output, None, logged, [])
 
-    def foresee(
+    def select_next_traces(
         self,
         step: Callable[..., Any],
         args: Sequence[Any],
@@ -343,7 +343,7 @@ class StepRunner(MicrobatchRunner):
         share_output: bool,
         around: Callable[[bool], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> ChosenTraces:
-        """Split a batch and select the trace of each microbatch; consumes the result of ``foresee`` if there is one."""
+        """Split a batch and select the trace of each microbatch, or use the result of ``select_next_traces``."""
         chosen, self._chosen = self._chosen, None
         if chosen is not None and call.train and chosen.batch is batch and chosen.number == call.number:
             return chosen

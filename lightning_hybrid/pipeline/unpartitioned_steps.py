@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.collectives.rank_agreement import NumberExchange, broadcast_buffer, digest
-from lightning_hybrid.full_params.gather_on_read import LentParameters
-from lightning_hybrid.full_params.value_locations import Contents
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.full_params.gather_on_read import GatheredParameters
+from lightning_hybrid.full_params.value_locations import ValueLocations
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_cache import Call
 from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument import drawing_as_stages, slow_attention
+from lightning_hybrid.step.instrument.instrument import draw_as_stages, slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.tracing.compiled_modules import Uncompiled
+from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch
 
 
-class UncutSteps:
+class UnpartitionedSteps:
     """Runs steps of one module unpartitioned, with parameters gathered on read.
 
     Attributes:
@@ -43,7 +43,7 @@ class UncutSteps:
         self,
         root: nn.Module,
         plan: StagePlan,
-        parts: Callable[[], HeldParts | None],
+        parts: Callable[[], LocalShards | None],
         replica: dist.ProcessGroup,
         randomness: KeyedRandomness,
         *,
@@ -67,33 +67,35 @@ class UncutSteps:
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
         self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
-        self._contents = Contents(replica, randomness.device)
+        self._contents = ValueLocations(replica, randomness.device)
 
-    def adopt(self, name: str, reason: Exception) -> None:
+    def add_step(self, name: str, reason: Exception) -> None:
         """Let every rank run a step unpartitioned from now on."""
         self.names.add(name)
         self._tell(name, reason)
 
-    def lent(self, meet: Callable[[str], None], room: int) -> LentParameters:
+    def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> GatheredParameters:
         """The mode that gathers parameters when a step reads them."""
         parameters = dict(self._root.named_parameters())
         device, holders = self._randomness.device, self._plan.ranks_of
-        return LentParameters(parameters, holders, self._plan.group, self._parts(), device, meet=meet, room=room)
+        return GatheredParameters(
+            parameters, holders, self._plan.group, self._parts(), device, agree_on=agree_on, room=room
+        )
 
-    def is_lent(self, name: str) -> bool:
+    def is_gathered_on_read(self, name: str) -> bool:
         """Whether some rank of the replica does not hold the full parameter."""
         return "tp" in self._sharded_axes(name) or len(self._plan.ranks_of(name)) < self._plan.group.size()
 
-    def is_of_replicas(self, name: str) -> bool:
+    def is_sharded_over_replicas(self, name: str) -> bool:
         """Whether a parameter is sharded over replicas; their shards are not gathered here."""
         return not self._sharded_axes(name) <= {"tp", "cp"}
 
     def _sharded_axes(self, name: str) -> set[str]:
         """The mesh axes over which a parameter is sharded."""
         parts = self._parts()
-        return set() if parts is None else {cut.axis for cut in parts.cuts if name in cut.placements}
+        return set() if parts is None else {cut.axis for cut in parts.shardings if name in cut.placements}
 
-    def lend(self, where: str) -> LentParameters:
+    def gather_when_read(self, where: str) -> GatheredParameters:
         """The mode that gathers parameters which code outside of steps reads; collective over the replica.
 
         Args:
@@ -102,12 +104,12 @@ class UncutSteps:
         Raises:
             RanksDisagree: Some ranks do not run it.
         """
-        meet = partial(self._contents.meet, where)
-        meet("reads the module")
+        agree_on = partial(self._contents.agree_on, where)
+        agree_on("reads the module")
         had_stale_copies = self.has_stale_copies
         self._refresh()
         self.has_stale_copies = had_stale_copies  # metrics of steps have not been shared
-        return self.lent(meet, self._common_room())
+        return self.gathering_mode(agree_on, self._common_room())
 
     def _common_room(self) -> int:
         room = torch.tensor(self._room(), dtype=torch.int64, device=self._randomness.device)
@@ -127,25 +129,25 @@ class UncutSteps:
         Raises:
             RanksDisagree: The ranks run different operations.
         """
-        logs, meet = LogCapture(1), partial(self._contents.meet, call.name)
+        logs, agree_on = LogCapture(1), partial(self._contents.agree_on, call.name)
         room = self._common_room()
         self._refresh()
-        uncompiled = Uncompiled()
+        uncompiled = EagerSwitch()
         uncompiled.on()
         try:
             with (
                 self._randomness.isolated(),
-                drawing_as_stages(self._root, self._randomness, call.number, call.first),
+                draw_as_stages(self._root, self._randomness, call.number, call.first),
                 call.context(),
                 self._around(),
                 logs.microbatch(self._root, 0),
                 slow_attention(),
-                self.lent(meet, room),
+                self.gathering_mode(agree_on, room),
             ):
                 output = call.on(batch)
         finally:
             uncompiled.off()
-        meet("ends the step")
+        agree_on("ends the step")
         return output, self._shared(logs, batch)
 
     @torch.no_grad()
@@ -154,12 +156,12 @@ class UncutSteps:
         if not self.has_stale_copies:
             return
         if (parts := self._parts()) is not None:
-            cut = {name for axis in parts.cuts for name in axis.buffers}
+            cut = {name for axis in parts.shardings for name in axis.buffers}
             for name, buffer in self._root.named_buffers():
                 if name in cut:
-                    buffer.copy_(parts.whole_of(name, buffer))
+                    buffer.copy_(parts.full_tensor_of(name, buffer))
         if self._plan.num_ranks > 1:
-            for buffer, home in self._plan.buffer_homes():
+            for buffer, home in self._plan.buffer_owners():
                 broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
             sync_unit_attributes(self._plan, self._root)
         self.has_stale_copies = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.namespaces.converted_objects import move
+from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_names import namespace_of
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
@@ -75,7 +75,7 @@ class HybridPrecision(MixedPrecision):
     @classmethod
     def is_other(cls, plugin: Precision) -> bool:
         """Returns whether a plugin is of a custom class, whose behaviour a conversion would lose."""
-        move(plugin, namespace_of(__name__))
+        convert(plugin, namespace_of(__name__))
         return not isinstance(plugin, cls) and type(plugin) not in (
             Precision,
             MixedPrecision,
@@ -90,7 +90,7 @@ class HybridPrecision(MixedPrecision):
         Raises:
             TypeError: the plugin is of a custom class.
         """
-        move(plugin, namespace_of(__name__))
+        convert(plugin, namespace_of(__name__))
         if isinstance(plugin, cls):
             return plugin
         if type(plugin) is MixedPrecision:

@@ -128,7 +128,7 @@ class GeneratorStates:
         self._device, self._accelerator = device, _accelerator_generator(device)
         return self
 
-    def still_stand(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Whether no generator has been used since."""
         kind, keys, *position = self._numpy
         kind_now, keys_now, *position_now = numpy.random.get_state()
@@ -162,7 +162,7 @@ class KeyedRandomness:
     Attributes:
         seed: The run's seed; stored in checkpoints.
         watched: Whether a function mode that reseeds before each draw is active; each draw must be keyed once.
-        as_one: FQNs of modules that are seeded on entry and not at each of their draws, since their
+        opaque_modules: FQNs of modules that are seeded on entry and not at each of their draws, since their
             operations cannot be intercepted.
     """
 
@@ -170,7 +170,7 @@ class KeyedRandomness:
         """Args: seed: the same on every rank. device: of the step, besides the CPU."""
         self.seed = seed
         self.watched = False
-        self.as_one: Collection[str] = ()
+        self.opaque_modules: Collection[str] = ()
         self.device = device
         self._base: int | None = None
         self._module = [0]
@@ -179,7 +179,7 @@ class KeyedRandomness:
         self._recorded: set[int] = set()
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[set[int]]:
+    def recording_modules(self) -> Iterator[set[int]]:
         """Record which modules draw inside: the CRC-32 of their FQNs, and 0 for code outside of modules."""
         before, self._recorded = self._recorded, set()
         try:
@@ -206,7 +206,7 @@ class KeyedRandomness:
             states.restore()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Exclude draws inside from the count: later draws are the same as without them."""
         saved = self._drawn, self._recorded
         self._drawn, self._recorded = Counter(self._drawn), set(self._recorded)
@@ -249,7 +249,7 @@ class KeyedRandomness:
             yield
             return
         self._drawing = drawing
-        each = {fqn: module for fqn, module in drawing.items() if not _is_within(fqn, self.as_one)}
+        each = {fqn: module for fqn, module in drawing.items() if not _is_within(fqn, self.opaque_modules)}
         try:
             with replaced_forwards(each, self._keyed):
                 yield
@@ -286,11 +286,11 @@ class KeyedRandomness:
 
         forward = self._keyed_by_name(fqn, original, run)
         # Code that replaces this forward by another function has that function keyed too.
-        setattr(forward, AROUND, partial(self._keyed, fqn))
+        setattr(forward, FORWARD_WRAPPER, partial(self._keyed, fqn))
         return forward
 
-    def keyed_as_one(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward of a module of ``as_one``: it is seeded on entry, also when it is recomputed."""
+    def keyed_on_entry(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of a module of ``opaque_modules``: it is seeded on entry, also when it is recomputed."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.reseed()
@@ -321,7 +321,7 @@ def _is_within(fqn: str, modules: Collection[str]) -> bool:
     return bool(fqn)
 
 
-AROUND = "_hybrid_around"
+FORWARD_WRAPPER = "_hybrid_around"
 
 
 class _Microbatch(AbstractContextManager[None]):

@@ -16,7 +16,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
-class ReplicaBuffers:
+class ReplicaBufferBroadcast:
     """Broadcasts the buffers of one module over its replicas.
 
     The message has the shapes of the buffers at construction, so that its size is fixed and no rank hangs where user

@@ -38,7 +38,7 @@ _COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def refused_communication(
+def collectives_forbidden(
     error: Callable[[str], Exception | None], groups: Collection[dist.ProcessGroup] | None = None
 ) -> Iterator[None]:
     """Refuses collectives inside the context.

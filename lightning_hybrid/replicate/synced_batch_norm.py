@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.instrument.autograd_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 
 # Bound at import: while a step runs, the functions of torch.distributed are replaced to intercept user calls.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,7 +95,7 @@ def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Te
     return mean, variance, count
 
 
-class _Normalize(Unwatched, torch.autograd.Function):
+class _Normalize(NotIntercepted, torch.autograd.Function):
     """Computes ``(x - mean) / deviation * weight + bias``; mean and deviation are functions of all replicas' x."""
 
     @staticmethod

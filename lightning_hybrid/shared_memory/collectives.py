@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.shared_memory.hidden_operations import hidden_from_modes
-from lightning_hybrid.shared_memory.streams import PeerSockets, PerGroup, exchange_files
+from lightning_hybrid.shared_memory.peer_sockets import PeerSockets, PerGroup, exchange_files
 
 SLOT_BYTES = 2**21  # larger tensors take several rounds, so that data are read while they are in the cache
 _ALIGNMENT = 64  # bytes, of the chunks of a slot

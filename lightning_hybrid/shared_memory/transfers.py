@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.shared_memory.hidden_operations import hidden_from_modes
-from lightning_hybrid.shared_memory.streams import PeerSockets, PerGroup, exchange_files
+from lightning_hybrid.shared_memory.peer_sockets import PeerSockets, PerGroup, exchange_files
 
 _SMALLEST_BLOCK = 4096  # bytes: a page
 _HEADER = 64  # bytes of a block before its content, which say whether it is in use
@@ -47,7 +47,7 @@ class Transfers:
         # Makes a processor that reorders, such as ARM's, finish reading a block before it is marked as free.
         self._fence = threading.Lock()
         self._end = 0  # end of the memory that this rank has divided into blocks
-        self._places: dict[int, list[int]] = {}  # by size
+        self._blocks: dict[int, list[int]] = {}  # by size
         # Offset in the sender's memory and shape of each tensor that has arrived; by peer, generation and tag.
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, tuple[int, ...]]]] = {}
 
@@ -95,7 +95,7 @@ class Transfers:
 
     def _free_block(self, num_bytes: int) -> int:
         size = max(_SMALLEST_BLOCK, 1 << (num_bytes + _HEADER - 1).bit_length())
-        blocks = self._places.setdefault(size, [])
+        blocks = self._blocks.setdefault(size, [])
         for block in blocks:
             if not self._own.in_use[block // 8]:
                 break

@@ -292,7 +292,7 @@ class Hybrid3DStrategy(RankedStrategy):
         if self._world is not None:
             self._world.report(exception)
         # What is being written does not need the ranks that failed: it was all copied.
-        self._files.wait(complain=rank_zero_warn)
+        self._files.wait(on_error=rank_zero_warn)
 
     def teardown(self) -> None:
         """Leave a full module behind on every rank."""

@@ -17,7 +17,7 @@ _LIMITS = (  # of the container that this process runs in
 )
 
 
-def shortage(parameters: Iterable[Tensor], device: torch.device, activation_bytes: float) -> str:
+def memory_shortage(parameters: Iterable[Tensor], device: torch.device, activation_bytes: float) -> str:
     """Say in one sentence how much memory a full copy lacks; empty if it fits, or if the system reports no limit.
 
     Args:

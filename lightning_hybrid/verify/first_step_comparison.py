@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.verify.one_process.one_process_step import Alone
+from lightning_hybrid.verify.one_process.one_process_step import OneProcessResult
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many.
 _FACTOR = 20.0
@@ -98,7 +98,7 @@ def precision_of(name: str, parameters: Sequence[Tensor]) -> str:
 
 
 def compare_first_step(
-    single: Alone | None,
+    single: OneProcessResult | None,
     losses: Sequence[float],
     parameters: Mapping[str, nn.Parameter],
     stages: Mapping[str, tuple[int, ...]],
@@ -108,7 +108,7 @@ def compare_first_step(
     mesh: Mesh,
     device: torch.device,
     precision: str,
-    parts: HeldParts | None = None,
+    parts: LocalShards | None = None,
 ) -> Verdict:
     """Compare losses, gradients and the gradient norm; collective over all ranks.
 
@@ -135,14 +135,14 @@ def compare_first_step(
     smallest = max((e.largest for e in expected.values()), default=0.0) * _last_digit(precision)
     for name, one in expected.items():
         parameter = parameters[name]
-        shape = parameter.shape if parts is None else parts.whole_shape(name, parameter)
+        shape = parameter.shape if parts is None else parts.full_shape(name, parameter)
         reference = _broadcast_reference(single, name, one, shape, mesh, device)
         if is_absent(parameter):
             comparison.skip()
         else:
             gradient = parameter.grad
             if parts is not None and gradient is not None:
-                gradient = parts.whole_like(parameter, gradient)
+                gradient = parts.full_state_of(parameter, gradient)
             gradient = None if gradient is None else gradient.to(device)  # from the host, if it is offloaded there
             comparison.gradient(name, gradient, reference, one, smallest, stages.get(name, ()))
     if norm is not None:
@@ -151,7 +151,7 @@ def compare_first_step(
 
 
 def _broadcast_reference(
-    single: Alone | None, name: str, one: _Expected, shape: Sequence[int], mesh: Mesh, device: torch.device
+    single: OneProcessResult | None, name: str, one: _Expected, shape: Sequence[int], mesh: Mesh, device: torch.device
 ) -> Tensor | None:
     """Broadcast the full gradient of one parameter from the first rank; None if it has none."""
     if one.dtype is None:
@@ -179,7 +179,7 @@ def _merged(comparison: _RankComparison, num_gradients: int, mesh: Mesh) -> Verd
     )
 
 
-def _summary(single: Alone, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...]:
+def _summary(single: OneProcessResult, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...]:
     expected = {}
     squares = noisy_squares = 0.0
     for name in parameters:

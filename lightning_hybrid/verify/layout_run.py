@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.records.run_record import Observed, RunRecorder, describe_failure
+from lightning_hybrid.verify.records.run_record import RunRecord, RunRecorder, describe_failure
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
@@ -63,7 +63,7 @@ class Connection(Protocol):
     def connect(self, trainer: Any, module: Any) -> None:
         """Called after the Trainer is made, before it fits."""
 
-    def finish(self, observed: Observed) -> None:
+    def finish(self, observed: RunRecord) -> None:
         """Called after the run, with its record."""
 
 
@@ -84,7 +84,7 @@ def namespace_of(module: Any) -> ModuleType:
 
 def run_once(
     experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
-) -> Observed:
+) -> RunRecord:
     """Run an experiment once on this rank.
 
     Args:
@@ -106,7 +106,7 @@ def _run_in(
     connection: Connection,
     perturbation: float = 0.0,
     only_first_step: bool = False,
-) -> Observed:
+) -> RunRecord:
     _seed(experiment.seed)
     recorder: Any = None
     fitted = False
@@ -123,14 +123,14 @@ def _run_in(
             trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
             connection.connect(trainer, module)
             trainer.fit(module, **_fit_arguments(pl, data))
-            observed: Observed = recorder.finish(trainer, module)
+            observed: RunRecord = recorder.finish(trainer, module)
             if not only_first_step:
                 fitted = True
                 _test_and_predict(pl, trainer, module, data, recorder)
         connection.finish(observed)
         return observed
     except Exception as error:
-        observed = Observed() if recorder is None else recorder.observed
+        observed = RunRecord() if recorder is None else recorder.observed
         # Test and prediction, after the fit, change no parameter.
         observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
         return observed
@@ -206,7 +206,7 @@ def _fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name in loading}
 
 
-class UnderLayout:
+class LayoutConnection:
     """The connection that makes the strategy of a layout."""
 
     def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
@@ -223,22 +223,22 @@ class UnderLayout:
     def connect(self, trainer: Any, module: Any) -> None:
         """Nothing to do."""
 
-    def finish(self, observed: Observed) -> None:
+    def finish(self, observed: RunRecord) -> None:
         """Nothing to do."""
 
 
-def observe_layout(experiment: Experiment, layout: Layout, connection: UnderLayout | None = None) -> Observed:
+def run_layout(experiment: Experiment, layout: Layout, connection: LayoutConnection | None = None) -> RunRecord:
     """Run an experiment on one rank of a layout; a rank that fails while others still run raises its error.
 
     Args:
         experiment: The run.
         layout: The layout to run under.
-        connection: Makes the strategy; ``UnderLayout`` by default.
+        connection: Makes the strategy; ``LayoutConnection`` by default.
 
     Raises:
         RuntimeError: This rank failed and others still run.
     """
-    connection = connection or UnderLayout(layout, experiment.num_microbatches)
+    connection = connection or LayoutConnection(layout, experiment.num_microbatches)
     # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         observed = _run_in(folder, experiment, connection)

@@ -10,7 +10,7 @@ from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split import DataSplit
 from lightning_hybrid.verify.one_process.one_process_run import EVALUATIONS, OneProcessRun
 from lightning_hybrid.verify.records.record_comparison import Difference, compare, perturbation
-from lightning_hybrid.verify.records.run_record import Failure, Observed
+from lightning_hybrid.verify.records.run_record import Failure, RunRecord
 
 # If the loss of the full batch and the mean over its microbatches differ by more, the objective mixes samples; rounding
 # stays far below.
@@ -33,8 +33,8 @@ class Reference:
         failure: The exception that ended the run, if one did.
     """
 
-    observed: Observed
-    noisy: Observed
+    observed: RunRecord
+    noisy: RunRecord
     draws: bool = False
     irreproducible: Difference | None = None
     notes: list[str] = field(default_factory=list)
@@ -85,12 +85,12 @@ def run_reference(experiment: Experiment, data_split: DataSplit) -> Reference:
     return result
 
 
-def _first_difference(again: Observed, first: Observed) -> Difference | None:
+def _first_difference(again: RunRecord, first: RunRecord) -> Difference | None:
     """The first value in which two runs differ that should be equal."""
     return next(iter(compare([again], first, first, precision="64-true")), None)
 
 
-def _mixing_note(experiment: Experiment, data_split: DataSplit, observed: Observed) -> list[str]:
+def _mixing_note(experiment: Experiment, data_split: DataSplit, observed: RunRecord) -> list[str]:
     """Say by how much the mean over the microbatches differs from the loss of the full batch."""
     full_batch = run_once(experiment, OneProcessRun(data_split, unsplit=True), only_first_step=True)
     if full_batch.failure is not None or not full_batch.steps or not observed.steps:

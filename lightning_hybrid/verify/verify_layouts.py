@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lightning_hybrid.verify.layout_run import Experiment, observe_layout
+from lightning_hybrid.verify.layout_run import Experiment, run_layout
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
 from lightning_hybrid.verify.records.record_comparison import compare, noise_of, unmoved
-from lightning_hybrid.verify.records.run_record import Observed
+from lightning_hybrid.verify.records.run_record import RunRecord
 from lightning_hybrid.verify.reference_run import Reference, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
 
@@ -91,7 +91,7 @@ class Verification:
                 notes = (*notes, "some kernel does not support float64: try --precision 32-true")
             return Report(layout.name, "failed", f"in the reference: {reference.failure.message}", notes=notes)
         try:
-            ranks = self._run(layout.devices, observe_layout, self.experiment, layout, timeout=self._timeout)
+            ranks = self._run(layout.devices, run_layout, self.experiment, layout, timeout=self._timeout)
         except Exception as error:
             return Report(layout.name, "failed", _error_text(error), notes=notes)
         failed = _failed(layout, ranks)
@@ -110,7 +110,7 @@ class Verification:
                 report = replace(report, outcome="same", message="", first=None, num_differences=0, notes=notes)
         return report
 
-    def _agrees_with_either(self, ranks: list[Observed], split: Reference, unsplit: Reference) -> bool:
+    def _agrees_with_either(self, ranks: list[RunRecord], split: Reference, unsplit: Reference) -> bool:
         """Whether each logged number matches one of two references, and all other values match the same one."""
         found = [
             compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (split, unsplit)
@@ -119,7 +119,7 @@ class Verification:
         others = [any(not key.what.startswith("metric") for key in each) for each in keys]
         return keys[0].isdisjoint(keys[1]) and not all(others)
 
-    def _report_of(self, layout: Layout, ranks: list[Observed], reference: Reference) -> Report:
+    def _report_of(self, layout: Layout, ranks: list[RunRecord], reference: Reference) -> Report:
         notes = list(reference.notes)
         if ranks[0].shares > 1:
             kind = "pipelined" if layout.num_stages > 1 else "cut"
@@ -153,7 +153,7 @@ class Verification:
         )
 
 
-def _failed(layout: Layout, ranks: Sequence[Observed]) -> Report | None:
+def _failed(layout: Layout, ranks: Sequence[RunRecord]) -> Report | None:
     failures = [(rank, observed.failure) for rank, observed in enumerate(ranks) if observed.failure is not None]
     if not failures:
         return None

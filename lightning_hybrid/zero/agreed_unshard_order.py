@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.shared_memory.rows import begin_to_gather
+from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks
 
@@ -58,8 +58,8 @@ class GatherRounds:
             mesh: The ranks.
             groups: As for ``GatherRounds``.
         """
-        headers = mesh.further_group("dp_shard", "headers of gathers", "gloo")
-        return cls(groups, headers, mesh.further_group("dp_shard", "gathers"))
+        headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
+        return cls(groups, headers, mesh.dedicated_group("dp_shard", "gathers"))
 
     def request(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> None:
         """Gather groups, and join the gathers that other ranks request.
@@ -93,7 +93,7 @@ class GatherRounds:
     def _run_round(self, row: list[float]) -> bool:
         """Run one round; returns whether all ranks are done."""
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
-        rows = [each.tolist() for each in begin_to_gather(torch.tensor(row, dtype=torch.float64), self._headers)()]
+        rows = [each.tolist() for each in start_all_gather(torch.tensor(row, dtype=torch.float64), self._headers)()]
         if all(each[0] == _DONE for each in rows):
             return True
         needed = {int(position) for each in rows for position in each[:_SLOTS] if position >= 0}

@@ -108,14 +108,14 @@ class StateFile:
         Raises:
             OffloadError: It has been.
         """
-        if not self.is_there:
+        if not self.is_complete:
             raise OffloadError(
                 f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
                 " reserved: it has been truncated; go on from the latest checkpoint"
             )
 
     @property
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the file still has its full length."""
         return self._length >= self.nbytes
 
@@ -127,14 +127,14 @@ class StateFile:
         """Begin to read a region (``MADV_WILLNEED``)."""
         self._maps[region].madvise(mmap.MADV_WILLNEED)
 
-    def take(self, region: int) -> None:
+    def load(self, region: int) -> None:
         """Read a region into memory."""
         try:
             self._maps[region].madvise(_POPULATE_WRITE)
         except OSError:  # an older system faults the pages in as they are touched
             self._maps[region].madvise(mmap.MADV_WILLNEED)
 
-    def let_go(self, region: int) -> None:
+    def evict(self, region: int) -> None:
         """Evict a region from this process's memory; its content stays in the file."""
         self._maps[region].madvise(mmap.MADV_DONTNEED)
 
@@ -162,9 +162,9 @@ class Region(NamedTuple):
         """Begin to read it."""
         self.file.read_ahead(self.number)
 
-    def let_go(self) -> None:
+    def evict(self) -> None:
         """Evict it from this process's memory."""
-        self.file.let_go(self.number)
+        self.file.evict(self.number)
 
 
 def _resident_bytes(mapped: mmap.mmap) -> int:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.gather_on_read import Gather, guard, unguard
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, guard, unguard
 from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.shard_layout import (
@@ -33,7 +33,7 @@ from lightning_hybrid.zero.shard_layout import (
     offsets_of,
 )
 from lightning_hybrid.zero.sparse_gradients import SparseRows
-from lightning_hybrid.zero.storage_devices import Homes, StoredShards
+from lightning_hybrid.zero.storage_devices import StorageDevices, StoredShards
 
 # torch 2.13 gave the collectives on single tensors new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,8 +45,8 @@ class ParameterGroup:
     Attributes:
         fqn: Of the layer, for messages.
         parameters: By FQN.
-        keeps_whole: Whether the memory of full parameters is kept between steps.
-        is_whole: Whether the parameters hold full tensors.
+        keeps_full: Whether the memory of full parameters is kept between steps.
+        is_full: Whether the parameters hold full tensors.
         trained: FQNs of those that take gradients in this step.
         on_read: Gathers them for code outside the layer; None where no such code reads them.
     """
@@ -58,8 +58,8 @@ class ParameterGroup:
         placements: Mapping[str, Shard],
         ranks: ShardRanks,
         *,
-        keeps_whole: bool,
-        homes: Homes | None = None,
+        keeps_full: bool,
+        devices: StorageDevices | None = None,
         region: Region | None = None,
         sparse: Collection[str] = (),
     ) -> None:
@@ -70,31 +70,31 @@ class ParameterGroup:
             parameters: By FQN; of one dtype, and holding this rank's shards.
             placements: Of those that are sharded; the others are full on every rank.
             ranks: That shard them.
-            keeps_whole: Whether the memory of full parameters is kept between steps.
-            homes: Storage devices of shards; the parameters' device if None.
-            region: Of a file, for ``bytes_of_parts`` bytes of shards; None if they are not in a file.
+            keeps_full: Whether the memory of full parameters is kept between steps.
+            devices: Storage devices of shards; the parameters' device if None.
+            region: Of a file, for ``bytes_of_shards`` bytes of shards; None if they are not in a file.
             sparse: FQNs of those whose gradients are sparse in their first dim.
         """
-        self.fqn, self.parameters, self._ranks, self.keeps_whole = fqn, dict(parameters), ranks, keeps_whole
+        self.fqn, self.parameters, self._ranks, self.keeps_full = fqn, dict(parameters), ranks, keeps_full
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._placements = {name: placements[name] for name in parameters if name in placements}
         sparse_parameters = {name: parameters[name] for name in sparse if name in parameters}
         self.region, self._row_flags = region, SparseRows(sparse_parameters, self._placements, ranks)
         self._empty = next(iter(parameters.values())).data.new_empty(0)  # on the compute device
         shards = {name: parameters[name].data for name in self._placements}
-        self._shards = StoredShards(shards, homes or Homes.of((), self._empty.device), region)
+        self._shards = StoredShards(shards, devices or StorageDevices.of((), self._empty.device), region)
         for name in self._placements:
             parameters[name].data = self._shards.shown(name)
         self._offsets, self._shard_numel = offsets_of({name: self._largest_shard(name) for name in self._placements})
-        self._wholes: dict[str, Tensor] = {}
+        self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._reducing: tuple[dist.Work | None, Tensor, list[str]] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
-        self.is_whole = False
+        self.is_full = False
         self._is_pinned = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
         self.trained: list[str] = []
-        self.on_read: Gather | None = None
+        self.on_read: GatherCallbacks | None = None
         self._is_read = False
         self.num_missing = 0  # gradients that the backward has not accumulated yet
         self.gather_group = ranks.shard
@@ -114,7 +114,7 @@ class ParameterGroup:
     @property
     def is_full_or_gathering(self) -> bool:
         """Whether the parameters are full, or being gathered."""
-        return self.is_whole or self._gathering is not None or not self._placements
+        return self.is_full or self._gathering is not None or not self._placements
 
     def _send(self) -> tuple[dist.Work, Tensor]:
         message = self._empty.new_zeros(self._shard_numel)
@@ -140,7 +140,7 @@ class ParameterGroup:
     @below_read_guards
     def gather(self) -> None:
         """Wait for the all-gather: parameters are full from now on, and have no gradients yet."""
-        if self.is_whole:
+        if self.is_full:
             return
         unguard(self.parameters.values(), "replicas")
         if self._is_pinned:
@@ -156,41 +156,41 @@ class ParameterGroup:
             if name not in self._gradients:
                 self._set_gradient_aside(name, parameter)
             if name in self._placements:
-                parameter.data = self._wholes[name]
-        self.is_whole = True
+                parameter.data = self._full[name]
+        self.is_full = True
 
     def _unpack(self, name: str, received: Tensor) -> None:
         placement, shard = self._placements[name], self._shards[name]
-        full = self._wholes.get(name)
+        full = self._full.get(name)
         if full is None:
             shape = list(shard.shape)
             shape[placement.dim] = placement.length
-            full = self._wholes[name] = self._empty.new_empty(shape)
+            full = self._full[name] = self._empty.new_empty(shape)
         stride, offset = self._shard_numel, self._offsets[name]
         for rank in range(self._size):
-            if rank == self._rank and self.keeps_whole and shard.untyped_storage() is full.untyped_storage():
+            if rank == self._rank and self.keeps_full and shard.untyped_storage() is full.untyped_storage():
                 continue  # this rank's shard is a view of it
             target = self._shard_of(name, full, rank)
             start = rank * stride + offset
             target.copy_(received[start : start + target.numel()].view(target.shape))
-        if self.keeps_whole:
+        if self.keeps_full:
             self._shards.move(name, self._shard_of(name, full, self._rank))
 
     @below_read_guards
     def free(self) -> None:
         """Free full parameters between a layer's forward and its backward; their shape stays the full one."""
-        if self.is_whole and not self.keeps_whole and not self._is_read:
+        if self.is_full and not self.keeps_full and not self._is_read:
             self._copy_rebound()
             self._write_back()
             for name in self._placements:
                 self.parameters[name].data = memoryless_like(self.parameters[name])
-            self._wholes = {}
-            self.is_whole = False
+            self._full = {}
+            self.is_full = False
             self.gather_on_read()
 
     def gather_on_read(self) -> None:
         """Gather the group when code outside its layer reads a parameter, until the step ends."""
-        if self.on_read is not None and not self.is_whole:
+        if self.on_read is not None and not self.is_full:
             guard([self.parameters[name] for name in self._placements], "replicas", self.on_read)
 
     def gather_until_step_end(self) -> None:
@@ -206,9 +206,9 @@ class ParameterGroup:
         if self._gathering is not None:  # of a layer that was not called
             self._gathering[0].wait()
             self._gathering = None
-        if self.is_whole:
+        if self.is_full:
             self._copy_rebound()
-        if self.is_whole and not self.keeps_whole and not self._is_pinned:
+        if self.is_full and not self.keeps_full and not self._is_pinned:
             self._write_back()
         for name in self._gradients:  # of parameters that were gathered; others show their shards already
             self.parameters[name].grad = None
@@ -219,15 +219,15 @@ class ParameterGroup:
                 gradient = self._shards.shown_gradient(gradient)
             self.parameters[name].grad = gradient
         self._gradients = {}
-        if not self.keeps_whole and not self._is_pinned:
-            self._wholes = {}
-        self.is_whole = False
+        if not self.keeps_full and not self._is_pinned:
+            self._full = {}
+        self.is_full = False
 
     @torch.no_grad()
     def _copy_rebound(self) -> None:
         """Copy back tensors that a step has assigned to full parameters: ``p.data = 0.9 * p.data + 0.1 * q.data``."""
         for name in self._placements:
-            data, full = self.parameters[name].data, self._wholes[name]
+            data, full = self.parameters[name].data, self._full[name]
             if data.data_ptr() != full.data_ptr() and data.shape == full.shape:
                 full.copy_(data)
 
@@ -235,7 +235,7 @@ class ParameterGroup:
     def _write_back(self) -> None:
         """Copy what a step may have written to full parameters into the local shards."""
         for name in self._placements:
-            self._shards.write(name, self._shard_of(name, self._wholes[name], self._rank))
+            self._shards.write(name, self._shard_of(name, self._full[name], self._rank))
         self._shards.evict_from_memory()
 
     @below_read_guards
@@ -282,13 +282,13 @@ class ParameterGroup:
 
     def read_ahead(self) -> None:
         """Begin to read shards that are in a file."""
-        if self.region is not None and not self.is_whole and self._gathering is None:
+        if self.region is not None and not self.is_full and self._gathering is None:
             self.region.read_ahead()
 
     @below_read_guards
     def invalidate_lost(self) -> None:
         """Fill parameters with NaN if their file was truncated: a read of it would kill the process."""
-        if self.region is not None and not self.region.file.is_there:
+        if self.region is not None and not self.region.file.is_complete:
             for name, parameter in self.parameters.items():
                 if name in self._placements and parameter.data_ptr() == self._shards.address(name):
                     parameter.data = torch.full_like(parameter.data, float("nan"))
@@ -314,12 +314,12 @@ class ParameterGroup:
 
     def full_parameter(self, name: str) -> Tensor:
         """The full tensor of a parameter; it must be gathered."""
-        return self._wholes[name]
+        return self._full[name]
 
     def name_of_storage(self, storage: torch.UntypedStorage) -> str | None:
         """The parameter whose full tensor is in a storage, or None."""
         pointer = storage.data_ptr()
-        found = (n for n, full in self._wholes.items() if full.untyped_storage().data_ptr() == pointer and full.numel())
+        found = (n for n, full in self._full.items() if full.untyped_storage().data_ptr() == pointer and full.numel())
         return next(found, None)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class ParameterGroup:
                 continue
             message[:, length + index] = 1.0
             if self.observer is not None:
-                self.observer.before_share(parameter, gradient)
+                self.observer.before_reduce(parameter, gradient)
             gradient = self._row_flags.write_flags(name, gradient, message, offsets)
             for rank in range(self._size):
                 shard = self._shard_of(name, gradient, rank)
@@ -380,7 +380,7 @@ class ParameterGroup:
             before = self._gradients.get(name)
             new = self._gradients[name] = new.clone() if before is None else before + new
             if self.observer is not None:
-                self.observer.after_share(self.parameters[name], new)
+                self.observer.after_reduce(self.parameters[name], new)
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         if (placement := self._placements.get(name)) is None:

@@ -22,10 +22,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class GradientObserver(Protocol):
     """Observer of gradients before and after they are reduced over replicas."""
 
-    def before_share(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def before_reduce(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Called with the full gradient of this rank's batch."""
 
-    def after_share(self, parameter: nn.Parameter, shard: Tensor) -> None:
+    def after_reduce(self, parameter: nn.Parameter, shard: Tensor) -> None:
         """Called with the shard of the average, with what earlier batches have accumulated."""
 
 
@@ -72,7 +72,7 @@ def launch_reduce_scatter(message: Tensor, group: dist.ProcessGroup) -> tuple[di
     return _reduce_scatter(received, message, group=group, async_op=True), received
 
 
-def bytes_of_parts(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
+def bytes_of_shards(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:
     """Bytes that the shards of a group take in a file; the parameters hold shards."""
     return sum(aligned(p.nbytes) for name, p in parameters.items() if name in placements)
 
@@ -110,7 +110,7 @@ def shard_placement(shape: torch.Size, size: int) -> Shard | None:
     if shape.numel() <= 1:
         return None
     dim = 0 if shape[0] >= size else max(range(len(shape)), key=lambda d: shape[d])
-    return Shard.shared_out(dim, shape[dim], size)
+    return Shard.allowing_empty(dim, shape[dim], size)
 
 
 def check_unchanged(changed: Sequence[str], fqn: str) -> None:

@@ -26,7 +26,7 @@ KINDS = ("parameters", "gradients", "optimizer_states")
 
 
 @dataclass(frozen=True)
-class Homes:
+class StorageDevices:
     """Storage devices of one rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class Homes:
     states: torch.device
 
     @classmethod
-    def of(cls, offloaded: Iterable[str], device: torch.device) -> Homes:
+    def of(cls, offloaded: Iterable[str], device: torch.device) -> StorageDevices:
         """Put what is offloaded on the host, which includes the memory of a mapped file.
 
         Args:
@@ -59,24 +59,24 @@ class Homes:
 class StoredShards:
     """The local shards of one group's parameters, in storage."""
 
-    def __init__(self, shards: Mapping[str, Tensor], homes: Homes, region: Region | None) -> None:
+    def __init__(self, shards: Mapping[str, Tensor], devices: StorageDevices, region: Region | None) -> None:
         """Move the shards to storage.
 
         Args:
             shards: By FQN; on the compute device.
-            homes: Devices to move them to.
+            devices: Devices to move them to.
             region: Of a file, which is their storage if there is one.
         """
-        self._devices, self.region = homes, region
+        self._devices, self.region = devices, region
         self._shown: dict[str, Tensor] = {}  # copies on another device than the storage
         self._shards: dict[str, Tensor] = {}
         views = {} if region is None else _region_views(region, shards)
         for name, shard in shards.items():
             if region is None:
-                self._shards[name] = shard.to(homes.parameters)
+                self._shards[name] = shard.to(devices.parameters)
             else:
                 self._shards[name] = views[name].copy_(shard)
-            if shard.device == homes.between_steps and self._shards[name].device != homes.between_steps:
+            if shard.device == devices.between_steps and self._shards[name].device != devices.between_steps:
                 self._shown[name] = shard
         self.evict_from_memory()
 
@@ -141,7 +141,7 @@ class StoredShards:
     def evict_from_memory(self) -> None:
         """Evict shards that are in a file from memory."""
         if self.region is not None:
-            self.region.let_go()
+            self.region.evict()
 
 
 def _region_views(region: Region, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import Gather, Guards
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hooks import GradientHook
 from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
@@ -45,7 +45,7 @@ class ZeroSharding:
     Attributes:
         per_layer: Whether each layer is gathered separately (the second policy).
         recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
-        lent: FQNs of layers whose backward calls `come_to` as it begins; they stay full then.
+        full_in_backward: FQNs of layers whose backward calls `begin_layer_backward` as it begins; they stay full then.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ZeroSharding:
         """
         self.per_layer = per_layer
         self.recomputed: frozenset[str] = frozenset()
-        self.lent: frozenset[str] = frozenset()
+        self.full_in_backward: frozenset[str] = frozenset()
         self._groups = {stage: list(members) for stage, members in groups.items()}
         self._all = [group for members in self._groups.values() for group in members]
         self._layers: dict[str, list[ParameterGroup]] = {}
@@ -95,9 +95,9 @@ class ZeroSharding:
         self._in_backward = False
         self._backward_at: str | None = None  # FQN of the layer whose backward runs
 
-    def gather_on_read(self, guards: Guards) -> None:
+    def gather_on_read(self, guards: ReadGuards) -> None:
         """Gather parameters for code outside layers, whose reads are unrecorded. Args: guards: of the run."""
-        gather = Gather(guards, self._read)
+        gather = GatherCallbacks(guards, self._read)
         for group in self._all:
             group.on_read = gather
 
@@ -106,7 +106,7 @@ class ZeroSharding:
         for group in self._all:
             group.observer = observer
 
-    def meet_in_rounds(self, mesh: Mesh) -> None:
+    def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
         self._rounds = GatherRounds.over(mesh, self._all)
 
@@ -119,25 +119,25 @@ class ZeroSharding:
         if self._rounds is not None and self._by_layer:
             self._rounds.finish()
 
-    def meet_apart(self, mesh: Mesh) -> None:
+    def allow_rank_local_reads(self, mesh: Mesh) -> None:
         """Let code outside steps read parameters on some ranks only, from now on; collective over the world."""
         self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds.over(mesh, self._all)
 
-    def read_apart(self, parameter: Tensor) -> None:
-        """Gather a parameter until `rest_apart`, in which the other ranks join."""
+    def gather_for_this_rank(self, parameter: Tensor) -> None:
+        """Gather a parameter until `free_rank_local_reads`, in which the other ranks join."""
         group = self._group_of[id(parameter)]
         if self._is_evaluating:
             group.gather()
-        elif not group.is_whole:
+        elif not group.is_full:
             assert self._rank_local_rounds is not None
             self._rank_local_rounds.request([group], ())
 
-    def rest_apart(self) -> None:
-        """Free what `read_apart` has gathered; collective unless an evaluation keeps all parameters full."""
+    def free_rank_local_reads(self) -> None:
+        """Free what `gather_for_this_rank` has gathered; collective unless an evaluation keeps all parameters full."""
         if self._rank_local_rounds is not None and not self._is_evaluating:
             self._rank_local_rounds.finish()
         for group in self._all:
-            if group.is_whole:
+            if group.is_full:
                 group.reshard()
 
     def _gather(self, groups: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup] = ()) -> None:
@@ -173,7 +173,7 @@ class ZeroSharding:
     def freed(self) -> frozenset[str]:
         """FQNs of layers whose parameters are freed between their forward and their backward."""
         layers = self._layers.items() if self.per_layer else ()
-        return frozenset(fqn for fqn, groups in layers if not all(group.keeps_whole for group in groups))
+        return frozenset(fqn for fqn, groups in layers if not all(group.keeps_full for group in groups))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class ZeroSharding:
 
     def _launch(self, group: ParameterGroup) -> None:
         group.launch_reduce()
-        if self._by_layer and group.fqn and group.fqn not in self.lent:
+        if self._by_layer and group.fqn and group.fqn not in self.full_in_backward:
             group.free()
 
     def after_backward(self, stage: int, is_last: bool) -> None:
@@ -326,10 +326,10 @@ class ZeroSharding:
                 after[first], before[second] = self._layers[second], self._layers[first]
         return after, before
 
-    def come_to(self, fqn: str) -> None:
+    def begin_layer_backward(self, fqn: str) -> None:
         """Gather a layer for its backward, and start to gather the next; frees the last if it is complete."""
         self._free_previous(fqn)
-        if not all(group.is_whole for group in self._layers[fqn]):
+        if not all(group.is_full for group in self._layers[fqn]):
             self._gather(self._layers[fqn], self._previous.get(fqn, ()))
             self._read_ahead(fqn, self._previous)
 
@@ -347,7 +347,7 @@ class ZeroSharding:
                 other.read_ahead()
 
     def _gathering_forward(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        freed = [group for group in self._layers[fqn] if not group.keeps_whole]
+        freed = [group for group in self._layers[fqn] if not group.keeps_full]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if fqn in self._running_layers:
@@ -379,7 +379,7 @@ class ZeroSharding:
             for group in groups if frees else ():
                 group.free()
 
-    def giver(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
+    def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
         """A function that gives a view of a layer's parameters at any time; None for other tensors."""
         view = pack(self._layers[fqn], tensor)
         return partial(self._unpack, view) if isinstance(view, ParameterView) else None
@@ -387,8 +387,8 @@ class ZeroSharding:
     def _unpack(self, saved: Tensor | ParameterView) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if not saved.group.is_whole:
-            self.come_to(saved.group.fqn)
+        if not saved.group.is_full:
+            self.begin_layer_backward(saved.group.fqn)
         return saved.group.full_parameter(saved.name).as_strided(saved.size, saved.stride, saved.offset)
 
     def close(self) -> None:

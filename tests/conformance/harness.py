@@ -24,9 +24,9 @@ from wild.suite import call_quietly
 
 from lightning_hybrid.step.batch.microbatch import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
-from lightning_hybrid.verify.layout_run import UnderLayout, observe_layout
+from lightning_hybrid.verify.layout_run import LayoutConnection, run_layout
 from lightning_hybrid.verify.records.record_comparison import compare, perturbation
-from lightning_hybrid.verify.records.run_record import Observed, perturb
+from lightning_hybrid.verify.records.run_record import RunRecord, perturb
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"
@@ -72,7 +72,7 @@ class Outcome:
     @property
     def summary(self) -> str:
         """The kind and the type of the error: what stays the same when a message is reworded."""
-        error = re.search(r"\b(NotHere|[A-Z]\w*(?:Error|Changed|Exception|Disagree))\b", self.reason)
+        error = re.search(r"\b(NotOnThisRank|[A-Z]\w*(?:Error|Changed|Exception|Disagree))\b", self.reason)
         return self.kind if self.is_parity or self.kind == DIFFERENT else f"{self.kind}: {error[1] if error else '?'}"
 
 
@@ -108,10 +108,10 @@ class Checked:
         self._experiment = experiment_of(case)
         self._verification = Verification(self._experiment, run=self._run, timeout=timeout)
         self._last: list[_OnRank] = []
-        self._ddp: dict[tuple[int, bool], list[Observed]] = {}  # by number of microbatches, with and without noise
+        self._ddp: dict[tuple[int, bool], list[RunRecord]] = {}  # by number of microbatches, with and without noise
 
     def _run(self, n: int, function: Any, /, *args: Any, timeout: float) -> list[Any]:
-        if function is not observe_layout:
+        if function is not run_layout:
             return self._worlds.run(n, call_quietly, function, args, timeout=timeout)
         self._last = self._worlds.run(n, observe_and_save, *args, str(self._path), timeout=timeout)
         ranks = [rank.observed for rank in self._last]
@@ -123,7 +123,7 @@ class Checked:
             self._forget_own(observed, ranks[0])
         return ranks
 
-    def _forget_own(self, observed: Observed, first: Observed) -> None:
+    def _forget_own(self, observed: RunRecord, first: RunRecord) -> None:
         """Hooks make these of what their replica has kept; the reference knows those of the first."""
         theirs = [*(step.metrics for step in observed.steps), *observed.validations, observed.metrics]
         ours = [*(step.metrics for step in first.steps), *first.validations, first.metrics]
@@ -150,7 +150,7 @@ class Checked:
         has_ddp = layout.replicas == DDP.replicas and set(layout.strategy) <= _KNOWN_TO_DDP
         if has_no_reference and has_ddp:
             try:
-                ranks = self._run(layout.devices, observe_layout, self._experiment, layout, timeout=self._timeout)
+                ranks = self._run(layout.devices, run_layout, self._experiment, layout, timeout=self._timeout)
             except Exception as error:
                 return Outcome(FAILED, _shown(error))
             failed = next((observed.failure for observed in ranks if observed.failure), None)
@@ -201,17 +201,17 @@ class Checked:
         except Exception as error:
             return f"did not run: {_shown(error)}"
 
-    def _of_ddp(self, count: int, *, perturbed: bool = False) -> list[Observed]:
+    def _of_ddp(self, count: int, *, perturbed: bool = False) -> list[RunRecord]:
         if (count, perturbed) not in self._ddp:
             arguments = self._experiment, DDP, _Replicas(count, perturbed)
-            ranks = self._worlds.run(DDP.devices, call_quietly, observe_layout, arguments, timeout=self._timeout)
+            ranks = self._worlds.run(DDP.devices, call_quietly, run_layout, arguments, timeout=self._timeout)
             failed = next((observed.failure for observed in ranks if observed.failure), None)
             if failed is not None:
                 raise RuntimeError(failed.message)
             self._ddp[count, perturbed] = ranks
         return self._ddp[count, perturbed]
 
-    def _first_apart(self, reference: list[Observed], noisy: list[Observed]) -> str | None:
+    def _first_apart(self, reference: list[RunRecord], noisy: list[RunRecord]) -> str | None:
         for replica, (theirs, noise) in enumerate(zip(reference, noisy, strict=True)):
             ours = [rank.observed for rank in self._last if rank.observed.replica == replica]
             for difference in compare(ours, theirs, noise, precision=self._experiment.precision):
@@ -267,7 +267,7 @@ class _Perturbs(Callback):
         perturb(pl_module, perturbation(trainer.precision))
 
 
-class _Replicas(UnderLayout):
+class _Replicas(LayoutConnection):
     """Lightning's DDP, over microbatches if there are several."""
 
     def __init__(self, count: int, perturbed: bool) -> None:
@@ -291,11 +291,11 @@ class _Replicas(UnderLayout):
 
 @dataclass
 class _OnRank:
-    observed: Observed
+    observed: RunRecord
     warnings: list[str]
 
 
-class _Saving(UnderLayout):
+class _Saving(LayoutConnection):
     """Saves a checkpoint after the run, on all ranks as Lightning asks for it."""
 
     def __init__(self, layout: Layout, num_microbatches: int | None, path: str) -> None:
@@ -305,7 +305,7 @@ class _Saving(UnderLayout):
     def connect(self, trainer: Any, module: Any) -> None:
         self._trainer = trainer
 
-    def finish(self, observed: Observed) -> None:
+    def finish(self, observed: RunRecord) -> None:
         try:
             self._trainer.save_checkpoint(self._path)
         except Exception as error:
@@ -314,11 +314,11 @@ class _Saving(UnderLayout):
 
 
 def observe_and_save(experiment: Experiment, layout: Layout, path: str) -> _OnRank:
-    """`observe_layout`, with what was warned of and a checkpoint."""
+    """`run_layout`, with what was warned of and a checkpoint."""
     connection = _Saving(layout, experiment.num_microbatches, path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        observed = observe_layout(experiment, layout, connection)
+        observed = run_layout(experiment, layout, connection)
     return _OnRank(observed, [str(warning.message) for warning in caught])
 
 
@@ -384,7 +384,7 @@ def load_plainly(experiment: Experiment, path: str, weights: dict[str, Any]) -> 
         return _shown(error)
 
 
-def _tensors(observed: Observed) -> dict[str, Any]:
+def _tensors(observed: RunRecord) -> dict[str, Any]:
     return {**observed.weights, **observed.buffers}
 
 

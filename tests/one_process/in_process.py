@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument import installed
+from lightning_hybrid.step.instrument.instrument import instrumented
 
 
 class OneRank:
@@ -34,7 +34,7 @@ class Outcome:
 
     loss: Tensor
     grads: dict[str, Tensor]
-    variant: Variant | None = None
+    variant: TraceVariant | None = None
 
     @property
     def assignment(self) -> Assignment:
@@ -72,7 +72,7 @@ def keyed(seed: int = 0) -> KeyedRandomness:
     return KeyedRandomness(seed, torch.device("cpu"))
 
 
-def cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> Variant:
+def cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> TraceVariant:
     """Record a training step and cut it."""
     plan = StagePlan(module, OneRank(), randomness or keyed(), stages_per_rank=num_stages, cuts=cuts)
     return plan.variant("training_step", step, contextlib.nullcontext, train=True)
@@ -99,7 +99,7 @@ def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None
             poisoned(module, lambda name, stage=stage: stage not in assignment.holders.get(name, ())),
             randomness.isolated(),
             randomness.microbatch(step_number, 0),
-            installed([variant.replays[stage]], randomness) as current,
+            instrumented([variant.replays[stage]], randomness) as current,
         ):
             run = variant.replays[stage].run(again or step, given, names, current)
         received_by.append(received)
@@ -108,7 +108,7 @@ def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None
         if stage == assignment.loss_stage:
             loss = run.made[graph.loss]
     back: dict[int, Tensor] = {}
-    with installed(variant.replays.values(), randomness):
+    with instrumented(variant.replays.values(), randomness):
         for stage in reversed(range(num_stages)):
             roots = [tensor for value, tensor in made_by[stage].items() if value in back]
             seeds = [back[value] for value in made_by[stage] if value in back]

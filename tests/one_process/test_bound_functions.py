@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
 from lightning_hybrid.step.tracing import bound_apply as places
-from lightning_hybrid.step.tracing.bound_apply import bound_functions
+from lightning_hybrid.step.tracing.bound_apply import find_bound_applies
 from lightning_hybrid.step.tracing.recording import StepError
 
 reverse = super(_SingleLevelFunction, Reverse).apply
@@ -117,7 +117,7 @@ class Inside(nn.Module):
 def test_only_applies_are_found():
     mine = sys.modules[__name__]
     others = {module for module in sys.modules.values() if module is not mine}  # other tests may keep it too
-    found = [p for p in bound_functions(Reversing("variable")) if p.function is Reverse and p.owner not in others]
+    found = [p for p in find_bound_applies(Reversing("variable")) if p.function is Reverse and p.owner not in others]
     assert sorted(place.name for place in found) == ["of_class", "of_object", "reverse"]
     assert {place.owner for place in found if place.name == "reverse"} == {mine}
 
@@ -126,7 +126,7 @@ def test_what_is_kept_later_is_found_in_new_modules_where_the_model_comes_from_a
     module, mine, another, keeping = Reversing("variable"), sys.modules[__name__], types.ModuleType("another"), reverse
 
     def found():
-        return {(place.owner, place.name) for place in bound_functions(module)}
+        return {(place.owner, place.name) for place in find_bound_applies(module)}
 
     monkeypatch.setattr(mine, "reverse", None)
     assert (mine, "reverse") not in found()

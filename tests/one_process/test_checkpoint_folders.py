@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint import writing
-from lightning_hybrid.checkpoint.background_save import Background
+from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError, IncompleteCheckpoint
 from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
 from lightning_hybrid.checkpoint.inspect_checkpoint import problems
@@ -306,7 +306,7 @@ def test_every_element_lies_in_one_box(boxes, said):
 
 
 def test_an_error_of_the_thread_is_told_and_keeps_the_one_before(saved, monkeypatch):
-    background = Background()
+    background = BackgroundSave()
 
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -13,8 +13,8 @@ from wider_models import WIDTH, GptOss, Mixtral
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.parallel.equivalence_proof import prove
 from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import CutWidths, Width
-from lightning_hybrid.parts.placement import Piece, Shard, cut
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
+from lightning_hybrid.parts.placement import Piece, Shard, shard_tensor
 
 
 def found_in(root, call, tensor_size=2, size=1):
@@ -89,14 +89,14 @@ def test_found_and_proved(case, size):
     found = found_in(root, lambda: call(root), 2, size)
     assert found.widths["inner"].placements == placements, found
     assert found.widths["inner"].summed == summed and len(found.adapters) == size - 1
-    assert not found.uncut
+    assert not found.unsharded_widths
 
 
 def test_in_transformers():
     for case, gate in ((Mixtral, two(1, 32, 4)), (GptOss, even(2, 64, 4))):
         root = make(case)
         found = found_in(root, lambda root=root: root.loss(batch_of("tokens", range(4))), 4)
-        assert len(found.widths) == 2 and not found.uncut
+        assert len(found.widths) == 2 and not found.unsharded_widths
         assert next(iter(found.widths.values())).placements["gate_up_proj"] == gate
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_cut_stays_whole(build, size, reason):
     root = Around(build())
     found = found_in(root, lambda: rows(root), size)
     assert not found.widths
-    assert re.search(reason, found.uncut["inner"]), found.uncut
+    assert re.search(reason, found.unsharded_widths["inner"]), found.unsharded_widths
 
 
 class OneOfTwo:
@@ -134,9 +134,9 @@ def test_the_module_is_as_before_and_later_ranks_leave_biases_out():
     whole, outs = module(*given), []
     for rank in range(2):
         for name, placement in width.placements.items():
-            module.get_parameter(name).data = cut(wholes[name], placement, rank, 2)
-        cut_widths = CutWidths(root, {"inner": width}, OneOfTwo(rank))
-        with cut_widths.holding(), cut_widths.running():
+            module.get_parameter(name).data = shard_tensor(wholes[name], placement, rank, 2)
+        cut_widths = TensorShardedExperts(root, {"inner": width}, OneOfTwo(rank))
+        with cut_widths.local_widths(), cut_widths.running():
             outs.append(root(*given))
     assert "forward" not in module.__dict__
     assert all(module._parameters[name] is parameter for name, parameter in before.items())
@@ -150,5 +150,5 @@ def test_a_planted_fault_fails_the_proof():
     found = found_in(root, lambda: root(*call[0]), size=2)
     adapter, right = found.adapters["inner"], found.widths["inner"]
     assert prove(module, adapter, call, 2, right).is_right and prove(module, adapter, call, 1, right).is_right
-    wrong = Width(2, 8, {"up": even(1, 16), "down": even(2, 8)})  # gates on one rank, the rest on the other
+    wrong = WidthSharding(2, 8, {"up": even(1, 16), "down": even(2, 8)})  # gates on one rank, the rest on the other
     assert not prove(module, adapter, call, 2, wrong).is_right

@@ -116,14 +116,16 @@ def test_recognised_and_proved(case, size):
     root = Around(build())
     found = found_in(root, lambda: call(root), size)
     assert {fqn: type(adapter) for fqn, adapter in found.adapters.items()} == {"inner": kind}
-    assert not found.whole
+    assert not found.replicated
 
 
 def test_what_is_no_expert_is_not_taken_for_one():
     root = Around(Chained())
     found = found_in(root, lambda: root(rows_of(9, WIDTH)))
     assert not found.adapters
-    assert "depend on what other experts answer" in found.whole["inner"] or "differs by" in found.whole["inner"]
+    assert (
+        "depend on what other experts answer" in found.replicated["inner"] or "differs by" in found.replicated["inner"]
+    )
 
 
 @pytest.mark.parametrize("fault", ["wrong part", "weights twice", "too many"])

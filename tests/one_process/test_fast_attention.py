@@ -9,7 +9,7 @@ from one_process.in_process import OneRank, keyed
 from torch import nn
 
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.step.instrument.instrument import installed
+from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.replay.stage_replay import StepChanged
 
 
@@ -24,7 +24,7 @@ def evaluate(module, step, num_stages, context=contextlib.nullcontext):
         portals = variant.assignment.portals
         for stage, replay in variant.replays.items():
             received = {v: values[v] for (_, target), sent in portals.items() if target == stage for v in sent}
-            with installed([replay], randomness) as current, context():
+            with instrumented([replay], randomness) as current, context():
                 values.update(replay.run(step, received, names, current).made)
     (returned,) = variant.assignment.graph.returned
     assert variant.assignment.num_stages == num_stages and portals

@@ -147,7 +147,7 @@ def test_a_folder_holds_one_idea(folder):
         ("graph/partition.py", "from ..step.recording import record_step"),
         ("step/recording/recorder.py", "import lightning.pytorch"),
         ("step/recording/recorder.py", "from lightning_hybrid.pipeline.runtime.executor import run"),
-        ("step/tracing/step_mode.py", "from lightning_hybrid.step.recording.guards import Looks"),
+        ("step/tracing/step_mode.py", "from lightning_hybrid.step.recording.guards import UnguardedReads"),
         ("step/recording/recorder.py", "from ..replay.stage_replay import StageReplay"),
         ("pipeline/runner.py", "from lightning_hybrid.tensor.plan.unit_plan import UnitPlan"),
         ("mesh.py", "from lightning_hybrid import step"),

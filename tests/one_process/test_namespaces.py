@@ -16,7 +16,7 @@ from lightning_hybrid.namespaces.lightning_names import LIGHTNING, PYTORCH_LIGHT
 from lightning_hybrid.step.tracing import step_mode as watch
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for room in twins._ROOMS for path in sorted((ROOT / "lightning_hybrid" / room).glob("*.py"))]
+SOURCES = [path for room in twins._TWIN_PACKAGES for path in sorted((ROOT / "lightning_hybrid" / room).glob("*.py"))]
 
 # -- whose classes ----------------------------------------------------------------------------------------------------
 
@@ -193,9 +193,9 @@ def test_everything_is_there_where_the_other_one_is_missing(namespace, missing):
 
 def test_files_that_both_share_are_one_module():
     # A scaler of a user's passes the check for its class in both.
-    assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.precision.scaler") is None
-    assert PYTORCH_LIGHTNING.name_here("lightning_hybrid.step.recording.recorder") is None
-    assert PYTORCH_LIGHTNING.name_here("lightning_utilities") is None
-    twin = PYTORCH_LIGHTNING.name_here("lightning_hybrid.strategies.hybrid3d")
+    assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.precision.scaler") is None
+    assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.step.recording.recorder") is None
+    assert PYTORCH_LIGHTNING.counterpart_of("lightning_utilities") is None
+    twin = PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.strategies.hybrid3d")
     assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.hybrid3d"
-    assert LIGHTNING.name_here(twin) == "lightning_hybrid.strategies.hybrid3d"
+    assert LIGHTNING.counterpart_of(twin) == "lightning_hybrid.strategies.hybrid3d"

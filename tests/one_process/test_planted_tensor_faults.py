@@ -8,36 +8,46 @@ import torch
 from tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 from torch import nn
 
-from lightning_hybrid.equivalence.output_differences import are_alike, difference_of
+from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of
 from lightning_hybrid.parts.placement import Replicated, Shard
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
 from lightning_hybrid.tensor.runtime import parallel_linears as linears
 from lightning_hybrid.tensor.runtime import partial_products as products
 from lightning_hybrid.tensor.runtime import region_inputs as entrances
-from lightning_hybrid.tensor.runtime.parallel_linears import Linears
+from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE, proof_of
 
 DEALT = ["tensor", "context", "both", "all"]
 
 
-def planned(unit, size=2, deal=None):
-    """The plan of a unit, and a proof of it that passes; `deal` says to which ranks positions are dealt.
+def planned(unit, size=2, sequence_parallel=None):
+    """The plan of a unit, and a proof of it that passes; `sequence_parallel` says to which ranks positions are dealt.
 
     "both": to context ranks, beside tensor ranks. "all": once more to these.
     """
     args = (tokens(),)
-    size, context = 1 if deal == "context" else size, 2 if deal in ("context", "both", "all") else 1
-    plan = plan_unit(unit, args, {}, size, context=context, deal="tensor" if deal in ("tensor", "all") else None)
+    size, context = (
+        1 if sequence_parallel == "context" else size,
+        2 if sequence_parallel in ("context", "both", "all") else 1,
+    )
+    plan = plan_unit(
+        unit,
+        args,
+        {},
+        size,
+        context=context,
+        sequence_parallel="tensor" if sequence_parallel in ("tensor", "all") else None,
+    )
     proof = proof_of(unit, args, {}, size, seed=1, context=context)
     assert proof.first_failure(plan) is None
     return plan, proof
 
 
 @functools.cache
-def fused(deal=None):
-    return planned(Block(FusedAttention()), deal=deal)
+def fused(sequence_parallel=None):
+    return planned(Block(FusedAttention()), sequence_parallel=sequence_parallel)
 
 
 def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
@@ -52,11 +62,11 @@ def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
     assert "grad of q_norm.weight" in proof.first_failure(replace(plan, summed=()))
 
 
-@pytest.mark.parametrize("deal", DEALT)
+@pytest.mark.parametrize("sequence_parallel", DEALT)
 @pytest.mark.parametrize("name", ["ln_1.weight", "attn.c_proj.bias"])
-def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(deal, name):
-    plan, proof = fused(deal)
-    for over in ("tensor", "context") if deal == "all" else (deal,):
+def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(sequence_parallel, name):
+    plan, proof = fused(sequence_parallel)
+    for over in ("tensor", "context") if sequence_parallel == "all" else (sequence_parallel,):
         field = "summed_over_tensor" if over == "tensor" else "summed_over_context"
         before = getattr(plan.positions, field)
         assert name in before
@@ -134,21 +144,21 @@ def test_one_wrong_element_of_a_large_gradient(place, wrong):
     assert difference_of(found, wanted, TOLERANCE) is None
     found[place] += wrong
     assert "relative difference" in difference_of(found, wanted, TOLERANCE)
-    assert not are_alike(found, wanted, TOLERANCE, whole=wanted)
+    assert not are_equal_within(found, wanted, TOLERANCE, whole=wanted)
 
 
-@pytest.mark.parametrize("deal", [None, "tensor", "all"])
-def test_a_bias_that_every_rank_adds(monkeypatch, deal):
-    plan, proof = fused(deal)
+@pytest.mark.parametrize("sequence_parallel", [None, "tensor", "all"])
+def test_a_bias_that_every_rank_adds(monkeypatch, sequence_parallel):
+    plan, proof = fused(sequence_parallel)
 
     def row(self, linear, run, x, *args, **kwargs):
-        dealing = self.dealing
-        if dealing is not None and dealing.exchanges(linear.fqn):
-            x = dealing.to_positions(x, linear.fqn)
+        sequence = self.sequence
+        if sequence is not None and sequence.exchanges(linear.fqn):
+            x = sequence.to_positions(x, linear.fqn)
         out = run(x, True, *args, **kwargs)
-        return self._leave(out) if dealing is None else dealing.leave_region(out)
+        return self._leave(out) if sequence is None else sequence.leave_region(out)
 
-    monkeypatch.setattr(Linears, "_row", row)
+    monkeypatch.setattr(ParallelLinears, "_row", row)
     assert "output 0" in proof.first_failure(plan)
 
 
@@ -163,9 +173,9 @@ def test_a_wrong_cut_of_a_fused_projection_whose_output_projection_is_zero():
     assert "relative difference" in proof.first_failure(replace(plan, placements={**plan.placements, **wrong}))
 
 
-@pytest.mark.parametrize("deal", DEALT)
-def test_features_dealt_for_positions(deal):
-    plan, proof = fused(deal)
+@pytest.mark.parametrize("sequence_parallel", DEALT)
+def test_features_dealt_for_positions(sequence_parallel):
+    plan, proof = fused(sequence_parallel)
     assert plan.positions.dim == 1
     assert proof.first_failure(replace(plan, positions=replace(plan.positions, dim=2))) is not None
 
@@ -183,24 +193,24 @@ class Centred(nn.Module):
 
 def test_positions_dealt_that_are_mixed():
     plan, proof = planned(Centred())
-    along = PositionsPlan(by="tensor", place=0, dim=1, num_dims=3, outputs=(0,), summed_over_tensor=("down.bias",))
+    along = PositionsPlan(by="tensor", leaf_index=0, dim=1, num_dims=3, outputs=(0,), summed_over_tensor=("down.bias",))
     inputs = {"up": (0,)}
     assert "output 0" in proof.first_failure(replace(plan, positions=replace(along, inputs=inputs)))
     assert proof.first_failure(replace(plan, positions=replace(along, inputs=inputs, dim=0))) is None
-    found, _ = planned(Centred(), deal="tensor")
+    found, _ = planned(Centred(), sequence_parallel="tensor")
     assert found.positions is None or found.positions.dim == 0
 
 
-@pytest.mark.parametrize("deal", ["tensor", "all"])
-def test_positions_of_sums_that_are_not_summed(monkeypatch, deal):
-    plan, proof = fused(deal)
-    monkeypatch.setattr(positions, "leave", lambda addend, dealt: positions.dealt_of(addend, dealt))
+@pytest.mark.parametrize("sequence_parallel", ["tensor", "all"])
+def test_positions_of_sums_that_are_not_summed(monkeypatch, sequence_parallel):
+    plan, proof = fused(sequence_parallel)
+    monkeypatch.setattr(positions, "leave", lambda addend, dealt: positions.shard_sequence(addend, dealt))
     assert "output 0" in proof.first_failure(plan)
 
 
-@pytest.mark.parametrize("deal", ["tensor", "all"])
-def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, deal):
-    plan, proof = fused(deal)
+@pytest.mark.parametrize("sequence_parallel", ["tensor", "all"])
+def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, sequence_parallel):
+    plan, proof = fused(sequence_parallel)
 
     class OwnGradient(torch.autograd.Function):
         @staticmethod
@@ -210,15 +220,15 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, deal):
 
         @staticmethod
         def backward(ctx, grad):
-            return ctx.dealt.own(grad), None
+            return ctx.dealt.local_positions(grad), None
 
     monkeypatch.setattr(positions, "_Enter", OwnGradient)
     assert "grad of" in proof.first_failure(plan)
 
 
-@pytest.mark.parametrize("deal", ["context", "both", "all"])
-def test_heads_exchanged_in_a_wrong_arrangement(deal):
-    plan, proof = fused(deal)
+@pytest.mark.parametrize("sequence_parallel", ["context", "both", "all"])
+def test_heads_exchanged_in_a_wrong_arrangement(sequence_parallel):
+    plan, proof = fused(sequence_parallel)
     assert list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
     ranks = plan.size * plan.context
     features = {**plan.positions.features, "attn.c_attn": Shard.evenly(-1, 3 * WIDTH, ranks)}

@@ -27,6 +27,6 @@ class Saves(nn.Module):
 def test_the_graph_of_a_trial_is_freed():
     layer = Saves()
     calls = ProvedCalls(layer, frozenset(), note=lambda _: None, agree=lambda seen: seen)
-    assert calls.otherwise_at(layer.forward, layer.forward, (torch.ones(2, 3, requires_grad=True),), {}) == ""
+    assert calls.first_deviation(layer.forward, layer.forward, (torch.ones(2, 3, requires_grad=True),), {}) == ""
     gc.collect()
     assert MADE and all(made() is None for made in MADE)

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_hybrid.pipeline.stages import trace_cache as choice
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.step.objects.lru_cache import Recent
+from lightning_hybrid.step.objects.lru_cache import LRUCache
 from lightning_hybrid.step.standins import absent_tensors as absent
 
 
 def test_what_was_used_least_lately_is_forgotten():
-    recent = Recent(2)
+    recent = LRUCache(2)
     recent["a"], recent["b"] = 1, 2
     assert recent["a"] == 1
     recent["c"] = 3
@@ -28,9 +28,9 @@ def test_what_was_used_least_lately_is_forgotten():
 
 def choosing(module, most, monkeypatch):
     """Of the forms of a module's step, of so many signatures: what is called with a batch gives its form."""
-    monkeypatch.setattr(choice, "_MOST_SIGNATURES", most)
+    monkeypatch.setattr(choice, "_MAX_SIGNATURES", most)
     plan = StagePlan(module, OneRank(), keyed(), stages_per_rank=2)
-    forms = choice.VariantChoice(module, plan, keyed())
+    forms = choice.TraceCache(module, plan, keyed())
     call = choice.Call("training_step", module.loss, (), contextlib.nullcontext, train=True, modes=plan.modes())
     return lambda *batches: forms.choose(call, batches)
 

@@ -12,7 +12,7 @@ from one_process.in_process import cut, keyed, pipeline, reference
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.step.recording.unit_dedup import arguments_key, each_alone
+from lightning_hybrid.step.recording.unit_dedup import argument_signature, without_deduplication
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, is_absent, make_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
@@ -168,7 +168,7 @@ def test_like_layers_run_once_whatever_their_places():
     record(module)
     assert ran == [0, 1, 5]
     ran.clear()
-    with each_alone({f"layers.{i}": layer for i, layer in enumerate(module.layers)}):
+    with without_deduplication({f"layers.{i}": layer for i, layer in enumerate(module.layers)}):
         record(module)
     assert ran == [0, 1, 2, 3, 4, 5, 6]
 
@@ -363,7 +363,7 @@ def test_randomness_of_a_recording_is_that_of_its_key():
 
 def test_units_are_alike_under_the_autocast_of_any_device_and_on_one_device():
     def key(device="cpu"):
-        return arguments_key([make_absent(torch.empty(2, 3), device=torch.device(device))], None)
+        return argument_signature([make_absent(torch.empty(2, 3), device=torch.device(device))], None)
 
     plain = key()
     assert plain == key() != key("cuda:0")

@@ -7,8 +7,8 @@ import torch
 from tensor_blocks import BLOCKS, HIDDEN, WIDTH, tokens
 from torch import nn
 
-from lightning_hybrid.tensor.requests.precedence import wishes_by_unit
-from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, wishes_of_model, wishes_of_user
+from lightning_hybrid.tensor.requests.precedence import requests_by_unit
+from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, requests_of_model, requests_of_user
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
@@ -42,8 +42,8 @@ def planned(name, plan=None, own=None, size=2):
     root = nn.Module()
     root.layers = nn.ModuleList([unit])
     root._tp_plan = own
-    asked = wishes_by_unit(root, {"layers.0": unit}, wishes_of_user(root, plan or {}), wishes_of_model(root))
-    return plan_unit(unit, args, {}, size, wishes=asked["layers.0"])
+    asked = requests_by_unit(root, {"layers.0": unit}, requests_of_user(root, plan or {}), requests_of_model(root))
+    return plan_unit(unit, args, {}, size, plan_requests=asked["layers.0"])
 
 
 def shown(plan):
@@ -57,8 +57,8 @@ def test_roles_are_fixed_by_the_user_and_the_rest_is_searched():
     assert shown(planned("three", {"c": "rowwise"})) == ["b -> c (your plan", "a (found"]
     plan = planned("grouped queries", {"layers.0.*_proj": "replicated", "up": "none", "gate": "colwise"})
     assert shown(plan) == ["gate -> down (your plan"]
-    assert plan.kept["up.weight"] == "your plan has 'up': 'none'"
-    assert plan.kept["k_proj.weight"] == "your plan has 'layers.0.*_proj': 'replicated'"
+    assert plan.replicated_reasons["up.weight"] == "your plan has 'up': 'none'"
+    assert plan.replicated_reasons["k_proj.weight"] == "your plan has 'layers.0.*_proj': 'replicated'"
     plan = planned("mlp", {"layers.*.2": "colwise_rep"})
     assert shown(plan) == ["0 (found", "2 (your plan"] and plan.roles == {"0": "gathered", "2": "gathered"}
     assert plan.lines()[0] == "0 (found: output gathered: what reads it (2) is in your plan)"
@@ -85,7 +85,7 @@ def test_patterns(pattern, names):
 
     mlp = module(up=nn.Linear(2, 2), q_proj=nn.Linear(2, 2), norm=nn.LayerNorm(2))
     root = module(layers=nn.ModuleList([module(up=nn.Linear(2, 2)), module(mlp=mlp)]))
-    assert wishes_of_user(root, {pattern: "colwise"}).keys() == names
+    assert requests_of_user(root, {pattern: "colwise"}).keys() == names
 
 
 def test_the_last_pattern_counts():
@@ -154,7 +154,7 @@ def test_plans_of_models_are_found_where_they_are():
     outer.model, outer.head = inner, nn.Linear(2, 2)
     root = nn.Module()
     root.net = outer
-    wanted = {fqn: wish.wanted for fqn, wish in wishes_of_model(root).items()}
+    wanted = {fqn: request.wanted for fqn, request in requests_of_model(root).items()}
     assert wanted == {"net.head": "gathered", "net.model.layers.0": "row", "net.model.layers.1": "row"}
     del outer.__dict__["_tp_plan"]
-    assert {wish.wanted for wish in wishes_of_model(root).values()} == {"column"}
+    assert {request.wanted for request in requests_of_model(root).values()} == {"column"}

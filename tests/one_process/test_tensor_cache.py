@@ -9,10 +9,10 @@ import torch
 from tensor_blocks import BLOCKS, BiasedAttention, Block, FusedAttention, GroupedQueries, tokens
 from torch import nn
 
-from lightning_hybrid.tensor.discovery.unit_calls import Calls
+from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls
 from lightning_hybrid.tensor.plan.plan_json import to_json
-from lightning_hybrid.tensor.requests.precedence import Wishes
-from lightning_hybrid.tensor.requests.user_plan import Wish
+from lightning_hybrid.tensor.requests.precedence import UnitRequests
+from lightning_hybrid.tensor.requests.user_plan import Request
 from lightning_hybrid.tensor.search import plan_cache as cache_file
 from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME, PlanCache
@@ -20,10 +20,18 @@ from lightning_hybrid.tensor.search.plan_cache import FILE_NAME, PlanCache
 NUM_PROOFS = 2  # runs of one proof, of a unit that does the same in all modes
 
 
-def found(folder, unit, args=(), *, whole=None, wishes=None, size=2, **options):
+def found(folder, unit, args=(), *, keep_replicated=None, plan_requests=None, size=2, **options):
     """A plan, and how many were searched and read for it; then the file is written."""
     plans = PlanCache(folder)
-    plan = plans.find(unit, args or (tokens(),), {}, size, whole=whole or {}, wishes=wishes or Wishes(), **options)
+    plan = plans.find(
+        unit,
+        args or (tokens(),),
+        {},
+        size,
+        keep_replicated=keep_replicated or {},
+        plan_requests=plan_requests or UnitRequests(),
+        **options,
+    )
     assert plans.save() is None
     return plan, (plans.num_searched, plans.num_read)
 
@@ -52,13 +60,13 @@ def test_what_was_found_is_only_proved_in_the_next_run(tmp_path, name, proofs):
 @pytest.mark.parametrize(
     ("options", "proofs"),
     [
-        ({"deal": "tensor"}, 1),
+        ({"sequence_parallel": "tensor"}, 1),
         ({"size": 1, "context": 2}, 1),
-        ({"context": 2, "deal": "tensor"}, 2),  # also of calls that are not dealt
+        ({"context": 2, "sequence_parallel": "tensor"}, 2),  # also of calls that are not dealt
     ],
 )
 def test_plans_with_positions_are_kept_too(tmp_path, options, proofs):
-    by = "both" if len(options) == 2 and "deal" in options else options.get("deal", "context")
+    by = "both" if len(options) == 2 and "sequence_parallel" in options else options.get("sequence_parallel", "context")
     first, counts = found(tmp_path, Block(FusedAttention()), **options)
     assert counts == (1, 0) and first.positions is not None and first.positions.by == by
     again, counts = found(tmp_path, Block(FusedAttention()), **options)
@@ -75,8 +83,8 @@ def test_what_changed_is_searched_again(tmp_path):
         {"unit": GroupedQueries(2, norm=True)},
         {"unit": unit},
         {"unit": GroupedQueries(2), "args": (tokens(2, 6),)},
-        {"unit": GroupedQueries(2), "whole": {"up.weight": "read by the step"}},
-        {"unit": GroupedQueries(2), "wishes": Wishes("", {"up": Wish("replicated", "")})},
+        {"unit": GroupedQueries(2), "keep_replicated": {"up.weight": "read by the step"}},
+        {"unit": GroupedQueries(2), "plan_requests": UnitRequests("", {"up": Request("replicated", "")})},
     ]
     for change in changes:
         assert found(tmp_path, **change)[1] == (1, 0), change
@@ -129,11 +137,11 @@ def test_a_plan_in_the_file_that_is_wrong_is_not_used(tmp_path):
         plan, counts = found(tmp_path, BiasedAttention())
         assert counts == (1, 0) and without_costs(plan) == without_costs(expected), change
     # Right by itself, but cut where others read the whole.
-    whole = {"q.weight": "used by several units"}
-    found(tmp_path / "shared", BiasedAttention(), whole=whole)
+    keep_replicated = {"q.weight": "used by several units"}
+    found(tmp_path / "shared", BiasedAttention(), keep_replicated=keep_replicated)
     spoil(tmp_path / "shared", lambda entry: entry.update(plan=to_json(expected)))
-    plan, counts = found(tmp_path / "shared", BiasedAttention(), whole=whole)
-    assert counts == (1, 0) and plan.kept["q.weight"] == "used by several units"
+    plan, counts = found(tmp_path / "shared", BiasedAttention(), keep_replicated=keep_replicated)
+    assert counts == (1, 0) and plan.replicated_reasons["q.weight"] == "used by several units"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"plans": {"a', b"[]", b'{"plans": 3}', b"\xff\xfe\x00", b"null"])
@@ -146,7 +154,7 @@ def test_a_file_that_is_torn_or_of_somebody_else_is_none(tmp_path, content):
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     plans = PlanCache(tmp_path / "file")
-    plans.find(FusedAttention(), (tokens(),), {}, 2, whole={}, wishes=Wishes())
+    plans.find(FusedAttention(), (tokens(),), {}, 2, keep_replicated={}, plan_requests=UnitRequests())
     unwritten = plans.save()
     assert unwritten is not None and "nothing is kept" in plans.summary(unwritten)
 
@@ -160,7 +168,7 @@ def test_a_run_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path, monk
 
     monkeypatch.setattr(cache_file.os, "replace", killed)
     plans = PlanCache(tmp_path)
-    plans.find(GroupedQueries(2), (tokens(),), {}, 2, whole={}, wishes=Wishes())
+    plans.find(GroupedQueries(2), (tokens(),), {}, 2, keep_replicated={}, plan_requests=UnitRequests())
     assert plans.save() == "OSError: no space left"
     assert (tmp_path / FILE_NAME).read_bytes() == before and os.listdir(tmp_path) == [FILE_NAME]
 
@@ -169,7 +177,7 @@ def test_like_layers_share_a_plan_that_is_read_once(tmp_path):
     def run():
         root = nn.ModuleList([FusedAttention() for _ in range(3)])
         units = {f"{k}": unit for k, unit in enumerate(root)}
-        calls = Calls({fqn: ((tokens(),), {}) for fqn in units})
+        calls = UnitCalls({fqn: ((tokens(),), {}) for fqn in units})
         plans = PlanCache(tmp_path)
         made = plan_units(root, units, calls, {}, 2, plans.find)
         plans.save()

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from lightning_hybrid.parts.placement import Piece, Replicated, Shard, cut, join, over_two, padded, spread
+from lightning_hybrid.parts.placement import (
+    Piece,
+    Replicated,
+    Shard,
+    embed_in_zeros,
+    join,
+    padded,
+    shard_tensor,
+    split_over_two_axes,
+)
 
 PLACEMENTS = [
     Replicated(),
@@ -17,23 +26,28 @@ PLACEMENTS = [
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_join_is_the_inverse_of_cut(placement):
     whole = torch.arange(96.0).view(12, 8)
-    parts = [cut(whole, placement, rank, 4) for rank in range(4)]
+    parts = [shard_tensor(whole, placement, rank, 4) for rank in range(4)]
     assert torch.equal(join(parts, placement), whole)
 
 
 def test_every_rank_gets_its_part_of_each_piece():
     placement = Shard(0, (Piece(4, 4), Piece(2, 2)))
-    assert [cut(torch.arange(6), placement, rank, 4).tolist() for rank in range(4)] == [[0, 4], [1, 4], [2, 5], [3, 5]]
+    assert [shard_tensor(torch.arange(6), placement, rank, 4).tolist() for rank in range(4)] == [
+        [0, 4],
+        [1, 4],
+        [2, 5],
+        [3, 5],
+    ]
 
 
 def test_the_last_part_of_an_uneven_piece_is_smaller():
     placement = Shard.unevenly(1, 13, 4)
     whole = torch.arange(26.0).view(2, 13)
-    parts = [cut(whole, placement, rank, 4) for rank in range(4)]
+    parts = [shard_tensor(whole, placement, rank, 4) for rank in range(4)]
     assert [part.shape[1] for part in parts] == [4, 4, 4, 1]
     assert torch.equal(join(parts, placement), whole)
     assert torch.equal(join([padded(part, placement) for part in parts], placement), whole)
-    assert torch.equal(sum(spread(part, placement, rank, 4) for rank, part in enumerate(parts)), whole)
+    assert torch.equal(sum(embed_in_zeros(part, placement, rank, 4) for rank, part in enumerate(parts)), whole)
     with pytest.raises(ValueError, match="length 5 cannot be sharded into 4 shards"):
         Shard.unevenly(0, 5, 4)
     with pytest.raises(ValueError, match="2 pieces along one dim"):
@@ -43,7 +57,7 @@ def test_the_last_part_of_an_uneven_piece_is_smaller():
 def test_spread_parts_sum_to_the_whole_times_the_holders():
     placement = Shard(0, (Piece(4, 4), Piece(2, 2)))
     whole = torch.arange(1.0, 7)
-    total = sum(spread(cut(whole, placement, rank, 4), placement, rank, 4) for rank in range(4))
+    total = sum(embed_in_zeros(shard_tensor(whole, placement, rank, 4), placement, rank, 4) for rank in range(4))
     assert total.tolist() == [1, 2, 3, 4, 10, 12]
 
 
@@ -54,21 +68,21 @@ def test_offsets_into_the_whole_are_found_on_a_rank():
 
 def test_a_placement_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"shards a dim of 12, but dim 0 of shape \(8, 8\) has 8"):
-        cut(torch.zeros(8, 8), Shard.evenly(0, 12, 4), 0, 4)
+        shard_tensor(torch.zeros(8, 8), Shard.evenly(0, 12, 4), 0, 4)
     with pytest.raises(ValueError, match="length 6 cannot be sharded into 4"):
         Piece(6, 4)
     with pytest.raises(ValueError, match="3 shards cannot be split evenly over 4 ranks"):
-        cut(torch.zeros(6), Shard(0, (Piece(6, 3),)), 0, 4)
+        shard_tensor(torch.zeros(6), Shard(0, (Piece(6, 3),)), 0, 4)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS[1:], ids=str)
 def test_a_cut_over_two_axes_is_one_after_the_other(placement):
     whole = torch.arange(96.0).view(12, 8)
-    first, second = over_two(placement, 2, 2)
-    parts = [cut(cut(whole, first, rank // 2, 2), second, rank % 2, 2) for rank in range(4)]
-    assert all(torch.equal(part, cut(whole, placement, rank, 4)) for rank, part in enumerate(parts))
-    assert over_two(placement, 1, 4) == (Replicated(), placement)
+    first, second = split_over_two_axes(placement, 2, 2)
+    parts = [shard_tensor(shard_tensor(whole, first, rank // 2, 2), second, rank % 2, 2) for rank in range(4)]
+    assert all(torch.equal(part, shard_tensor(whole, placement, rank, 4)) for rank, part in enumerate(parts))
+    assert split_over_two_axes(placement, 1, 4) == (Replicated(), placement)
 
 
 def test_parts_that_two_axes_cannot_make_one_after_the_other():
-    assert over_two(Shard(0, (Piece(12, 3),)), 2, 3) is None
+    assert split_over_two_axes(Shard(0, (Piece(12, 3),)), 2, 3) is None

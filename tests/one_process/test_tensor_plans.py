@@ -13,12 +13,12 @@ from torch import nn
 from lightning_hybrid.equivalence.deterministic_mode import random_copy
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
-from lightning_hybrid.tensor.runtime.local_lengths import place_of_positions
+from lightning_hybrid.tensor.runtime.local_lengths import find_positions
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.shard_state.rank_randomness import OwnDraws
+from lightning_hybrid.tensor.shard_state.rank_randomness import RankDraws
 from lightning_hybrid.tensor.trial.equivalence_proof import Proof
 from lightning_hybrid.tensor.trial.example_inputs import make_example
-from lightning_hybrid.tensor.trial.threaded_ranks import Setting, TrialRanks, run_whole
+from lightning_hybrid.tensor.trial.threaded_ranks import Setting, TrialRanks, run_unsharded
 
 # name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order
 EXPECTED = {
@@ -71,7 +71,7 @@ def proof_of(unit, args, size=2):
 
     def runs(example):
         try:
-            return run_whole(twin, example, Setting()) is not None
+            return run_unsharded(twin, example, Setting()) is not None
         except (RuntimeError, ValueError):
             return False
 
@@ -179,10 +179,13 @@ def test_a_unit_that_cannot_run_is_kept_whole_with_its_reason():
 
 def test_sizes_that_cannot_be_divided_are_kept_whole_with_their_reason():
     plan = plan_unit(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), (torch.randn(2, 8),), {}, 2)
-    assert plan.kept["0.weight"] == "9 output features of 0 and 9 input features of 1 are not a multiple of 2 ranks"
+    assert (
+        plan.replicated_reasons["0.weight"]
+        == "9 output features of 0 and 9 input features of 1 are not a multiple of 2 ranks"
+    )
     assert plan.lines()[0].startswith("warning: ")
     odd = plan_unit(nn.MultiheadAttention(12, 3), (tokens(2, 5, 12),) * 3, {}, 2)
-    assert odd.kept["in_proj_weight"] == "3 heads are not a multiple of 2 ranks"
+    assert odd.replicated_reasons["in_proj_weight"] == "3 heads are not a multiple of 2 ranks"
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
@@ -192,7 +195,7 @@ def test_a_weight_that_is_computed_before_each_forward_does_not_keep_others_whol
     weight = normed.weight
     plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
     assert shown(plan) == ["0 -> 2"]
-    assert plan.kept["3.weight_v"] == "no weight of a linear"
+    assert plan.replicated_reasons["3.weight_v"] == "no weight of a linear"
     assert normed.weight is weight
 
 
@@ -214,20 +217,20 @@ def test_a_causal_mask_of_few_positions_stays_causal(batch, length):
     unit = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     keywords = {"src_mask": nn.Transformer.generate_square_subsequent_mask(length), "is_causal": True}
     plan = plan_unit(unit, (torch.randn(batch, length, 8),), keywords, 2)
-    assert [group.role for group in plan.groups] == ["attention", "column"], plan.kept
+    assert [group.role for group in plan.groups] == ["attention", "column"], plan.replicated_reasons
 
 
 def test_positions_are_dealt_to_many_ranks():
     unit = nn.TransformerEncoderLayer(16, 8, 16, batch_first=True)
     plan = plan_unit(unit, (tokens(2, 10, 16),), {}, 1, context=8)
-    assert plan.positions is not None, plan.undealt
+    assert plan.positions is not None, plan.full_sequence_reason
 
 
 def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_exchanged():
     plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=4)
     assert shown(plan) == EXPECTED["fused"] and plan.positions is None
     wanted = "4 heads of attn.c_attn are not a multiple of 8 ranks (tensor ranks times context ranks)"
-    assert plan.undealt.startswith(wanted), plan.undealt
+    assert plan.full_sequence_reason.startswith(wanted), plan.full_sequence_reason
 
 
 class Penalised(nn.Module):
@@ -242,10 +245,10 @@ class Penalised(nn.Module):
         return x + self.attn(self.norm(x)), self.table.square().sum()
 
 
-@pytest.mark.parametrize("options", [{"size": 2, "deal": "tensor"}, {"size": 1, "context": 2}])
+@pytest.mark.parametrize("options", [{"size": 2, "sequence_parallel": "tensor"}, {"size": 1, "context": 2}])
 def test_a_guess_of_what_is_summed_that_is_wrong_is_corrected(options):
     plan = plan_unit(Penalised(), (tokens(),), {}, **options)
-    assert plan.positions is not None, plan.undealt
+    assert plan.positions is not None, plan.full_sequence_reason
     summed = {*plan.positions.summed_over_tensor, *plan.positions.summed_over_context}
     assert "norm.weight" in summed and "table" not in summed
 
@@ -269,14 +272,16 @@ def test_only_regions_that_mix_positions_must_be_able_to_exchange_them():
     assert shown(plan) == ["attn.c_attn -> attn.c_proj", "c1 -> c2"]
 
 
-@pytest.mark.parametrize("options", [{"size": 1, "context": 2}, {"size": 2, "context": 2, "deal": "tensor"}])
+@pytest.mark.parametrize(
+    "options", [{"size": 1, "context": 2}, {"size": 2, "context": 2, "sequence_parallel": "tensor"}]
+)
 @pytest.mark.parametrize("name", ["own bias", "norm on heads"])
 def test_a_unit_that_is_the_attention_itself_is_dealt(name, options):
     """One is shown the length of the whole sequence; the other asks for its own where values in a region have more."""
     torch.manual_seed(0)
     plan = plan_unit(*BLOCKS[name](), {}, **options)
-    assert plan.positions is not None, plan.undealt
-    assert plan.positions.by == ("both" if "deal" in options else "context"), plan.lines()
+    assert plan.positions is not None, plan.full_sequence_reason
+    assert plan.positions.by == ("both" if "sequence_parallel" in options else "context"), plan.lines()
     assert plan.positions.shown == (("",) if name == "own bias" else ())
 
 
@@ -293,7 +298,7 @@ def test_a_unit_that_is_the_attention_itself_is_dealt(name, options):
 )
 def test_which_size_means_positions(old, sizes, same_dims, wanted):
     """Six of eleven positions are a rank's own."""
-    assert place_of_positions(old, sizes, (11,), 6, same_dims=same_dims) == wanted
+    assert find_positions(old, sizes, (11,), 6, same_dims=same_dims) == wanted
 
 
 def test_threads_of_a_trial_leave_the_generator_alone(monkeypatch):
@@ -302,7 +307,7 @@ def test_threads_of_a_trial_leave_the_generator_alone(monkeypatch):
     def refuse(self):
         raise AssertionError("the generator's state is asked for")
 
-    monkeypatch.setattr(OwnDraws, "__call__", refuse)
+    monkeypatch.setattr(RankDraws, "__call__", refuse)
     plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=2)
     assert shown(plan) == EXPECTED["fused"] and plan.positions is not None
 
@@ -321,7 +326,7 @@ def test_a_layer_that_writes_its_weights_stays_whole():
     before = {name: p.detach().clone() for name, p in unit.named_parameters()}
     plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
     assert plan.num_sharded == 0
-    assert set(plan.kept.values()) == {"its forward writes 0.weight, which ranks would do to copies"}
+    assert set(plan.replicated_reasons.values()) == {"its forward writes 0.weight, which ranks would do to copies"}
     assert all(torch.equal(p, before[name]) for name, p in unit.named_parameters())
 
 

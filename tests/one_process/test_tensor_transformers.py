@@ -117,10 +117,10 @@ def test_positions_are_dealt_to_context_ranks_beside_tensor_ranks(name):
     model, inputs = MODELS[name]()
     for unit, args, kwargs in calls_of_units(model, inputs):
         plan, alone = (plan_unit(unit, args, kwargs, 2, context=context) for context in (2, 1))
-        assert plan.positions is not None, plan.undealt
+        assert plan.positions is not None, plan.full_sequence_reason
         exchanging = [group for group in plan.groups if plan.exchanges(group)]
         assert 0 < len(exchanging) < max(2, len(plan.groups)), "an MLP exchanges nothing"
         assert plan.placements == alone.placements and plan.otherwise.groups == alone.groups
         if name == "Qwen3":
             in_context = plan_unit(unit, args, kwargs, 1, context=2)
-            assert in_context.positions is not None, in_context.undealt
+            assert in_context.positions is not None, in_context.full_sequence_reason

@@ -7,7 +7,7 @@ from one_process.in_process import assert_same_gradients, cut, pipeline, referen
 from torch import nn
 
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, ControlFlowError, drop
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, ControlFlowError, drop
 
 
 def layers():
@@ -21,7 +21,7 @@ def test_each_layer_is_one_unit():
 def test_a_rank_that_holds_parts_of_some_layers_and_nothing_of_others_chooses_the_same():
     root = layers()
     for parameter in root[0].parameters():
-        parameter.__dict__[WHOLE_SHAPE] = parameter.shape
+        parameter.__dict__[FULL_SHAPE] = parameter.shape
         parameter.data = torch.zeros_like(parameter)[: len(parameter) // 2]
     for parameter in root[1].parameters():
         drop(parameter)

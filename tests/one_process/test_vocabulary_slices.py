@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.placement import cut, join
-from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, choose_cuts
+from lightning_hybrid.parts.placement import join, shard_tensor
+from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
 from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary import sharded_losses as slice_losses
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice, Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary, VocabularyShard
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 ROWS, WIDTH, SHAPE = 13, 6, (3, 5)
@@ -98,7 +98,7 @@ def compared(function, size, *, rows=ROWS):
         own = leaves[:2] if vocabulary is None else [represent(leaf, 0, vocabulary) for leaf in leaves[:2]]
         out = function(F.linear(leaves[2] + F.embedding(targets.clamp(min=0), own[0], 2), *own), targets)
         gathers = 0 if vocabulary is None else vocabulary.num_gathers
-        out = out.whole() if isinstance(out, Slice) else out
+        out = out.whole() if isinstance(out, VocabularyShard) else out
         weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).cos().view(out.shape)
         return [out.detach(), *torch.autograd.grad(out, leaves, weights)], gathers
 
@@ -106,7 +106,7 @@ def compared(function, size, *, rows=ROWS):
 
     def one(ranks):
         vocabulary = Vocabulary(rows, ranks)
-        part = [cut(whole, vocabulary.shard(0), ranks.rank, size) for whole in (weight, bias)]
+        part = [shard_tensor(whole, vocabulary.shard(0), ranks.rank, size) for whole in (weight, bias)]
         return run(*part, vocabulary), vocabulary.shard(0)
 
     outcomes = on_ranks(size, one)
@@ -224,6 +224,6 @@ def test_what_is_cut_and_why_not(module, size, names, reason):
     uses = VocabularyUses(module, {"": module}, [""])
     with uses:
         module(torch.arange(5), torch.arange(5))
-    cuts, reasons = choose_cuts(module, uses.uses, size)
+    cuts, reasons = choose_vocabulary_shardings(module, uses.uses, size)
     assert set(cuts) == names
     assert any(reason in text for text in reasons.values()), reasons

@@ -10,14 +10,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.pipeline.runtime import split_backward as weights_later
-from lightning_hybrid.pipeline.runtime.split_backward import WeightsLater, finish
+from lightning_hybrid.pipeline.runtime.split_backward import SplitBackward, finish
 
 IN_A_UNIT = SimpleNamespace(watch=SimpleNamespace(inside_unit=True))
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setitem(weights_later.FEWEST_PRODUCTS, "cpu", 0)
+    monkeypatch.setitem(weights_later.MIN_PRODUCTS_TO_DEFER, "cpu", 0)
 
 
 class Net(nn.Module):
@@ -37,8 +37,8 @@ def made(cls=Net, **options):
 
 def run(module, x, step=None):
     """One microbatch in two parts; the weights that were left, and the gradients when the first part was done."""
-    later = WeightsLater()
-    with later.installed(IN_A_UNIT):
+    later = SplitBackward()
+    with later.instrumented(IN_A_UNIT):
         with later.forward():
             loss = (module(x) if step is None else step(module, x)).square().sum()
         left = later.backward([loss], [torch.ones_like(loss)])
@@ -264,10 +264,10 @@ def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
 
     assert run(module, x, autocast)[0] == []
     assert run(module, x)[0] == ["c.weight", "b.weight", "a.weight"]
-    monkeypatch.setitem(weights_later.FEWEST_PRODUCTS, "cpu", 3 * 6 * 4 + 1)
+    monkeypatch.setitem(weights_later.MIN_PRODUCTS_TO_DEFER, "cpu", 3 * 6 * 4 + 1)
     assert run(module, x)[0] == ["b.weight"]
-    later = WeightsLater()
-    with later.installed(SimpleNamespace(watch=SimpleNamespace(inside_unit=False))), later.forward():
+    later = SplitBackward()
+    with later.instrumented(SimpleNamespace(watch=SimpleNamespace(inside_unit=False))), later.forward():
         loss = module(x).sum()
     assert later.backward([loss], [torch.ones(())]) == []
 
@@ -275,8 +275,8 @@ def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
 def test_somebody_elses_linear_stays(monkeypatch):
     calls = []
     monkeypatch.setattr(F, "linear", lambda *args: calls.append(1) or torch._C._nn.linear(*args))
-    later = WeightsLater()
-    with later.installed(IN_A_UNIT), later.forward():
+    later = SplitBackward()
+    with later.instrumented(IN_A_UNIT), later.forward():
         loss = made()(torch.randn(3, 4, dtype=torch.float64)).sum()
     assert len(calls) == 3 and later.backward([loss], [torch.ones((), dtype=torch.float64)]) == []
 
@@ -308,9 +308,9 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
         def backward(ctx, gradient):
             raise ValueError("no")
 
-    module, later = made(), WeightsLater()
+    module, later = made(), SplitBackward()
     x = torch.randn(3, 4, dtype=torch.float64)
-    with later.installed(IN_A_UNIT):
+    with later.instrumented(IN_A_UNIT):
         with later.forward():
             loss = module(Fails.apply(x.requires_grad_())).sum()
             good = module(x.detach()).sum()
@@ -320,8 +320,8 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
 
 
 def test_an_input_that_is_written_before_its_weight_has_a_gradient_is_an_error():
-    module, later, x = made(), WeightsLater(), torch.randn(3, 4, dtype=torch.float64)
-    with later.installed(IN_A_UNIT), later.forward():
+    module, later, x = made(), SplitBackward(), torch.randn(3, 4, dtype=torch.float64)
+    with later.instrumented(IN_A_UNIT), later.forward():
         loss = module(x).sum()
     left = later.backward([loss], [torch.ones((), dtype=torch.float64)])
     x.mul_(2)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_hybrid.graph.partition import PartitionError, assign, balance, check_shared, find_homes
+from lightning_hybrid.graph.partition import PartitionError, assign, balance, check_shared, owner_stages
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 
 
@@ -59,15 +59,15 @@ def test_no_stage_begins_between_a_unit_and_what_computes_its_weight():
         inputs = [before, len(rows) - 1] if i else [len(rows) - 1]
         rows.append((f"@{name}", inputs, [f"{name}.bias", f"{name}.g", f"{name}.v"]))
     graph = graph_of(*rows, ("mean", [len(rows) - 1], []))
-    homes = find_homes(graph, 2)
+    homes = owner_stages(graph, 2)
     assert homes == {f"blocks.{i}.{member}": i for i in range(2) for member in ("v", "g", "bias")}
     with pytest.raises(PartitionError, match="only 2 units"):
-        find_homes(graph, 3)
+        owner_stages(graph, 3)
 
 
 def test_a_chain_is_cut_evenly_and_hands_on_one_value():
     graph = chain(8)
-    homes = find_homes(graph, 4)
+    homes = owner_stages(graph, 4)
     assert [homes[f"blocks.{i}.weight"] for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assignment = assign(graph, homes, 4)
     assert assignment.portals == {(0, 1): (1,), (1, 2): (3,), (2, 3): (5,)}
@@ -85,7 +85,7 @@ def test_the_stage_of_an_operation_is_the_latest_of_what_it_reads():
         ("add", [2, 3], []),  # 4: a long skip from 0 to 2
         ("mul", [4], ["a"]),  # 5: reads an early parameter late
     )
-    assignment = assign(graph, find_homes(graph, 3), 3)
+    assignment = assign(graph, owner_stages(graph, 3), 3)
     assert assignment.node_stage == (0, 1, 0, 2, 2, 2)
     assert assignment.portals == {(0, 1): (0,), (0, 2): (2,), (1, 2): (1,)}
     assert assignment.shared == {"a": (0, 2)}
@@ -96,7 +96,7 @@ def test_values_without_gradients_have_no_way_back():
     graph = chain(2)
     values = (*graph.values[:0], Value(0, (2, 2), "int64", (2, 1), requires_grad=False), *graph.values[1:])
     graph = StepGraph("training_step", graph.nodes, values, graph.parameter_bytes, loss=graph.loss)
-    assignment = assign(graph, find_homes(graph, 2), 2)
+    assignment = assign(graph, owner_stages(graph, 2), 2)
     assert assignment.portals == {(0, 1): (0,)}
     assert assignment.gradient_portals() == {}
 
@@ -109,7 +109,7 @@ def test_a_value_handed_through_a_unit_stays_where_it_was_made():
     )
     values = tuple(Value(index, (1,), "float32", (1,), requires_grad=True) for index in range(4))
     graph = StepGraph("training_step", nodes, values, {"a": 4, "b": 4, "c": 4}, loss=3)
-    assignment = assign(graph, find_homes(graph, 3), 3)
+    assignment = assign(graph, owner_stages(graph, 3), 3)
     assert assignment.value_stage == (0, 0, 1, 2)
     assert assignment.portals == {(0, 1): (0, 1), (0, 2): (1,), (1, 2): (2,)}
 
@@ -127,7 +127,7 @@ def test_what_is_written_lives_with_what_it_is_written_from():
         Node(5 + i, "mul_", (), (f"teacher.{i}", f"student.{i}"), (), written=(f"teacher.{i}",)) for i in range(2)
     )
     graph = StepGraph("training_step", (*graph.nodes, *updates), graph.values, graph.parameter_bytes, loss=4)
-    homes = find_homes(graph, 2)
+    homes = owner_stages(graph, 2)
     assert homes["teacher.0"] == homes["student.0"] and homes["teacher.1"] == homes["student.1"]
 
 
@@ -145,7 +145,7 @@ def test_a_chain_of_updates_is_no_first_use_and_ties_what_it_reads():
         nodes.append(Node(len(nodes), "@" + name, inputs, (name,), (4 + index,), flops=10.0))
     nodes.append(Node(len(nodes), "mse_loss", (5, 7), (), (8,)))
     graph = StepGraph("training_step", tuple(nodes), values, {}, loss=8)
-    homes = find_homes(graph, 2, ["student.1"])
+    homes = owner_stages(graph, 2, ["student.1"])
     assert homes["student.0"] == 0 and homes["student.1"] == 1  # as if there were no updates
     # teacher.0 is read after student.1, and what is written lies where it is read
     assert homes["teacher.0"] == homes["teacher.1"] == 1
@@ -157,45 +157,45 @@ def test_a_chain_of_updates_is_no_first_use_and_ties_what_it_reads():
 
 
 def test_cuts_begin_the_stages():
-    homes = find_homes(chain(8), 3, ["blocks.1", "blocks.7"])
+    homes = owner_stages(chain(8), 3, ["blocks.1", "blocks.7"])
     assert [homes[f"blocks.{i}.weight"] for i in range(8)] == [0, 1, 1, 1, 1, 1, 1, 2]
 
 
 def test_an_unknown_cut_lists_the_nearest_names():
     with pytest.raises(PartitionError, match=r"'block\.3', which training_step never uses; nearest: \['blocks\.3'"):
-        find_homes(chain(8), 2, ["block.3"])
+        owner_stages(chain(8), 2, ["block.3"])
 
 
 def test_cuts_must_come_in_the_order_of_the_step():
     with pytest.raises(PartitionError, match=r"not in the order of training_step: 'blocks\.2'"):
-        find_homes(chain(8), 3, ["blocks.4", "blocks.2"])
+        owner_stages(chain(8), 3, ["blocks.4", "blocks.2"])
 
 
 def test_a_cut_at_the_first_unit_would_leave_stage_0_empty():
     with pytest.raises(PartitionError, match=r"'blocks\.0'"):
-        find_homes(chain(8), 2, ["blocks.0"])
+        owner_stages(chain(8), 2, ["blocks.0"])
 
 
 def test_one_cut_twice_would_leave_a_stage_empty():
     with pytest.raises(PartitionError, match=r"'blocks\.4'"):
-        find_homes(chain(8), 3, ["blocks.4", "blocks.4"])
+        owner_stages(chain(8), 3, ["blocks.4", "blocks.4"])
 
 
 def test_the_number_of_cuts_must_fit():
     with pytest.raises(PartitionError, match="has 1 entries but 4 stages need 3"):
-        find_homes(chain(8), 4, ["blocks.4"])
+        owner_stages(chain(8), 4, ["blocks.4"])
 
 
 def test_more_stages_than_units():
     with pytest.raises(PartitionError, match=r"needs 4 stages but has only 3 units.* 3 or less"):
-        find_homes(chain(3), 4)
+        owner_stages(chain(3), 4)
 
 
 def test_a_recurrent_step_is_refused():
     rows = [(f"@blocks.{i % 4}", [i - 1] if i else [], [f"blocks.{i % 4}.weight"]) for i in range(8)]
     graph = graph_of(*rows)
     with pytest.raises(PartitionError, match=r"recurrent through its stages: \d+ of 16 .*'blocks\.\d\.weight'.*=1"):
-        check_shared(assign(graph, find_homes(graph, 4), 4))
+        check_shared(assign(graph, owner_stages(graph, 4), 4))
 
 
 def with_derivative(graph, through):
@@ -207,11 +207,11 @@ def with_derivative(graph, through):
 
 def test_what_a_derivative_goes_through_is_on_its_latest_stage():
     graph = with_derivative(chain(4), (2, 3))
-    assert find_homes(graph, 3)["blocks.3.weight"] == find_homes(graph, 3)["blocks.2.weight"] == 2
+    assert owner_stages(graph, 3)["blocks.3.weight"] == owner_stages(graph, 3)["blocks.2.weight"] == 2
     # A cut by name inside of it: what comes before the cut follows.
-    assert assign(graph, find_homes(graph, 2, ["blocks.3"]), 2).node_stage == (0, 0, 1, 1, 1)
+    assert assign(graph, owner_stages(graph, 2, ["blocks.3"]), 2).node_stage == (0, 0, 1, 1, 1)
     whole = with_derivative(chain(4), (0, 1, 2, 3))
     with pytest.raises(PartitionError, match=r"leaves nothing to stages \[0\]"):
-        assign(whole, find_homes(whole, 2, ["blocks.2"]), 2)
+        assign(whole, owner_stages(whole, 2, ["blocks.2"]), 2)
     with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all that the derivative"):
-        find_homes(whole, 2)
+        owner_stages(whole, 2)

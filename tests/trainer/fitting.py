@@ -57,7 +57,7 @@ class Notes(Callback):
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             assert not any(is_absent(p) or is_absent(p.grad) for p in held)
             parts = getattr(getattr(trainer.strategy, "run", None), "parts", None)
-            whole = {id(p): p.grad if parts is None else parts.whole_like(p, p.grad) for p in held}
+            whole = {id(p): p.grad if parts is None else parts.full_state_of(p, p.grad) for p in held}
             self.fitted.grads.append({names[id(p)]: whole[id(p)].detach().clone() for p in held})
 
         for optimizer in trainer.optimizers:

@@ -12,7 +12,7 @@ from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_o
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
 
 from lightning_hybrid.full_params import value_locations as known
-from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
+from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 
 # Two tensor ranks cost a quarter of what they do with stages, which is left to the slow tests but for a few cases.
 TENSOR = {"tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)}
@@ -332,7 +332,7 @@ def run_refused(name, pp=2, strategy=None):
     model = {case.__name__: case for case in REFUSED}[name]()
     before = weights_of(model)
     options = {"accumulate_grad_batches": 2} if name == "ReadsTiedTooEarly" else {}
-    limits = GlobalReads.__init__.__kwdefaults__
+    limits = CrossStageReads.__init__.__kwdefaults__
     most = limits["most_elements"]
     try:
         limits["most_elements"] = 30 if name == "FetchesMuch" else most
@@ -370,24 +370,24 @@ class ReadsLateOnFirstRank(Noting):
 def run_late(patience_seconds):
     ignore_warnings()
     known._PATIENCE = timedelta(seconds=patience_seconds)
-    meetings = count_meetings()
+    num_checks = count_meetings()
     try:
         trainer_of(2, 2, strategy_options={"num_microbatches": 2}).fit(ReadsLateOnFirstRank(), loader(2))
     except Exception as error:
-        return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}", len(meetings)
-    return "nothing was raised", len(meetings)
+        return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}", len(num_checks)
+    return "nothing was raised", len(num_checks)
 
 
 def count_meetings():
-    meetings = []
-    meet = known.Contents.meet
+    num_checks = []
+    agree_on = known.ValueLocations.agree_on
 
     def counted(self, hook, what, why=""):
-        meetings.append(what)
-        meet(self, hook, what, why)
+        num_checks.append(what)
+        agree_on(self, hook, what, why)
 
-    known.Contents.meet = counted
-    return meetings
+    known.ValueLocations.agree_on = counted
+    return num_checks
 
 
 def test_hooks_that_read_nothing_stop_being_compared_and_a_late_reader_gives_up(worlds):

@@ -6,7 +6,7 @@ from models import WIDTH, Layers, mlp
 from torch import nn
 from torch.nn import functional as F
 from trainer.fitting import Run, assert_parity, fit, fit_whole
-from trainer.test_rows_by_hidden import AROUND
+from trainer.test_rows_by_hidden import FORWARD_WRAPPER
 
 
 class Turned(nn.Module):
@@ -80,11 +80,11 @@ class ChannelsLast(TurnedDropout):
 
 
 CUT = {"pipeline_cuts": ["layers.2"]}
-CASES = [(case, name) for case in (TurnedDropout, SlicedDropout, TurnedNoise, ChannelsLast) for name in AROUND]
+CASES = [(case, name) for case in (TurnedDropout, SlicedDropout, TurnedNoise, ChannelsLast) for name in FORWARD_WRAPPER]
 
 
 def fit_around(run, name):
-    with AROUND[name]():
+    with FORWARD_WRAPPER[name]():
         return fit(run)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainer.test_batch_numbers import SAMPLES, Classifier, assert_steps_agree
 from wild.suite import COMBINED, TENSOR, check
 
-from lightning_hybrid.pipeline.loss_weights.recorded_means import LossShares
+from lightning_hybrid.pipeline.loss_weights.recorded_means import LossMeanWeights
 from lightning_hybrid.verify import Layout
 from lightning_hybrid.verify.first_step_comparison import FirstStepError
 
@@ -232,14 +232,14 @@ def own_tokens():
 def fit_counting(pp):
     """The steps, and before which batches the step ran once more to count."""
     ignore_warnings()
-    counted, count = [], LossShares._counted
+    counted, count = [], LossMeanWeights._counted
     module = OwnLabels()
 
     def noted(shares, call, parts, **options):
         counted.append(call.number)
         return count(shares, call, parts, **options)
 
-    LossShares._counted = noted
+    LossMeanWeights._counted = noted
     trainer = trainer_of(pp, pp, strategy_options={"num_microbatches": 3} if pp > 1 else {})
     trainer.fit(module, DataLoader(own_tokens(), 8))
     return module.seen, counted

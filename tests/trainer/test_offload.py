@@ -14,7 +14,7 @@ from trainer.fitting import Run, fit, refusal
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.memory_mapped_states import OffloadError, StateFile
-from lightning_hybrid.zero.optimizer_states.layerwise_step import StatesByLayer, steps_in_turn
+from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, steps_independently
 
 
 def with_offload(run, where):
@@ -139,15 +139,15 @@ class CountsResident(Callback):
     noted = None
 
     def count(self, file):
-        let_go, most = file.let_go, 0
+        evict, most = file.evict, 0
 
         def counted(region):
             nonlocal most
             most = max(most, file.resident_bytes())
-            let_go(region)
+            evict(region)
             self.noted = most, max(map(len, file._maps)), file.nbytes
 
-        file.let_go = counted
+        file.evict = counted
 
 
 class ResidentParameters(CountsResident):
@@ -240,7 +240,7 @@ def make_optimizer(kind, **options):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_which_optimizers_step_in_turn(kind, options, expected):
-    assert steps_in_turn(make_optimizer(kind, **options)) is expected
+    assert steps_independently(make_optimizer(kind, **options)) is expected
 
 
 def test_a_full_disk_is_told_before_anything_changes(tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_path):
     p = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.AdamW([p])
-    offloaded = StatesByLayer(optimizer, [[p]], str(tmp_path))
+    offloaded = LayerwiseStep(optimizer, [[p]], str(tmp_path))
     p.grad = torch.ones_like(p)
     optimizer.step()
     before = p.detach().clone()
@@ -291,7 +291,7 @@ def test_options_that_are_none(options, message):
 def test_states_whose_file_was_cut_off_after_the_run_are_lost_and_that_is_said(tmp_path):
     p = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.AdamW([p])
-    offloaded = StatesByLayer(optimizer, [[p]], str(tmp_path))
+    offloaded = LayerwiseStep(optimizer, [[p]], str(tmp_path))
     p.grad = torch.ones_like(p)
     optimizer.step()
     os.ftruncate(offloaded.file._file.fileno(), 0)
@@ -306,7 +306,7 @@ def test_hooks_on_the_step_run_once(tmp_path):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    offloaded = StatesByLayer(optimizer, [list(layer.parameters()) for layer in module.layers], str(tmp_path))
+    offloaded = LayerwiseStep(optimizer, [list(layer.parameters()) for layer in module.layers], str(tmp_path))
     for p in module.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step(lambda: calls.append("closure"))

@@ -13,7 +13,7 @@ from trainer.test_offload import KINDS, SUBSETS, assert_bits, assert_same_bits, 
 from wild.hand_written import Lamb
 
 from lightning_hybrid.zero.memory_mapped_states import OffloadError
-from lightning_hybrid.zero.optimizer_states.all_parameters_step import StatesAtOnce
+from lightning_hybrid.zero.optimizer_states.all_parameters_step import AllParametersStep
 
 
 def lbfgs(module):
@@ -112,7 +112,7 @@ def make_lbfgs():
 def test_a_growing_history_reuses_its_file(tmp_path):
     """Of the three last steps LBFGS keeps two vectors each, and a few more; nothing is resident between steps."""
     plain, offloaded = make_lbfgs(), make_lbfgs()
-    states = StatesAtOnce(offloaded[0], str(tmp_path))
+    states = AllParametersStep(offloaded[0], str(tmp_path))
     sizes = []
     for expected in descend(*plain, 8):
         assert torch.equal(descend(*offloaded, 1)[0], expected)
@@ -129,7 +129,7 @@ def test_a_growing_history_reuses_its_file(tmp_path):
 def test_loaded_states_go_to_the_file(tmp_path):
     plain, offloaded = make_lbfgs(), make_lbfgs()
     descend(*plain, 5)
-    states = StatesAtOnce(offloaded[0], str(tmp_path))
+    states = AllParametersStep(offloaded[0], str(tmp_path))
     offloaded[0].load_state_dict(copy.deepcopy(plain[0].state_dict()))
     offloaded[1].data.copy_(plain[1].data)
     states.adopt()
@@ -144,7 +144,7 @@ def test_sparse_gradients(tmp_path):
         rows = nn.Embedding.from_pretrained(torch.ones(6, 3), freeze=False, sparse=True)
         optimizer = torch.optim.SparseAdam(rows.parameters(), lr=0.1)
         if folder is not None:
-            states = StatesAtOnce(optimizer, folder)
+            states = AllParametersStep(optimizer, folder)
         for _ in range(3):
             optimizer.zero_grad()
             rows(torch.tensor([0, 2])).square().sum().backward()
@@ -157,7 +157,7 @@ def test_sparse_gradients(tmp_path):
 
 def test_a_disk_that_gets_full_leaves_states_in_memory(tmp_path, monkeypatch):
     plain, offloaded = make_lbfgs(), make_lbfgs()
-    states = StatesAtOnce(offloaded[0], str(tmp_path))
+    states = AllParametersStep(offloaded[0], str(tmp_path))
     descend(*offloaded, 1)
 
     def full(*_):
@@ -175,7 +175,7 @@ def test_a_disk_that_gets_full_leaves_states_in_memory(tmp_path, monkeypatch):
 
 def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_path):
     optimizer, weight = make_lbfgs()
-    states = StatesAtOnce(optimizer, str(tmp_path))
+    states = AllParametersStep(optimizer, str(tmp_path))
     descend(optimizer, weight, 1)
     before = weight.detach().clone()
     os.ftruncate(states.file._file.fileno(), 0)
@@ -202,7 +202,7 @@ class Remembers(torch.optim.SGD):
 def test_what_was_a_state_and_is_still_held_is_not_written_over(tmp_path):
     p = nn.Parameter(torch.zeros(40))
     optimizer = Remembers([p], lr=1.0)
-    states = StatesAtOnce(optimizer, str(tmp_path))
+    states = AllParametersStep(optimizer, str(tmp_path))
     for _ in range(5):
         p.grad = torch.ones_like(p)
         optimizer.step()

@@ -16,7 +16,7 @@ from lightning_runs import Tiny, assert_same, ignore_warnings, loader, trainer_o
 from pickled_objects import IN_BATCH, KINDS, WHEN, Writes, data, made, write
 from torch import nn
 
-from lightning_hybrid.step.module_state.parameter_pickling import NotHere
+from lightning_hybrid.step.module_state.parameter_pickling import NotOnThisRank
 
 TESTS = Path(__file__).parents[1]
 LAYOUTS = {
@@ -216,7 +216,7 @@ def kept(size, options):
     assert any(keeps.kept.layers[0][0].forward.__self__ is each for each in keeps.kept.modules())
     try:
         return "", weights_of(pickle.loads(pickle.dumps(keeps.kept))), weights_of(module)
-    except NotHere as error:
+    except NotOnThisRank as error:
         with pytest.raises(RuntimeError, match=r"state_dict\(\) was called while"):
             keeps.kept.state_dict()
         return str(error), None, None

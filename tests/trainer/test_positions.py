@@ -15,9 +15,9 @@ from wider_models import BertWide, EncoderWide, GPT2Wide, GPT2WideDropout, Llama
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.placement import cut
+from lightning_hybrid.parts.placement import shard_tensor
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
-from lightning_hybrid.tensor.collectives.sequence_collectives import Dealt
+from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
@@ -122,7 +122,7 @@ def count_exchanges(run):
         return method
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, name in ((Dealt, "gathered"), (GroupRanks, "exchange"), (GroupRanks, "all_reduce")):
+        for kind, name in ((SequenceSharding, "gathered"), (GroupRanks, "exchange"), (GroupRanks, "all_reduce")):
             patch.setattr(kind, name, counted(name, getattr(kind, name)))
         return fit(replace(run, callback=Counts)).extra[1:]
 
@@ -202,7 +202,10 @@ def runner_of(unit, args, size, **options):
     layout = ParallelLayout(tensor_parallel_size=size, context_parallel_size=options.get("context", 1))
     mesh = Mesh.build(layout, "cpu")
     parameters = unit.named_parameters()
-    local = {n: cut(p.detach(), plan.placements[n], mesh.rank_in("tp"), size).requires_grad_() for n, p in parameters}
+    local = {
+        n: shard_tensor(p.detach(), plan.placements[n], mesh.rank_in("tp"), size).requires_grad_()
+        for n, p in parameters
+    }
     return ShardedUnit(unit, plan, mesh.group("tp"), context=mesh.group("cp"), tensors=lambda: local)
 
 

@@ -9,7 +9,7 @@ from models import BatchNorms
 from torch import nn
 from trainer.fitting import Run, _fit, fit
 
-from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 
 
 class Sees(Callback):
@@ -90,7 +90,7 @@ class Many(nn.Module):
 def shared():
     rank = dist.get_rank()
     module = Many(7 if rank == 0 else 0)
-    buffers = ReplicaBuffers(module, dist.group.WORLD, torch.device("cpu"))
+    buffers = ReplicaBufferBroadcast(module, dist.group.WORLD, torch.device("cpu"))
     if rank == 1:
         module.small = torch.zeros(2, dtype=torch.bfloat16)  # a cache that was made anew, of another size
     buffers.share()
@@ -124,4 +124,4 @@ def test_one_replica_sends_nothing():
         def size(self):
             return 1
 
-    ReplicaBuffers(module, Alone(), torch.device("cpu")).share()
+    ReplicaBufferBroadcast(module, Alone(), torch.device("cpu")).share()

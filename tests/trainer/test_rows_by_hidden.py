@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
-from lightning_hybrid.shared_memory import streams as streams
+from lightning_hybrid.shared_memory import peer_sockets as streams
 
 
 class RowsByHidden(Layers):
@@ -33,7 +33,7 @@ def on_hosts_of_their_own():
         yield
 
 
-AROUND = {"one host": contextlib.nullcontext, "two hosts": on_hosts_of_their_own, "as on GPUs": as_on_gpus}
+FORWARD_WRAPPER = {"one host": contextlib.nullcontext, "two hosts": on_hosts_of_their_own, "as on GPUs": as_on_gpus}
 
 
 def fit_and_note(run, name):
@@ -58,7 +58,7 @@ def fit_and_note(run, name):
 
         return kind, "receive", receive
 
-    with AROUND[name](), pytest.MonkeyPatch.context() as patch:
+    with FORWARD_WRAPPER[name](), pytest.MonkeyPatch.context() as patch:
         for kind in (GroupTransport, HostTransport):
             patch.setattr(*notes(kind))
         fitted = fit(run)

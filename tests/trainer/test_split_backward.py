@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
-from lightning_hybrid.pipeline.runtime.split_backward import FEWEST_PRODUCTS
+from lightning_hybrid.pipeline.runtime.split_backward import MIN_PRODUCTS_TO_DEFER
 
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
 
@@ -19,14 +19,14 @@ class LinearsOfAnySize(Callback):
         self.noted = []
 
     def setup(self, trainer, pl_module, stage):
-        self.before, FEWEST_PRODUCTS["cpu"] = FEWEST_PRODUCTS["cpu"], 0
+        self.before, MIN_PRODUCTS_TO_DEFER["cpu"] = MIN_PRODUCTS_TO_DEFER["cpu"], 0
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         spans = getattr(trainer.strategy, "spans", [])
         self.noted.append([f"{span.action.stage}{span.action.kind.value}" for span in spans if span.action.kind != "F"])
 
     def teardown(self, trainer, pl_module, stage):
-        FEWEST_PRODUCTS["cpu"] = self.before
+        MIN_PRODUCTS_TO_DEFER["cpu"] = self.before
 
 
 def slow(run):

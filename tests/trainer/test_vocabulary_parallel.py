@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.fitting import Run, assert_parity, fit, fit_reference
 
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import VocabularyShard
 
 
 class Returned(TiedByHand):
@@ -122,7 +122,7 @@ class MadeShapes(TorchDispatchMode):
         self.noted = noted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, Slice) for kind in types):
+        if any(issubclass(kind, VocabularyShard) for kind in types):
             return NotImplemented  # what it does with its part is seen
         out = func(*args, **(kwargs or {}))
         made = out if isinstance(out, tuple | list) else [out]

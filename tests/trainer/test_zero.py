@@ -220,7 +220,7 @@ class CountsWholes(Callback):
         def counted(group):
             gather(group)
             if group.fqn:
-                held[:] = [other for other in held if other.is_whole and other is not group] + [group]
+                held[:] = [other for other in held if other.is_full and other is not group] + [group]
                 counts.most = max(counts.most, len(held))
 
         self.undo = lambda: setattr(ParameterGroup, "gather", gather)
@@ -253,11 +253,11 @@ def test_a_single_number_stays_whole():
     assert shard_placement(torch.Size(()), 2) is None and shard_placement(torch.Size((1, 1)), 2) is None
 
 
-def changed_after_inference(keeps_whole):
+def changed_after_inference(keeps_full):
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
     p = nn.Parameter(torch.ones(2))
     ranks = ShardRanks(world, alone, 2)
-    group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_whole=keeps_whole)
+    group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_full=keeps_full)
     with torch.inference_mode():
         group.hold()
     group.let_go()
@@ -267,9 +267,9 @@ def changed_after_inference(keeps_whole):
     return p.tolist()
 
 
-@pytest.mark.parametrize("keeps_whole", [True, False])
-def test_parameters_gathered_in_inference_mode_can_be_trained_afterwards(worlds, keeps_whole):
-    assert worlds.run(2, changed_after_inference, keeps_whole) == [[2.0] * 4] * 2
+@pytest.mark.parametrize("keeps_full", [True, False])
+def test_parameters_gathered_in_inference_mode_can_be_trained_afterwards(worlds, keeps_full):
+    assert worlds.run(2, changed_after_inference, keeps_full) == [[2.0] * 4] * 2
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainer.fitting import refusal, trainer_of
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_part
+from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_shard
 
 WIDTH = 7  # parts of three ranks are of different sizes
 
@@ -157,7 +157,7 @@ class Rank:
 @pytest.mark.parametrize("shape", [(7, 5), (2, 9), (6,), ()])
 def test_files_have_room_for_parts(shape):
     p = torch.zeros(shape)
-    found = [numel_of_part(p, Rank(rank, 3)) for rank in range(3)]
+    found = [numel_of_shard(p, Rank(rank, 3)) for rank in range(3)]
     assert sum(found) == p.numel() if p.dim() else found == [1, 1, 1]
 
 

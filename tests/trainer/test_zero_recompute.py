@@ -79,10 +79,10 @@ class CountsWholes(Callback):
             gather(group)
             if group.fqn:
                 layers[:] = {id(other): other for other in [*layers, group]}.values()
-                counts.most = max(counts.most, sum(other.is_whole for other in layers))
+                counts.most = max(counts.most, sum(other.is_full for other in layers))
 
         def counted_free(group):
-            freed.extend(StorageWeakRef(whole.untyped_storage()) for whole in group._wholes.values())
+            freed.extend(StorageWeakRef(whole.untyped_storage()) for whole in group._full.values())
             free(group)
 
         def counted_begin(zero, *args):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.verify.layouts import Layout, parse_layout
 from lightning_hybrid.verify.records.record_comparison import AT_THE_END, compare
-from lightning_hybrid.verify.records.run_record import Failure, Observed, Step, describe_failure
+from lightning_hybrid.verify.records.run_record import Failure, RunRecord, StepRecord, describe_failure
 from lightning_hybrid.verify.report import Report, _plain, table
 from lightning_hybrid.verify.verify_layouts import _failed
 
@@ -19,7 +19,7 @@ def weights(step):
 
 def run_of(num_steps=3):
     steps = [
-        Step(
+        StepRecord(
             loss=1.0 / step,
             metrics={"loss": 1.0 / step, "acc": 0.5},
             learning_rates=[0.1],
@@ -28,7 +28,7 @@ def run_of(num_steps=3):
         )
         for step in range(1, num_steps + 1)
     ]
-    return Observed(
+    return RunRecord(
         start=weights(0),
         steps=steps,
         validations=[{"val_loss": 0.25}],

@@ -117,16 +117,16 @@ def parameters_replaced(patch):
     from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
     from lightning_hybrid.step.standins.absent_tensors import is_absent
 
-    original = StagePlan.drop_foreign
+    original = StagePlan.drop_remote_parameters
 
-    def drop_foreign(self):
+    def drop_remote_parameters(self):
         original(self)
         for module in self._root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and not is_absent(parameter):
                     module._parameters[name] = nn.Parameter(parameter.detach().clone())
 
-    patch.setattr(StagePlan, "drop_foreign", drop_foreign)
+    patch.setattr(StagePlan, "drop_remote_parameters", drop_remote_parameters)
 
 
 def a_seed_per_rank(patch):
@@ -213,8 +213,12 @@ def buffers_not_shared(patch):
 def gradients_not_cleared(patch):
     from lightning_hybrid.strategies.execution import step_execution as steps
 
-    original = steps.Deposit
-    patch.setattr(steps, "Deposit", lambda trained, **options: original(trained, **{**options, "zeroed_later": False}))
+    original = steps.GradientHandoff
+    patch.setattr(
+        steps,
+        "GradientHandoff",
+        lambda trained, **options: original(trained, **{**options, "zeroed_before_backward": False}),
+    )
     patch.setattr(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None)
 
 

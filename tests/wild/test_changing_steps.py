@@ -15,7 +15,7 @@ from wild.suite import COMBINED, FEATURES, LAYOUTS, regression_data
 from wild.suite import check_there_and_back as check
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.step.replay.trace_tree import Ways
+from lightning_hybrid.step.replay.trace_tree import TraceTree
 
 
 class UsedSometimes(Regression):
@@ -270,13 +270,13 @@ class LooksAtTheEpoch(LooksAtNothing):
 
 def count_rehearsals(module):
     rehearsed = []
-    rehearse = Ways.rehearse
-    Ways.rehearse = lambda *args: rehearsed.append(0) or rehearse(*args)
+    dry_run = TraceTree.dry_run
+    TraceTree.dry_run = lambda *args: rehearsed.append(0) or dry_run(*args)
     try:
         strategy = Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2)
         trainer_of(2, strategy, [], max_epochs=3, limit_val_batches=1).fit(module().double(), **regression_data())
     finally:
-        Ways.rehearse = rehearse
+        TraceTree.dry_run = dry_run
     return len(rehearsed)
 
 

@@ -12,7 +12,7 @@ from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 from wild.test_inside_forward import Regressor, mlp
 
 from lightning_hybrid.layout import LayoutError
-from lightning_hybrid.pipeline.stages.trace_cache import VariantChoice
+from lightning_hybrid.pipeline.stages.trace_cache import TraceCache
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify import Layout
 
@@ -197,14 +197,14 @@ def run_breaking(size, options, ask, place):
     ignore_warnings()
     model = Breaks(ask, "training", place)
     pp = options.pop("pipeline_parallel_size", 1)
-    own, recorded = (VariantChoice._record, VariantChoice._rehearse), []
-    VariantChoice._record = lambda *args: recorded.append(args[1].name) or own[0](*args)
-    VariantChoice._rehearse = lambda *args, **kwargs: recorded.append("rehearsal") or own[1](*args, **kwargs)
+    own, recorded = (TraceCache._record, TraceCache._dry_run), []
+    TraceCache._record = lambda *args: recorded.append(args[1].name) or own[0](*args)
+    TraceCache._dry_run = lambda *args, **kwargs: recorded.append("rehearsal") or own[1](*args, **kwargs)
     trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
     try:
         trainer.fit(model, loader(4, 32))
     except Exception as error:
-        VariantChoice._record, VariantChoice._rehearse = own
+        TraceCache._record, TraceCache._dry_run = own
         texts = [str(error), *getattr(error, "__notes__", [])]
         pairs = [(trainer.before[name], p) for name, p in held_by(model).items() if name in trainer.before]
         same = all(torch.equal(before, p) for before, p in pairs if before.shape == p.shape)  # ranks end with wholes

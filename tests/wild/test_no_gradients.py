@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from wild.suite import COMBINED, FEATURES, LAYOUTS, check
 from wild.test_inside_forward import Regressor
 
-from lightning_hybrid.pipeline.stages.missing_gradients import NoGradients
+from lightning_hybrid.pipeline.stages.missing_gradients import MissingGradients
 
 
 class Ignores(nn.Module):
@@ -59,7 +59,7 @@ def test_the_optimizer_leaves_them_alone(worlds, module, layout):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_no_gradient_is_told_from_any_number(dtype):
-    sender, receiver, key, other = NoGradients(), NoGradients(), (1, 0, 3), (1, 0, 4)
+    sender, receiver, key, other = MissingGradients(), MissingGradients(), (1, 0, 3), (1, 0, 4)
     leaf = torch.ones(3, dtype=dtype, requires_grad=True)
     assert receiver.received(key, sender.sent(key, leaf)) is None
     for number in (0.0, 1.0, float("nan"), float("inf")):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from wild.suite import COMBINED, FEATURES, LAYOUTS, check, regression_data
 from wild.test_inside_forward import Regressor, mlp
 
-from lightning_hybrid.pipeline.side_effects.module_changes import LeftBehind
+from lightning_hybrid.pipeline.side_effects.module_changes import ModuleChanges
 
 PP2, *_ = LAYOUTS
 
@@ -411,7 +411,7 @@ def test_what_a_step_leaves_behind(case):
     step, leaves = LEAVES[case]
     module = Keeps()
     module.outputs.append(torch.zeros(1))
-    left = LeftBehind(module, by_content=True)
+    left = ModuleChanges(module, by_content=True)
     step(module)
     assert left.something() is leaves
 

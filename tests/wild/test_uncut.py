@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from wild.suite import COMBINED, FEATURES, LAYOUTS, TENSOR, check
 from wild.test_inside_forward import Regressor, mlp
 
-from lightning_hybrid.full_params.gather_on_read import LentParameters
+from lightning_hybrid.full_params.gather_on_read import GatheredParameters
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start import runner_factory as stage_runner
 from lightning_hybrid.verify import Layout
@@ -383,14 +383,14 @@ class Lent(Alone):
 def sent(share):
     stage_runner._SHARE, before = share, stage_runner._SHARE
     names = []
-    lent = LentParameters._sent
-    LentParameters._sent = lambda self, name, parameter: names.append(name) or lent(self, name, parameter)
+    lent = GatheredParameters._sent
+    GatheredParameters._sent = lambda self, name, parameter: names.append(name) or lent(self, name, parameter)
     try:
         model = Lent()
         trainer = trainer_of(2, 2, limit_val_batches=1, limit_train_batches=1, num_sanity_val_steps=0)
         trainer.fit(model, loader(4), loader(4))
     finally:
-        stage_runner._SHARE, LentParameters._sent = before, lent
+        stage_runner._SHARE, GatheredParameters._sent = before, lent
     return names, model.absent, float(trainer.callback_metrics["v"]), sum(1 for _ in model.parameters())
 
 

@@ -123,7 +123,7 @@ class WritesInput(Block):
         return h
 
 
-class Guards(Block):
+class ReadGuards(Block):
     """Asks for values, as many do to be safe."""
 
     def between(self, h, x):
@@ -205,7 +205,7 @@ class Written(Two):
 
 
 class Guarded(Two):
-    make_block = Guards
+    make_block = ReadGuards
 
 
 class Dropped(Two):

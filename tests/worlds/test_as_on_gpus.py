@@ -8,9 +8,9 @@ import torch.distributed as dist
 from strict_group import Refused, as_on_gpus
 from torch import nn
 
-from lightning_hybrid.collectives.rank_agreement import share_tensor
+from lightning_hybrid.collectives.rank_agreement import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import where_sent
+from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.schedule import Message
@@ -47,7 +47,7 @@ def test_shared_parameters_are_summed(bound):
     with as_on_gpus(bound=bound):
         parameters = {name: nn.Parameter(torch.full((3,), 1.0 + here)) for name in ("all", "ends")}
         shared = SharedParameters({"all": [0, 1, 2], "ends": [0, 2]}, parameters, dist.group.WORLD)
-        shared.broadcast_first()
+        shared.broadcast_from_first_owner()
         assert parameters["all"].tolist() == [1.0] * 3
         for parameter in parameters.values():
             parameter.grad = torch.full((3,), 10.0**here)
@@ -77,15 +77,15 @@ def test_tensors_of_all_types_travel():
                 else:
                     (got,) = transport.receive(Message("forward", 0, 1, 0), 0, [value]).wait()
                     assert torch.equal(got, tensor), dtype
-                shared = share_tensor(value, tensor if here == 1 else None, 1, dist.group.WORLD, cpu)
+                shared = broadcast_tensor(value, tensor if here == 1 else None, 1, dist.group.WORLD, cpu)
                 assert torch.equal(shared, tensor), dtype
 
 
 def test_what_is_at_rest_on_the_host_is_sent_from_the_device_of_the_group():
     group, tensor = SimpleNamespace(_device_types=[torch.device("meta")]), torch.ones(2)
-    assert where_sent(tensor, group).device.type == "meta"
+    assert on_group_device(tensor, group).device.type == "meta"
     group._device_types.append(torch.device("cpu"))
-    assert where_sent(tensor, group) is tensor
+    assert on_group_device(tensor, group) is tensor
 
 
 @pytest.mark.world(2)
@@ -101,5 +101,5 @@ def test_what_is_on_another_device_travels_by_that_of_the_group():
         else:
             (got,) = transport.receive(Message("forward", 0, 1, 0), 0, [value]).wait()
             assert got.device.type == "meta"
-        shared = share_tensor(value, torch.ones(3) if here == 1 else None, 1, dist.group.WORLD, cpu)
+        shared = broadcast_tensor(value, torch.ones(3) if here == 1 else None, 1, dist.group.WORLD, cpu)
         assert shared.device.type == "meta"

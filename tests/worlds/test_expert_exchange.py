@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.experts.parallel.all_to_all import RanksOfExperts
+from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.expert_adapters import BatchedPairs
 
 EXPERTS, TOP, WIDTH = 4, 2, 6
@@ -61,7 +61,7 @@ def run_shared(name, chunks):
     each = EXPERTS // size
     for parameter in module.parameters():
         parameter.data = parameter.data[rank * each : (rank + 1) * each].clone()
-    ranks = RanksOfExperts(dist.group.WORLD, chunks=chunks)
+    ranks = ExpertAllToAll(dist.group.WORLD, chunks=chunks)
     hidden, weights = inputs(which, rank)
     out = adapter.run(
         module,

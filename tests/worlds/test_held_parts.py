@@ -6,16 +6,16 @@ from torch import nn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
+from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.parts.placement import Shard
 
 # By name: the shape of the whole, its cut over tensor ranks, and that of what is left over the ranks of a shard.
 CUTS = {
-    "same dim": ((12, 3), Shard.evenly(0, 12, 2), Shard.shared_out(0, 6, 2)),
-    "uneven inside": ((10, 3), Shard.evenly(0, 10, 2), Shard.shared_out(0, 5, 2)),
+    "same dim": ((12, 3), Shard.evenly(0, 12, 2), Shard.allowing_empty(0, 6, 2)),
+    "uneven inside": ((10, 3), Shard.evenly(0, 10, 2), Shard.allowing_empty(0, 5, 2)),
     "uneven outside": ((3, 5), Shard.unevenly(1, 5, 2), None),
-    "other dim": ((12, 3), Shard.evenly(0, 12, 2), Shard.shared_out(1, 3, 2)),
-    "inner alone": ((3, 3), None, Shard.shared_out(0, 3, 2)),
+    "other dim": ((12, 3), Shard.evenly(0, 12, 2), Shard.allowing_empty(1, 3, 2)),
+    "inner alone": ((3, 3), None, Shard.allowing_empty(0, 3, 2)),
     "owned": ((12, 3), Shard.evenly(0, 12, 2), Shard.owned(6, 2, 1)),
     "owned alone": ((12, 3), None, Shard.owned(12, 2, 1)),
 }
@@ -26,8 +26,11 @@ def held_parts():
     root = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, (shape, _, _) in CUTS.items()})
     outer = {name: placement for name, (_, placement, _) in CUTS.items() if placement is not None}
     inner = {name: placement for name, (_, _, placement) in CUTS.items() if placement is not None}
-    cuts = [AxisCut(mesh.group("tp"), outer, axis="tp"), AxisCut(mesh.group("dp_shard"), inner, axis="dp_shard")]
-    return root, HeldParts(root, cuts), cuts
+    shardings = [
+        AxisSharding(mesh.group("tp"), outer, axis="tp"),
+        AxisSharding(mesh.group("dp_shard"), inner, axis="dp_shard"),
+    ]
+    return root, LocalShards(root, shardings), shardings
 
 
 @pytest.mark.world(4)
@@ -36,14 +39,14 @@ def test_what_two_axes_cut_is_joined_once():
     root, parts, (outer, _) = held_parts()
     wholes = {name: parameter.detach().clone() for name, parameter in root.items()}
     for name, whole in wholes.items():
-        part = parts.part(name, whole)
-        assert torch.equal(parts.joined(name, part), whole), name
-        assert torch.equal(parts.whole_of(name, whole), whole), name
-        gathered = outer.part(whole, outer.placements[name]) if name in outer.placements else whole
-        assert torch.equal(parts.joined(name, gathered), whole), name
-        assert torch.equal(parts.joined(name, part, over_tensor_ranks=False), gathered), name
-    parts.cut_parameters(root)
-    parts.make_whole()
+        shard = parts.shard(name, whole)
+        assert torch.equal(parts.unshard(name, shard), whole), name
+        assert torch.equal(parts.full_tensor_of(name, whole), whole), name
+        gathered = outer.shard(whole, outer.placements[name]) if name in outer.placements else whole
+        assert torch.equal(parts.unshard(name, gathered), whole), name
+        assert torch.equal(parts.unshard(name, shard, over_tensor_ranks=False), gathered), name
+    parts.shard_parameters(root)
+    parts.unshard_parameters()
     for name, whole in wholes.items():
         assert torch.equal(root[name], whole), name
-        assert torch.equal(parts.whole_of(name, root[name]), whole), name
+        assert torch.equal(parts.full_tensor_of(name, root[name]), whole), name

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.memory.op_tape import Tape, restore
-from lightning_hybrid.shared_memory import streams as streams
+from lightning_hybrid.shared_memory import peer_sockets as streams
+from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
 from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory
-from lightning_hybrid.shared_memory.rows import begin_to_gather
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 
@@ -88,7 +88,7 @@ def test_a_slot_is_not_written_while_it_is_read():
 @pytest.mark.world(2)
 def test_a_group_has_one_memory():
     assert memory() is memory()
-    streams.close_streams(dist.group.WORLD)
+    streams.close_peer_sockets(dist.group.WORLD)
     assert shared_memory(dist.group.WORLD) is not None
 
 
@@ -123,7 +123,7 @@ def test_a_rank_that_closes_is_noticed():
     ours = memory()
     ours.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
-        streams.close_streams(dist.group.WORLD)
+        streams.close_peer_sockets(dist.group.WORLD)
         return
     with peer_is_gone():
         ours.all_reduce(torch.ones(1))
@@ -151,7 +151,7 @@ def transfers():
 
 
 def places_of(ours):
-    return {size: len(places) for size, places in ours._places.items()}
+    return {size: len(places) for size, places in ours._blocks.items()}
 
 
 @pytest.mark.world(2)
@@ -227,7 +227,7 @@ def test_a_rank_that_is_gone_is_noticed_by_who_receives_and_by_who_sends():
     ours = transfers()
     if dist.get_rank() == 1:
         ours.send(0, 0, torch.tensor(1.0))
-        streams.close_streams(dist.group.WORLD)
+        streams.close_peer_sockets(dist.group.WORLD)
         return
     assert ours.receive(1, 0, torch.float32) == 1  # what it had sent still arrives
     with peer_is_gone():
@@ -253,7 +253,7 @@ def test_rows_of_all_ranks_are_gathered_in_the_order_in_which_it_was_begun(share
     with pytest.MonkeyPatch.context() as patch:
         if not shared:
             patch.setattr(streams, "_host", lambda: f"host {here}")
-        waits = [begin_to_gather(torch.tensor([10.0 * here + number]), dist.group.WORLD) for number in range(2)]
+        waits = [start_all_gather(torch.tensor([10.0 * here + number]), dist.group.WORLD) for number in range(2)]
         assert (transfers_of(dist.group.WORLD) is not None) == shared
     for number, wait in enumerate(waits):
         assert [row.tolist() for row in wait()] == [[10.0 * rank + number] for rank in range(3)]
@@ -288,7 +288,7 @@ def test_what_ranks_gave_each_other_is_not_computed_again():
         expected = {name: tensor.clone() for name, tensor in given.items()}
         saved = {name: tape.save(tensor) for name, tensor in given.items()}
         for value in tape.made:
-            value.lose()
+            value.drop_tensor()
     tape.close()
     given.clear()
     for _ in range(3):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tensor_blocks import BLOCKS, WIDTH, Block, FusedAttention, tokens
 from torch import nn
 
-from lightning_hybrid.parts.placement import cut, join
+from lightning_hybrid.parts.placement import join, shard_tensor
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 from lightning_hybrid.tensor.runtime.local_offsets import CannotShard
 from lightning_hybrid.tensor.runtime.sharded_unit import sharded
@@ -71,7 +71,9 @@ def test_the_sharded_unit_is_the_unit(name, monkeypatch):
     wanted = {fqn: p.grad for fqn, p in unit.named_parameters() if p.requires_grad}
     inputs = [arg.grad for arg in args if arg.requires_grad]
 
-    local = {fqn: cut(tensor.detach(), plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
+    local = {
+        fqn: shard_tensor(tensor.detach(), plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()
+    }
     for fqn, parameter in unit.named_parameters():
         local[fqn].requires_grad_(parameter.requires_grad)
     args = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args)
@@ -98,7 +100,7 @@ def test_other_batches_and_lengths_than_those_of_the_proof():
     for name, shape in (("fused", (4, 12, WIDTH)), ("own bias", (2, 6, WIDTH)), ("own bias", (6, 2, WIDTH))):
         unit, args = unit_and_inputs(name)
         plan = plan_unit(unit, args, {}, 2)
-        local = {fqn: cut(tensor, plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
+        local = {fqn: shard_tensor(tensor, plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
         x = torch.randn(shape, dtype=torch.float64)
         expected = first(unit(x))
         with sharded(unit, plan, dist.group.WORLD, tensors=lambda local=local: local), torch.no_grad():
@@ -113,7 +115,7 @@ def test_what_the_unit_holds_is_taken_for_local():
     expected = unit(x)
     for fqn, parameter in list(unit.named_parameters()):
         owner, _, name = fqn.rpartition(".")
-        local = nn.Parameter(cut(parameter.detach(), plan.placements[fqn], rank, 2))
+        local = nn.Parameter(shard_tensor(parameter.detach(), plan.placements[fqn], rank, 2))
         setattr(unit.get_submodule(owner), name, local)
     with sharded(unit, plan, dist.group.WORLD):
         assert (unit(x) - expected).abs().max() < TOLERANCE
@@ -137,7 +139,7 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
 
     unit = nn.Sequential(nn.Linear(8, 64), drop("inside"), nn.Linear(64, 8), drop("outside"))
     plan = plan_unit(unit, (tokens(2, 5, 8),), {}, 2)
-    local = {fqn: cut(tensor, plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
+    local = {fqn: shard_tensor(tensor, plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
     x = torch.ones(2, 5, 8)
     with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local):
         masks = []
@@ -155,7 +157,7 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
 def test_a_hook_around_draws_is_entered_for_regions_alone():
     unit = Block(FusedAttention())
     plan = plan_unit(unit, (tokens(),), {}, 2)
-    local = {fqn: cut(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
+    local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
     entered = []
 
     @contextlib.contextmanager
@@ -186,7 +188,7 @@ def test_an_input_that_needs_a_gradient_only_later_gets_it():
     x, scale = torch.randn(2, 5, 8, dtype=torch.float64), torch.randn(2, 5, 1, dtype=torch.float64)
     plan = plan_unit(unit, (x.clone().requires_grad_(), scale), {}, 2)
     assert not plan.watched
-    local = {fqn: cut(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
+    local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
     scale.requires_grad_()
     [expected] = torch.autograd.grad(unit(x, scale).sum(), scale)
     with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local):
@@ -201,7 +203,8 @@ def test_gradients_can_be_differentiated_again():
     x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
     plan = plan_unit(unit, (x,), {}, 2)
     local = {
-        fqn: cut(t, plan.placements[fqn], dist.get_rank(), 2).requires_grad_() for fqn, t in unit.state_dict().items()
+        fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2).requires_grad_()
+        for fqn, t in unit.state_dict().items()
     }
 
     def force_loss():
@@ -229,7 +232,7 @@ def test_a_branch_that_was_not_proved_is_refused():
 
     unit = Branches()
     plan = plan_unit(unit, (tokens(2, 6, 8),), {}, 2)
-    local = {fqn: cut(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
+    local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
     with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local), torch.no_grad():
         unit(tokens(4, 6, 8))
         with pytest.raises(CannotShard, match=r"did not run when the unit's plan was proved"):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten: Any = torch.ops.aten
-_KEPT_BYTES = 16 << 20
+_SAVED_CHUNK_BYTES = 16 << 20
 
 
 class Activation(NamedTuple):
@@ -114,7 +114,9 @@ def _saved_buffers(rows: Tensor, up: Tensor) -> list[Tensor]:
     Not one tensor: large blocks come from the system each time, with a fault per page, which cost a tenth of a step.
     """
     num_rows, width = rows.shape[0], up.shape[1]
-    each = max(_KEPT_BYTES // (width * rows.element_size()), 1) if rows.device.type == "cpu" else max(num_rows, 1)
+    each = (
+        max(_SAVED_CHUNK_BYTES // (width * rows.element_size()), 1) if rows.device.type == "cpu" else max(num_rows, 1)
+    )
     return [rows.new_empty(min(each, num_rows - first), width) for first in range(0, num_rows, each)]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 Compute = Callable[[Tensor, Sequence[int], int], Tensor]
 
 
-class RanksOfExperts:
+class ExpertAllToAll:
     """All-to-all over ranks with equal numbers of experts: the first rank has the first experts.
 
     Attributes:
@@ -86,7 +86,7 @@ class RanksOfExperts:
 class _AsyncAllToAll:
     """Asynchronous all-to-all of rows in one direction, and of their gradients in the other."""
 
-    def __init__(self, ranks: RanksOfExperts, sent: Sequence[int], received: Sequence[int]) -> None:
+    def __init__(self, ranks: ExpertAllToAll, sent: Sequence[int], received: Sequence[int]) -> None:
         self.ranks, self.sent, self.received = ranks, sent, received
         self.work: dist.Work | None = None
         self.gradients: Tensor | None = None  # buffer of the gradients of the rows that were sent

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import Exact, random_copy
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, random_copy
 from lightning_hybrid.experts.parallel.expert_adapters import Call, ExpertsAdapter
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import Width
-from lightning_hybrid.parts.placement import cut
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
+from lightning_hybrid.parts.placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # By dtype: tolerance of outputs and gradients, relative to the largest element. float32 is used where kernels do not
@@ -36,7 +36,9 @@ class Verdict:
     reason: str = ""
 
 
-def prove(module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, width: Width | None = None) -> Verdict:
+def prove(
+    module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, width: WidthSharding | None = None
+) -> Verdict:
     """Compares a module with sharded experts to the full module.
 
     Args:
@@ -63,12 +65,12 @@ class _Proof:
     """A full copy of a module, and one with the shards of each rank."""
 
     def __init__(
-        self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: Width | None
+        self, module: nn.Module, adapter: ExpertsAdapter, size: int, dtype: torch.dtype, width: WidthSharding | None
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.full = random_copy(module, self.generator, dtype).requires_grad_()
         self.adapter, self.size, self.dtype = adapter, size, dtype
-        self.width = Width(1, 0, {}) if width is None else width
+        self.width = WidthSharding(1, 0, {}) if width is None else width
         self.placements = adapter.placements(self.full, size) if size > 1 else {}
         self.ranks = [[copy.deepcopy(self.full) for _ in range(size)] for _ in range(self.width.size)]  # by tensor rank
         for tensor_rank, modules in enumerate(self.ranks):
@@ -78,8 +80,8 @@ class _Proof:
 
     def _local_shard(self, name: str, tensor: Tensor, tensor_rank: int, rank: int) -> Tensor:
         if name in self.width.placements:
-            tensor = cut(tensor, self.width.placements[name], tensor_rank, self.width.size)
-        return cut(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
+            tensor = shard_tensor(tensor, self.width.placements[name], tensor_rank, self.width.size)
+        return shard_tensor(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
 
     def verdict(self, call: Call, tolerance: float) -> Verdict:
         worst, where = max([(0.0, ""), *self._differences(call)], key=lambda found: found[0])
@@ -146,7 +148,7 @@ class _Proof:
         leaves, spec = flatten(call)
         inputs = [leaf.detach().to(self.dtype).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
         args, kwargs = unflatten([leaf * 1 if _is_float(leaf) else leaf for leaf in inputs], spec)
-        exact = Exact(self.dtype)
+        exact = DeterministicMode(self.dtype)
         before, self.adapter.again = self.adapter.again, partial(_same_draws, exact)
         try:
             with exact:
@@ -161,9 +163,9 @@ class _Proof:
         return [leaf.detach() for leaf in out], [leaf.grad for leaf in inputs if _is_float(leaf)]
 
 
-def _same_draws(exact: Exact, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _same_draws(exact: DeterministicMode, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with exact.drawn_again():
+        with exact.redrawn_afterwards():
             return forward(*args, **kwargs)
 
     return run

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
 from lightning_hybrid.experts.parallel.equivalence_proof import prove
 from lightning_hybrid.experts.parallel.expert_adapters import Call, ExpertsAdapter, stacked_experts
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import Width, possible_widths
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.unit_dedup import UnitKinds, each_alone
+from lightning_hybrid.step.recording.unit_dedup import UnitKinds, without_deduplication
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class FoundExperts:
     """
 
     adapters: Mapping[str, ExpertsAdapter] = field(default_factory=dict)
-    whole: Mapping[str, str] = field(default_factory=dict)
-    widths: Mapping[str, Width] = field(default_factory=dict)
-    uncut: Mapping[str, str] = field(default_factory=dict)
+    replicated: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, WidthSharding] = field(default_factory=dict)
+    unsharded_widths: Mapping[str, str] = field(default_factory=dict)
 
 
 class ExpertCalls:
@@ -70,7 +70,7 @@ class ExpertCalls:
 
             return recorded
 
-        with each_alone(units), replaced_forwards(inside, wrap):
+        with without_deduplication(units), replaced_forwards(inside, wrap):
             yield
 
     def find(
@@ -85,11 +85,11 @@ class ExpertCalls:
             why_unsharded: Returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
         """
         found: dict[str, ExpertsAdapter] = {}
-        whole: dict[str, str] = {}
-        widths: dict[str, Width] = {}
+        replicated: dict[str, str] = {}
+        widths: dict[str, WidthSharding] = {}
         reasons: dict[str, str] = {}
         chosen: dict[int, ExpertsAdapter | str] = {}  # by structure of the module, as the next
-        chosen_widths: dict[tuple[int, str], Width | str] = {}
+        chosen_widths: dict[tuple[int, str], WidthSharding | str] = {}
         kinds = UnitKinds()
         tied = _tied_parameters(root)
         for fqn, call in self._calls.items():
@@ -98,7 +98,7 @@ class ExpertCalls:
             if not candidates:
                 continue
             if any(id(parameter) in tied for parameter in module.parameters()):
-                whole[fqn] = reasons[fqn] = "its parameters are tied to those of other modules"
+                replicated[fqn] = reasons[fqn] = "its parameters are tied to those of other modules"
                 continue
             key = kinds.kind_of(fqn, module)
             if size > 1 and key not in chosen:
@@ -107,18 +107,18 @@ class ExpertCalls:
             if isinstance(choice, ExpertsAdapter):
                 found[fqn] = choice
             elif choice:
-                whole[fqn] = choice
+                replicated[fqn] = choice
             if tensor_size > 1 and stacked_experts(module) is not None:
                 reason = why_unsharded(fqn)
                 if (key, reason) not in chosen_widths:
                     tried = [(choice, size)] if isinstance(choice, ExpertsAdapter) else [(c, 1) for c in candidates]
                     chosen_widths[key, reason] = reason or _pick_width(module, tried, call, tensor_size)
                 width = chosen_widths[key, reason]
-                if isinstance(width, Width):
+                if isinstance(width, WidthSharding):
                     widths[fqn] = width
                 else:
                     reasons[fqn] = width
-        return FoundExperts(found, whole, widths, reasons)
+        return FoundExperts(found, replicated, widths, reasons)
 
     def _is_layer_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
         """Returns whether the modules of a list all get all tokens, as layers do."""
@@ -151,7 +151,7 @@ def _choose_adapter(module: nn.Module, candidates: list[ExpertsAdapter], call: C
 
 def _pick_width(
     module: nn.Module, tried: list[tuple[ExpertsAdapter, int]], call: Call, tensor_size: int
-) -> Width | str:
+) -> WidthSharding | str:
     """Returns the first sharding of each expert whose proof succeeds, or the reason why there is none."""
     possible, reason = possible_widths(module, tensor_size)
     for width, (adapter, size) in itertools.product(possible, tried[:1]):

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.all_to_all import RanksOfExperts
+from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.expert_adapters import ExpertsAdapter
-from lightning_hybrid.mesh import where_sent
-from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
-from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
+from lightning_hybrid.mesh import on_group_device
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
+from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.parts.shard_boxes import part_of
+from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
 
 def placements_of(
-    root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, cuts: Sequence[AxisCut] = ()
+    root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, shardings: Sequence[AxisSharding] = ()
 ) -> dict[str, Shard]:
     """Returns how the parameters of experts are sharded, by FQN in the root.
 
@@ -32,7 +32,7 @@ def placements_of(
         root: The user's module, with full parameters.
         adapters: Adapters by FQN of the module with experts.
         size: Number of ranks.
-        cuts: Shardings that are applied before.
+        shardings: Shardings that are applied before.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found = {}
@@ -43,7 +43,7 @@ def placements_of(
             fqn_of = names[id(parameter)]
             if placement.is_owned:  # one rank has all that the other shardings leave
                 owner = placement.pieces[0].owner
-                placement = Shard.owned(part_of(cuts, fqn_of, parameter.shape).shape[0], size, owner or 0)
+                placement = Shard.owned(shard_of(shardings, fqn_of, parameter.shape).shape[0], size, owner or 0)
             found[fqn_of] = placement
     return found
 
@@ -51,24 +51,24 @@ def placements_of(
 class ContextRows(Protocol):
     """Context ranks among the expert-parallel ranks: layers see the rows of local positions, or replicated rows."""
 
-    def see_own(self, names: Iterable[str]) -> bool:
+    def sees_local_positions(self, names: Iterable[str]) -> bool:
         """Returns whether the module with these parameters sees only this rank's positions in the current forward."""
 
-    def range_of(self, number: int) -> tuple[int, int]:
+    def local_row_range(self, number: int) -> tuple[int, int]:
         """Returns start and stop of this rank's shard of ``number`` rows."""
 
-    def share(self, rows: Tensor) -> Tensor:
+    def shard_rows(self, rows: Tensor) -> Tensor:
         """Returns this rank's shard of replicated rows [R, D]; the backward gathers the gradients of all ranks."""
 
-    def joined(self, share: Tensor, number: int) -> Tensor:
+    def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
         """All-gathers ``number`` rows from the shards of the ranks."""
 
 
-class RanksOfExpertsDiffer(RuntimeError):
+class UnequalMicrobatches(RuntimeError):
     """Expert-parallel ranks have different numbers of microbatches."""
 
 
-class SharedExperts:
+class ShardedExperts:
     """Runs the modules with sharded experts of one rank.
 
     Attributes:
@@ -81,11 +81,11 @@ class SharedExperts:
         self,
         root: nn.Module,
         adapters: Mapping[str, ExpertsAdapter],
-        cut: AxisCut,
+        cut: AxisSharding,
         *,
         chunks: int,
         randomness: KeyedRandomness,
-        guards: Guards,
+        guards: ReadGuards,
         context: ContextRows | None = None,
     ) -> None:
         """Prepares the modules before their parameters are sharded.
@@ -100,9 +100,9 @@ class SharedExperts:
             context: The context ranks, if there are several.
         """
         self._context = context
-        self._outside = OutsideLayers("experts", Gather(guards, self._refuse))
+        self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
         self.adapters, self.cut = dict(adapters), cut
-        self.ranks = RanksOfExperts(cut.group, chunks=chunks)
+        self.ranks = ExpertAllToAll(cut.group, chunks=chunks)
         self._root = root
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # sharded ones, by module and FQN
@@ -129,7 +129,7 @@ class SharedExperts:
     def running(self) -> Iterator[None]:
         """Runs the modules with sharded experts inside; in evaluation, code outside of them sees full experts."""
         sharded = [parameter for named in self._parameters.values() for parameter in named.values()]
-        around = self._outside.on(sharded) if self._full is None else self.all_held()
+        around = self._outside.on(sharded) if self._full is None else self.full_experts()
         with around, replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward)):
             yield
 
@@ -166,31 +166,31 @@ class SharedExperts:
             """Exchanges a shard of rows that are replicated over context ranks: each row is computed only once."""
             assert self._context is not None
             number = int(counts.sum())
-            first, end = self._context.range_of(number)
+            first, end = self._context.local_row_range(number)
             ends = counts.cumsum(0)
             local_counts = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
-            return self._context.joined(exchange(self._context.share(rows[:number]), local_counts), number)
+            return self._context.unshard(exchange(self._context.shard_rows(rows[:number]), local_counts), number)
 
-        if self._context is None or self._context.see_own(self._parameters[fqn]):
+        if self._context is None or self._context.sees_local_positions(self._parameters[fqn]):
             return adapter.run(module, forward, args, kwargs, exchange)
         return adapter.run(module, forward, args, kwargs, exchange_share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def meet(self, num_microbatches: int) -> None:
+    def check_equal_microbatches(self, num_microbatches: int) -> None:
         """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks.
 
         Args:
             num_microbatches: Number of microbatches of the step on this rank.
 
         Raises:
-            RanksOfExpertsDiffer: The numbers differ; raised on every rank.
+            UnequalMicrobatches: The numbers differ; raised on every rank.
         """
-        votes = where_sent(torch.tensor([num_microbatches, -num_microbatches]), self.cut.group)
+        votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.cut.group)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cut.group)
         most, fewest = votes[0].item(), -votes[1].item()
         if most != fewest:
-            raise RanksOfExpertsDiffer(
+            raise UnequalMicrobatches(
                 f"replicas that share experts must run their layers equally often, but have batches of {fewest} to"
                 f" {most} microbatches ({num_microbatches} here); give them batches of equal size, or set"
                 " num_microbatches=1"
@@ -206,7 +206,7 @@ class SharedExperts:
         if not owned:
             return
         has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
-        has = where_sent(has, self.cut.group)
+        has = on_group_device(has, self.cut.group)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self.cut.group)
         for parameter, one_has in zip(owned, has.tolist(), strict=True):
             if one_has and parameter.grad is None and not parameter.numel():
@@ -214,7 +214,7 @@ class SharedExperts:
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def begin_evaluation(self, parts: HeldParts) -> None:
+    def begin_evaluation(self, parts: LocalShards) -> None:
         """All-gathers the experts until ``end_evaluation``: replicas may have unequal numbers of batches; collective.
 
         Args:
@@ -222,12 +222,12 @@ class SharedExperts:
         """
         with torch.no_grad():
             self._full = {
-                fqn: {p: parts.joined(name, p.detach(), over_tensor_ranks=False) for name, p in named.items()}
+                fqn: {p: parts.unshard(name, p.detach(), over_tensor_ranks=False) for name, p in named.items()}
                 for fqn, named in self._parameters.items()
             }
 
     @contextlib.contextmanager
-    def all_held(self) -> Iterator[None]:
+    def full_experts(self) -> Iterator[None]:
         """Uses full experts inside an evaluation, also in code outside of their layers."""
         with contextlib.ExitStack() as stack:
             for tensors in (self._full or {}).values():

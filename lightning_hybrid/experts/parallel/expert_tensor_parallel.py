@@ -34,7 +34,7 @@ _MAX_CANDIDATES = 48
 
 
 @dataclass(frozen=True)
-class Width:
+class WidthSharding:
     """Sharding of the experts of one module over tensor ranks.
 
     Attributes:
@@ -83,7 +83,7 @@ class Width:
             parameters.update(replicated)
 
 
-def possible_widths(module: nn.Module, size: int) -> tuple[list[Width], str]:
+def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], str]:
     """Returns candidate shardings of stacked experts, the most likely first; and the reason if there is none.
 
     Args:
@@ -95,7 +95,7 @@ def possible_widths(module: nn.Module, size: int) -> tuple[list[Width], str]:
     others = [name for name in shapes if name not in weights]
     if len(weights) < 2 or any(len(shapes[name]) > 3 for name in others):
         return [], "no two of its weights have a width between them"
-    found: list[Width] = []
+    found: list[WidthSharding] = []
     uneven: list[int] = []
     for row, dim in itertools.product(reversed(weights), (2, 1)):
         length = shapes[row][dim]
@@ -115,7 +115,7 @@ def possible_widths(module: nn.Module, size: int) -> tuple[list[Width], str]:
             summed = tuple(name for name, how in named.items() if not isinstance(how, Shard))
             once = tuple(name for name in summed if named[name] == "once")
             for attributes in dict.fromkeys([(), tuple(numbers)]):
-                found.append(Width(size, length, placements, summed, once, attributes))
+                found.append(WidthSharding(size, length, placements, summed, once, attributes))
     if uneven:
         return found[:_MAX_CANDIDATES], f"the width {uneven[0]} of its experts is no multiple of {size} tensor ranks"
     return found[:_MAX_CANDIDATES], "" if found else "no weight reads as many features as others produce"
@@ -141,7 +141,7 @@ def _weight_shardings(shape: Sequence[int], length: int, size: int) -> list[Shar
     return found
 
 
-def width_placements(root: nn.Module, widths: Mapping[str, Width]) -> dict[str, Shard]:
+def width_placements(root: nn.Module, widths: Mapping[str, WidthSharding]) -> dict[str, Shard]:
     """Returns how the parameters of experts are sharded over tensor ranks, by FQN in the root.
 
     Args:
@@ -175,10 +175,10 @@ class TensorRanks(Protocol):
         """Identity on replicated tensors; the backward all-reduces their gradients in one message."""
 
 
-class CutWidths:
+class TensorShardedExperts:
     """Runs the modules of one rank whose experts are sharded over tensor ranks."""
 
-    def __init__(self, root: nn.Module, widths: Mapping[str, Width], ranks: TensorRanks) -> None:
+    def __init__(self, root: nn.Module, widths: Mapping[str, WidthSharding], ranks: TensorRanks) -> None:
         """Args: root: the user's module. widths: shardings by FQN of the module. ranks: the tensor ranks."""
         self._root, self._widths, self._ranks = root, widths, ranks
 
@@ -186,7 +186,7 @@ class CutWidths:
         found = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}
         return {fqn: module for fqn, module in found.items() if not any(map(is_absent, module.parameters()))}
 
-    def holding(self) -> AbstractContextManager[None]:
+    def local_widths(self) -> AbstractContextManager[None]:
         """Runs the modules' own code on this rank's hidden features; innermost, inside expert parallelism."""
         return replaced_forwards(self._modules(), lambda fqn, forward: partial(self._run_local, fqn, forward))
 

@@ -22,13 +22,16 @@ def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:
         f"{_listed(fqns)}: {number} experts, {number // size} on each of {size} ranks ({what})"
         for (what, number), fqns in by_kind.items()
     ]
-    lines += [f"{fqns}: experts are replicated on every rank, {reason}" for fqns, reason in by_reason(found.whole)]
+    lines += [f"{fqns}: experts are replicated on every rank, {reason}" for fqns, reason in by_reason(found.replicated)]
     widths = {
         fqn: f"{width.length // width.size} of the {width.length} features of each expert"
         for fqn, width in found.widths.items()
     }
     lines += [f"{fqns}: {share} on each of {tensor_size} tensor ranks" for fqns, share in by_reason(widths)]
-    lines += [f"{fqns}: no expert is sharded over tensor ranks, {reason}" for fqns, reason in by_reason(found.uncut)]
+    lines += [
+        f"{fqns}: no expert is sharded over tensor ranks, {reason}"
+        for fqns, reason in by_reason(found.unsharded_widths)
+    ]
     return "\n".join(lines)
 
 

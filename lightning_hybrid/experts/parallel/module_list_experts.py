@@ -30,13 +30,13 @@ from lightning_hybrid.experts.parallel.expert_adapters import (
 )
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
-from lightning_hybrid.step.module_state.snapshot import Content
+from lightning_hybrid.step.module_state.snapshot import TensorSnapshot
 from lightning_hybrid.step.objects.pytree import map_leaves
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-class NotLikeExperts(RuntimeError):
+class UnsupportedExpertCalls(RuntimeError):
     """A block calls its modules in another way than experts are called."""
 
 
@@ -89,7 +89,7 @@ class ExpertList(ExpertsAdapter):
         shapes = [[rows.shape for rows in calls] for calls in recorded]
         flat = [rows.reshape(-1, rows.shape[-1]) for calls in recorded for rows in calls]
         if not flat:
-            raise NotLikeExperts("the block calls none of its experts")
+            raise UnsupportedExpertCalls("the block calls none of its experts")
         numbers = [sum(shape[:-1].numel() for shape in calls) for calls in shapes]
         self._called = [bool(calls) for calls in recorded]
         out = exchange(torch.cat(flat), torch.tensor(numbers, device=flat[0].device))
@@ -101,7 +101,9 @@ class ExpertList(ExpertsAdapter):
         def returning(number: int) -> Callable[..., Any]:
             def expert(rows: Tensor) -> Tensor:
                 if not results[number] or results[number][0].shape[0] != rows.shape[:-1].numel():
-                    raise NotLikeExperts(f"the rows of {self.names[number]} depend on what other experts answer")
+                    raise UnsupportedExpertCalls(
+                        f"the rows of {self.names[number]} depend on what other experts answer"
+                    )
                 return results[number].pop(0).view(*rows.shape[:-1], out.shape[-1])
 
             return expert
@@ -117,7 +119,9 @@ class ExpertList(ExpertsAdapter):
         def recording(number: int) -> Callable[..., Any]:
             def expert(*args: Any, **kwargs: Any) -> Tensor:
                 if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
-                    raise NotLikeExperts(f"{self.names[number]} is called with something else than one tensor of rows")
+                    raise UnsupportedExpertCalls(
+                        f"{self.names[number]} is called with something else than one tensor of rows"
+                    )
                 recorded[number].append(args[0])
                 empty = _empty_result(local_expert, args[0])
                 return empty.new_zeros(*args[0].shape[:-1], empty.shape[-1])
@@ -183,7 +187,7 @@ def _cloned(leaf: Any) -> Any:
 def _restored_state(module: nn.Module) -> Iterator[None]:
     """Restores the block's attributes, its buffers and the generators' states on exit."""
     attributes = {inner: dict(inner.__dict__) for inner in module.modules()}
-    buffers = [Content(buffer) for buffer in module.buffers()]
+    buffers = [TensorSnapshot(buffer) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):  # other devices have keyed random numbers
             yield

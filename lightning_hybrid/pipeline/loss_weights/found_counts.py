@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import Weighing
+from lightning_hybrid.pipeline.loss_weights.mixed_objectives import LossWeighting
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
-from lightning_hybrid.step.batch_means.counts_in_batch import Count, are_apart, uneven_masks
+from lightning_hybrid.step.batch_means.counts_in_batch import Count, uneven_masks, weights_differ
 
 _MAX_TRIED = 8  # masks that turned out not to be those of the loss
 
@@ -21,7 +21,7 @@ class LossWeightFinder:
 
     def __init__(self, splitter: BatchSplitter | None, inform: Callable[[str], None]) -> None:
         """Set up for the user's ``splitter`` of batches; ``inform`` prints a message on the first rank."""
-        self.now = Weighing()
+        self.now = LossWeighting()
         self._splitter, self._inform = splitter, inform
         self._tried = set[Count]()
 
@@ -35,7 +35,7 @@ class LossWeightFinder:
         if not self._can_be_split(batch, count):
             return False
         if self.now.counts:
-            return are_apart(self.now.counts, split(batch, count, self._splitter)[0])
+            return weights_differ(self.now.counts, split(batch, count, self._splitter)[0])
         return len(self._tried) < _MAX_TRIED and bool(self._new_masks(batch, count))
 
     def two_parts(self, batch: Any, count: int) -> Any:
@@ -43,7 +43,7 @@ class LossWeightFinder:
         pairs = split(batch, max(1, count // 2), self._splitter)[0]
         return next((pair for pair in pairs if self.is_open(pair, 2)), pairs[0])
 
-    def learn(self, found: Weighing, batch: Any, count: int) -> None:
+    def learn(self, found: LossWeighting, batch: Any, count: int) -> None:
         """Adopt the weighting that a batch has shown; arguments as for ``is_open``."""
         if self._can_be_split(batch, count):
             self._tried |= self._new_masks(batch, count)

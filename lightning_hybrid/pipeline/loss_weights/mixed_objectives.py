@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.results.log_capture import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, split, split_unevenly
-from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, find_counts, worth_finding
+from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, error_bound, find_counts
 from lightning_hybrid.step.tracing.recording import find_loss
 
 # Relative differences that rounding may cause, by dtype.
@@ -31,7 +31,7 @@ _ROUNDING_OF_HALF = 5e-2
 _MIXING_TOLERANCE = 0.1  # relative; larger than differences from terms with several weightings
 
 
-class Weighing(NamedTuple):
+class LossWeighting(NamedTuple):
     """The weighting of the parts of a batch in its loss.
 
     Attributes:
@@ -60,7 +60,7 @@ class Weighing(NamedTuple):
         return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
 
 
-def agreed_by(group: dist.ProcessGroup | None, mine: Weighing) -> Weighing:
+def agree_on_weighting(group: dist.ProcessGroup | None, mine: LossWeighting) -> LossWeighting:
     """Agree with the ranks of all replicas on the weighting of one step; collective.
 
     Args:
@@ -72,7 +72,7 @@ def agreed_by(group: dist.ProcessGroup | None, mine: Weighing) -> Weighing:
     return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), mine)
 
 
-def weighing_of(
+def measure_weighting(
     root: nn.Module,
     step: Callable[[Any], Any],
     batch: Any,
@@ -80,7 +80,7 @@ def weighing_of(
     splitter: BatchSplitter | None,
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
-) -> Weighing:
+) -> LossWeighting:
     """Measure the weighting of the parts of a batch; by samples also where it cannot be measured.
 
     Modules are in eval mode meanwhile, without dropout and with normalization by sample; a step that still draws random
@@ -103,7 +103,7 @@ def weighing_of(
     partitions = [(parts, weights) for parts, weights in partitions if parts]
     found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], count, randomness, context)
     if found is None:
-        return Weighing()
+        return LossWeighting()
     if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
         partitions = partitions[:1]
     dtype = found[0][0].dtype
@@ -111,15 +111,15 @@ def weighing_of(
     mean = _mean([float(loss) for loss, _ in found], sample_weights)
     counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
     if not counts:
-        return Weighing(differing=differing, loss=mean)
+        return LossWeighting(differing=differing, loss=mean)
     count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
     def is_by_samples(key: Key) -> bool:
         logged = _mean([logs[key] for _, logs in found], sample_weights)
-        return not worth_finding(logged, sample_weights, dtype) and bool(worth_finding(logged, count_weights, dtype))
+        return not error_bound(logged, sample_weights, dtype) and bool(error_bound(logged, count_weights, dtype))
 
     keys = frozenset[Key].intersection(*(frozenset(logs) for _, logs in found))
-    return Weighing(counts, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
+    return LossWeighting(counts, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
 
 
 def _losses_of(
@@ -152,10 +152,10 @@ def _losses_of(
                         return None
                     of_parts.append((loss, _numbers(logs)))
                 found += of_parts
-            if not before.still_stand():
+            if not before.are_unchanged():
                 return None
         except Exception:  # the step needs gradients, more samples, or more memory than there is
-            if len(found) <= count or not before.still_stand():
+            if len(found) <= count or not before.are_unchanged():
                 return None
     return found
 
@@ -175,8 +175,8 @@ def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tu
     near = _ROUNDING_OF_HALF if torch.is_autocast_enabled() else _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
     for parts, of in zip(loss.parts, weights, strict=True):
         mean = sum(part * weight for part, weight in zip(parts, of, strict=True))
-        if math.isfinite(loss.whole) and not math.isclose(loss.whole, mean, rel_tol=near, abs_tol=near * 1e-3):
-            return loss.whole, mean
+        if math.isfinite(loss.full) and not math.isclose(loss.full, mean, rel_tol=near, abs_tol=near * 1e-3):
+            return loss.full, mean
     return None
 
 
@@ -189,8 +189,8 @@ def outside(loss: Mean, weights: Sequence[Sequence[float]]) -> tuple[float, floa
     """
     losses = loss.parts[0]
     means = [sum(one * weight for one, weight in zip(losses, of, strict=True) if weight) for of in weights]
-    near = min(max(loss.whole, min(means)), max(means))
-    return (loss.whole, near) if abs(near - loss.whole) > _MIXING_TOLERANCE * abs(loss.whole) else None
+    near = min(max(loss.full, min(means)), max(means))
+    return (loss.full, near) if abs(near - loss.full) > _MIXING_TOLERANCE * abs(loss.full) else None
 
 
 def describe_mixing(found: tuple[float, float], then: str = "") -> str:

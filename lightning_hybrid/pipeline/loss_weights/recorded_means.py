@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_cache import Call, VariantChoice
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_cache import Call, TraceCache
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch_means.linear_terms import leads_to_loss, reached_by, terms_of
+from lightning_hybrid.step.batch_means.linear_terms import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops import Share
-from lightning_hybrid.step.batch_means.sums_over_samples import alike, is_total_over_samples
-from lightning_hybrid.step.instrument.instrument import installed
+from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
+from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
-from lightning_hybrid.step.objects.lru_cache import Recent
-from lightning_hybrid.step.objects.pytree import memory_of, tensors_inside
+from lightning_hybrid.step.objects.lru_cache import LRUCache
+from lightning_hybrid.step.objects.pytree import storage_id, tensors_inside
 from lightning_hybrid.step.replay.counting_replay import CountingReplay
 
 _MAX_CACHED = 512
@@ -53,21 +53,21 @@ class _EvenCounts:
     ignored: frozenset[int]
 
 
-class LossShares:
+class LossMeanWeights:
     """Computes and caches the weights of recorded means, for the steps of one module."""
 
-    def __init__(self, root: nn.Module, plan: StagePlan, choice: VariantChoice, randomness: KeyedRandomness) -> None:
+    def __init__(self, root: nn.Module, plan: StagePlan, choice: TraceCache, randomness: KeyedRandomness) -> None:
         """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
         self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
-        self._terms: Recent[tuple[Variant, ...], frozenset[int]] = Recent(_MAX_CACHED)
-        self._sums: Recent[tuple[Variant, ...], frozenset[int]] = Recent(_MAX_CACHED)
-        self._replays: Recent[Variant, CountingReplay] = Recent(_MAX_CACHED)
-        self._even: Recent[tuple[Variant, ...], _EvenCounts] = Recent(_MAX_CACHED)
+        self._terms: LRUCache[tuple[TraceVariant, ...], frozenset[int]] = LRUCache(_MAX_CACHED)
+        self._sums: LRUCache[tuple[TraceVariant, ...], frozenset[int]] = LRUCache(_MAX_CACHED)
+        self._replays: LRUCache[TraceVariant, CountingReplay] = LRUCache(_MAX_CACHED)
+        self._even: LRUCache[tuple[TraceVariant, ...], _EvenCounts] = LRUCache(_MAX_CACHED)
 
     def of(
         self,
         call: Call,
-        variants: Sequence[Variant],
+        variants: Sequence[TraceVariant],
         batch: Any,
         microbatches: Sequence[Any],
         weights: Sequence[float],
@@ -126,7 +126,12 @@ class LossShares:
         return shares
 
     def weighs(
-        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
     ) -> bool:
         """Whether losses of microbatches may weigh by another count than samples; arguments as for ``of``."""
         shares = self.of(call, variants, batch, microbatches, weights)
@@ -136,8 +141,13 @@ class LossShares:
         even = self._even.get(tuple(variants))
         return _contains_any(batch, _IGNORED if even is None else even.ignored)
 
-    def weights_of_terms(
-        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
+    def candidate_weights(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
     ) -> list[list[float]]:
         """The weights of microbatches by samples, and by each term of the loss; arguments as for ``of``."""
         graph = variants[0].assignment.graph
@@ -151,22 +161,24 @@ class LossShares:
             ),
         ]
 
-    def are_incomparable(self, variants: Sequence[Variant]) -> bool:
+    def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
         """Whether microbatches run different operations, and some average over a data-dependent count."""
         graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
         differ = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
-        return differ and any(terms_of(graph, sizes_differ=False) for graph in graphs)
+        return differ and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
 
-    def _terms_of(self, variants: Sequence[Variant]) -> frozenset[int]:
+    def _terms_of(self, variants: Sequence[TraceVariant]) -> frozenset[int]:
         key = tuple(dict.fromkeys(variants))
         if key not in self._terms:
             graphs = [variant.assignment.graph for variant in key]
             same_structure = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
-            self._terms[key] = terms_of(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
+            self._terms[key] = (
+                data_dependent_means(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
+            )
         return self._terms[key]
 
     def _full_batch_divisors(
-        self, call: Call, variants: Sequence[Variant], batch: Any, divisions: set[int]
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
     ) -> Mapping[int, float]:
         """The divisors of sums over samples in the full batch, by node."""
         if not divisions:
@@ -186,7 +198,7 @@ class LossShares:
     def _counted(
         self,
         call: Call,
-        parts: Sequence[tuple[Variant, Any]],
+        parts: Sequence[tuple[TraceVariant, Any]],
         *,
         labels: list[dict[int, tuple[int, int]]] | None = None,
     ) -> list[dict[int, float]] | None:
@@ -200,12 +212,12 @@ class LossShares:
                 replay = self._replay(variant)
                 with (
                     self._traces.copy_for_dry_run(call, part) as copied,
-                    installed([replay], self._randomness) as current,
+                    instrumented([replay], self._randomness) as current,
                     self._randomness.isolated(),
                     self._randomness.microbatch(call.number, call.first + index),
                     self._quiet(call),
                 ):
-                    replay.memory = frozenset(memory_of(tensor) for tensor in tensors_inside(copied))
+                    replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
                     replay.run(partial(call.on, copied), {}, names, current)
                 counted.append(replay.counts)
                 if labels is not None:
@@ -225,7 +237,7 @@ class LossShares:
         with grad, call.context(), silent, contextlib.redirect_stdout(io.StringIO()):
             yield
 
-    def _replay(self, variant: Variant) -> CountingReplay:
+    def _replay(self, variant: TraceVariant) -> CountingReplay:
         if variant not in self._replays:
             self._replays[variant] = CountingReplay(variant.recording, variant.assignment, self._root, self._randomness)
         return self._replays[variant]
@@ -245,11 +257,11 @@ def _have_even_counts(
     )
 
 
-def _may_change(variant: Variant, terms: frozenset[int]) -> bool:
+def _may_change(variant: TraceVariant, terms: frozenset[int]) -> bool:
     """Whether the step may have other counts with a batch of the same shapes."""
     graph = variant.assignment.graph
     dynamic = any(graph.values[value].dynamic for term in terms for value in graph.nodes[term].inputs)
-    return dynamic or bool(variant.recording.looks_at)
+    return dynamic or bool(variant.recording.unguarded_state)
 
 
 def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
@@ -275,5 +287,5 @@ def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[in
     """The nodes among ``divisions`` that divide a sum over the samples."""
     if [node.name for node in part.nodes] != [node.name for node in full.nodes]:
         return frozenset()
-    pairs = alike(part, full)
-    return frozenset(node for node in divisions if is_total_over_samples(full.nodes[node].inputs[0], part, full, pairs))
+    pairs = matching_values(part, full)
+    return frozenset(node for node in divisions if is_sum_over_samples(full.nodes[node].inputs[0], part, full, pairs))

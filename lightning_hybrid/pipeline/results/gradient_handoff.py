@@ -13,40 +13,40 @@ import torch
 from torch import Tensor, nn
 
 
-class Deposit:
+class GradientHandoff:
     """The gradients of one step, stored until Lightning's backward."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         *,
-        zeroed_later: bool,
-        seeded: float,
+        zeroed_before_backward: bool,
+        expected_seed: float,
         shown: bool = True,
-        restorable: bool = False,
+        can_roll_back: bool = False,
     ) -> None:
         """Begin a step.
 
         Args:
             parameters: The parameters that this rank trains.
-            zeroed_later: Whether ``zero_grad`` comes between the step and its backward.
-            seeded: The gradient of the loss from which the step's backward started; Lightning's must be the same.
+            zeroed_before_backward: Whether ``zero_grad`` comes between the step and its backward.
+            expected_seed: The gradient of the loss from which the step's backward started; Lightning's must equal it.
             shown: Whether user code may read the old gradients before they are cleared; otherwise their memory is
                 freed before the step needs it.
-            restorable: Whether the step may be rolled back, which restores the gradients of earlier batches.
+            can_roll_back: Whether the step may be rolled back, which restores the gradients of earlier batches.
         """
         self._parameters = parameters
-        self._zeroed_later = zeroed_later
-        self._seeded = seeded
+        self._zeroed_later = zeroed_before_backward
+        self._seeded = expected_seed
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
-        if zeroed_later:
+        if zeroed_before_backward:
             # Copies: the reducer writes this step's averages into the buffers of the step before.
             grads = [parameter.grad for parameter in parameters]
             self._before = [grad.clone() if shown and grad is not None else None for grad in grads]
             for parameter in parameters:
                 parameter.grad = None
-        elif restorable:
+        elif can_roll_back:
             self._before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
     def undo(self) -> None:
@@ -63,7 +63,7 @@ class Deposit:
                 parameter.grad = grad
             self._before = []
         anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-        return _Deposit.apply(loss, anchor, self)
+        return _HandoffFunction.apply(loss, anchor, self)
 
     def deposit(self, incoming: Tensor) -> None:
         """Add the gradients to ``.grad``, scaled by the incoming gradient over the expected one, a scalar.
@@ -88,9 +88,11 @@ class Deposit:
         self._new = []
 
 
-class _Deposit(torch.autograd.Function):
+class _HandoffFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, loss: Tensor, anchor: Tensor, owner: Deposit) -> Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, loss: Tensor, anchor: Tensor, owner: GradientHandoff
+    ) -> Tensor:
         del anchor
         ctx.owner = owner  # type: ignore[attr-defined]
         return loss.clone()

@@ -133,7 +133,7 @@ class MetricSync:
                             "; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
                         )
 
-    def share_all(self) -> None:
+    def broadcast_all_states(self) -> None:
         """Broadcast the states of all metrics from the ranks that update them; collective over the pipeline."""
         for name, metric in self.metrics.items():
             if name in self._feeding_rank:

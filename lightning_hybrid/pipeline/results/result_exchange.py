@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.rank_agreement import NumberExchange, digest, share_tensor
+from lightning_hybrid.collectives.rank_agreement import NumberExchange, broadcast_tensor, digest
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, LogCapture, keyed
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.batch_scalars import BatchScalars
 from lightning_hybrid.step.objects.pytree import flatten
@@ -33,7 +33,7 @@ class StepResultExchange:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        variants: Sequence[Variant],
+        variants: Sequence[TraceVariant],
         logs: LogCapture,
         weights: Sequence[float],
         batch: Any,
@@ -168,7 +168,7 @@ class StepResultExchange:
             assignment = self._variants[index].assignment
             source = assignment.value_stage[value] % num_ranks
             made = runs[index].made.get(value) if source == self._group.rank() else None
-            content[index][value] = share_tensor(
+            content[index][value] = broadcast_tensor(
                 assignment.graph.values[value], made, source, self._group, self._device
             )
         return list(zip(self._entries, logged, strict=True)), content

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_arrays import is_number_of_others, line_read_at
+from lightning_hybrid.step.standins.absent_arrays import has_absent_content, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
@@ -51,8 +51,8 @@ def check_content(step: str, output: Any) -> None:
         StepError: A number is on another rank only.
     """
     for leaf in flatten(output)[0]:
-        if is_number_of_others(leaf):
+        if has_absent_content(leaf):
             raise StepError(
-                f"{line_read_at(leaf, step)}: {step} returns a number read from the model that is not known for the"
+                f"{line_of_read(leaf, step)}: {step} returns a number read from the model that is not known for the"
                 " full batch; return the tensor instead (loss.detach()), or set num_microbatches=1"
             )

@@ -7,7 +7,7 @@ from lightning_hybrid.schedule import Action, Compute, Kind, Program, Receive, S
 _WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward", Kind.W: "gradients of weights"}
 
 
-def note(error: BaseException, text: str) -> None:
+def add_error_note(error: BaseException, text: str) -> None:
     """Add a note to an error; before Python 3.11 it is stored but not printed.
 
     Args:
@@ -17,10 +17,10 @@ def note(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
-        vars(error)["__notes__"] = [*notes(error), text]
+        vars(error)["__notes__"] = [*error_notes_of(error), text]
 
 
-def notes(error: BaseException) -> list[str]:
+def error_notes_of(error: BaseException) -> list[str]:
     """The notes of an error, oldest first."""
     return list(getattr(error, "__notes__", ()))
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.pipeline.runtime.error_notes import location_of, note
+from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
-from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, WeightsLater, finish, have_hooks
+from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.stage_module_state import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Incoming, Transport
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import (
     Action,
@@ -39,11 +39,11 @@ from lightning_hybrid.schedule import (
 )
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops import Share
-from lightning_hybrid.step.instrument.instrument import installed
+from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, fill
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import Current
+from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Job:
     """
 
     program: Program
-    variants: Sequence[Variant]
+    variants: Sequence[TraceVariant]
     steps: Sequence[Callable[[], Any]]
     around: Callable[[int, Callable[[], StageRun]], StageRun]
     seeds: Sequence[float] = ()
@@ -120,7 +120,7 @@ class Executor:
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_forward: Callable[[], None] = lambda: None
-        self._current: Current | None = None
+        self._current: CurrentRun | None = None
 
     def has_guessed_size(self) -> bool:
         """Whether the running step has read a recorded size in place of one that depends on values of another rank."""
@@ -130,9 +130,9 @@ class Executor:
     def run(self, job: Job) -> Outcome:
         """Run one step's program; an error inside an instruction gets a note of its stage and microbatch."""
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
-        split_backward = WeightsLater()
-        split = split_backward.installed if job.program.split else nullcontext
-        with self.around_units(), installed(replays, self._randomness) as current, split(current):
+        split_backward = SplitBackward()
+        split = split_backward.instrumented if job.program.split else nullcontext
+        with self.around_units(), instrumented(replays, self._randomness) as current, split(current):
             self._current = current
             run = _Run(self._root, self._rank, self._transport, job, current, split_backward, self)
             instruction: Instruction | None = None
@@ -152,7 +152,7 @@ class Executor:
                 self._transport.finish()
             except Exception as error:
                 step = job.variants[0].assignment.graph.step
-                note(error, location_of(instruction, self._rank, job.program, step))
+                add_error_note(error, location_of(instruction, self._rank, job.program, step))
                 raise
         for variant in job.variants if job.seeds else ():
             variant.missing_grads.is_new = False
@@ -168,8 +168,8 @@ class _Run:
         rank: int,
         transport: Transport,
         job: Job,
-        current: Current,
-        split_backward: WeightsLater,
+        current: CurrentRun,
+        split_backward: SplitBackward,
         contexts: Executor,
     ) -> None:
         self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
 
 # Posting a receive early pays where the sender waits for a message about it, as in gloo; it costs buffers.
@@ -24,7 +24,7 @@ class Programs:
         self._plan, self._transport, self._schedule = plan, transport, schedule
         self._programs: dict[Any, Program] = {}
 
-    def of(self, variants: Sequence[Variant], *, train: bool) -> Program:
+    def of(self, variants: Sequence[TraceVariant], *, train: bool) -> Program:
         """The program of a step.
 
         Args:

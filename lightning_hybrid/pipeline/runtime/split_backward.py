@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
-from lightning_hybrid.step.instrument.autograd_functions import Unwatched
-from lightning_hybrid.step.tracing.step_mode import Current
+from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
+from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
 # Below so many multiplications, deferring costs more than the product: some 0.6 ms of a CPU core, 0.02 of a GPU.
-FEWEST_PRODUCTS = {"cpu": 2**25, "cuda": 2**32}
+MIN_PRODUCTS_TO_DEFER = {"cpu": 2**25, "cuda": 2**32}
 
 _torch_linear = torch._C._nn.linear
 _current_task = torch._C._current_graph_task_id
@@ -49,7 +49,7 @@ class DeferredGradient(NamedTuple):
     version: int
 
 
-class WeightsLater:
+class SplitBackward:
     """Runs backwards of one rank, and defers gradients of weights.
 
     Attributes:
@@ -60,13 +60,13 @@ class WeightsLater:
     def __init__(self) -> None:
         """Begin with no deferred gradient."""
         self.is_disabled = False
-        self._current: Current | None = None
+        self._current: CurrentRun | None = None
         self._is_forward = False
         self._task: int | None = None
         self._deferred: list[DeferredGradient] = []
 
     @contextlib.contextmanager
-    def installed(self, current: Current) -> Iterator[None]:
+    def instrumented(self, current: CurrentRun) -> Iterator[None]:
         """Replace ``functional.linear``, so that linears of units can defer the gradients of their weights.
 
         Args:
@@ -126,7 +126,7 @@ class WeightsLater:
             and weight.requires_grad
             and type(input) is Tensor
             and input.dim() > 1
-            and input.numel() * weight.shape[0] >= FEWEST_PRODUCTS.get(input.device.type, 2**32)
+            and input.numel() * weight.shape[0] >= MIN_PRODUCTS_TO_DEFER.get(input.device.type, 2**32)
             and input.dtype is weight.dtype
             and weight.is_floating_point()
             and weight.is_contiguous()
@@ -150,7 +150,7 @@ class WeightsLater:
 class _Active:
     """Holds the active instance for `_linear`, which must stay the same function, or torch.compile would recompile."""
 
-    later: WeightsLater | None = None
+    later: SplitBackward | None = None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -161,11 +161,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _torch_linear(input, weight, bias)
 
 
-class _Linear(Unwatched, torch.autograd.Function):
+class _Linear(NotIntercepted, torch.autograd.Function):
     """A linear whose backward can defer the product for its weight."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, later: WeightsLater) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, later: SplitBackward) -> Tensor:
         ctx.save_for_backward(input, weight, bias)
         ctx.later = later
         return _torch_linear(input, weight, bias)

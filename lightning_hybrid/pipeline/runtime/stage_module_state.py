@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.module_state.snapshot import Content, ModuleState
+from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
@@ -34,8 +34,8 @@ class StageModuleStates:
         self._last = max(stages)
         self._forwards_left = num_forwards
         self._buffers = buffers
-        self._contents: dict[int, Content] = {}  # by id of a buffer: its last copy
-        self._states: dict[int, tuple[ModuleState, list[tuple[Any, Content | None]]]] = {}
+        self._contents: dict[int, TensorSnapshot] = {}  # by id of a buffer: its last copy
+        self._states: dict[int, tuple[ModuleState, list[tuple[Any, TensorSnapshot | None]]]] = {}
         self._start = self._now() if len(stages) > 1 else None
 
     def enter(self, stage: int) -> None:
@@ -52,20 +52,20 @@ class StageModuleStates:
         if not self._forwards_left and stage != self._last:
             self._restore(*self._states[self._last])
 
-    def _now(self) -> tuple[ModuleState, list[tuple[Any, Content | None]]]:
+    def _now(self) -> tuple[ModuleState, list[tuple[Any, TensorSnapshot | None]]]:
         buffers = [members.get(name) for members, name in self._buffers]
         state = ModuleState(self._root, buffers=False)
         return state, [(buffer, self._content(buffer)) for buffer in buffers]
 
-    def _content(self, buffer: Any) -> Content | None:
+    def _content(self, buffer: Any) -> TensorSnapshot | None:
         if not isinstance(buffer, Tensor) or is_absent(buffer):
             return None
         content = self._contents.get(id(buffer))
         if content is None or not content.is_here():
-            self._contents[id(buffer)] = content = Content(buffer)
+            self._contents[id(buffer)] = content = TensorSnapshot(buffer)
         return content
 
-    def _restore(self, state: ModuleState, buffers: list[tuple[Any, Content | None]]) -> None:
+    def _restore(self, state: ModuleState, buffers: list[tuple[Any, TensorSnapshot | None]]) -> None:
         state.restore()
         for (members, name), (buffer, content) in zip(self._buffers, buffers, strict=True):
             members[name] = buffer

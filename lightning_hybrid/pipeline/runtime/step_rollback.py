@@ -10,7 +10,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.snapshot import Content, ModuleState, can_be_put_back, reachable
+from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot, can_restore, reachable_leaves
 from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
@@ -35,9 +35,9 @@ class StepSnapshot:
         inside = {inner for metric in self._metrics for inner in metric.modules()}
         self._modules = ModuleState(root, without=inside)
         self._states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in self._metrics]
-        leaves = list(reachable(root, inside, plain=False))
-        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and can_be_put_back(leaf)]
-        self._tensors = [Content(leaf) for _, leaf in tensors if leaf.numel() <= copied]
+        leaves = list(reachable_leaves(root, inside, plain=False))
+        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and can_restore(leaf)]
+        self._tensors = [TensorSnapshot(leaf) for _, leaf in tensors if leaf.numel() <= copied]
         self._large = [(path, leaf, leaf._version) for path, leaf in tensors if leaf.numel() > copied]
         self._arrays = [(leaf, leaf.copy()) for _, leaf in leaves if isinstance(leaf, ndarray)]
         self._counts = [(metric._update_count, metric._computed) for metric in self._metrics]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 
@@ -151,7 +151,7 @@ class GroupTransport(Transport):
             if value.dynamic:
                 shape = [tensor.dim(), *tensor.shape] + [0] * (_MAX_DIMS - tensor.dim())
                 self._start(torch.tensor(shape, device=self._device), peer, _tag(message, position, header=True))
-            self._start(as_sent(tensor), peer, _tag(message, position))
+            self._start(as_sendable(tensor), peer, _tag(message, position))
 
     def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
         # The methods of the group: torch.distributed.isend would repeat checks for each tensor.
@@ -174,7 +174,7 @@ class GroupTransport(Transport):
                 dims, *sizes = header.tolist()
                 shape = sizes[:dims]
             tensor = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
-            works.append(self._post(as_sent(tensor), peer, _tag(message, position)))
+            works.append(self._post(as_sendable(tensor), peer, _tag(message, position)))
             tensors.append(tensor)
         return _Posted(works, tensors, values)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.kept_values import ListPlace, lists_of
+from lightning_hybrid.step.recording.kept_values import ListPath, find_lists
 from lightning_hybrid.step.standins.absent_tensors import AbsentFloat
 
-Rows: TypeAlias = dict[ListPlace, list[list[Any]]]  # the entries that each microbatch has appended
+Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
 
 
 class AppendedEntries:
@@ -27,13 +27,13 @@ class AppendedEntries:
     def __init__(self, root: nn.Module) -> None:
         """Record the lengths of the lists of the user's module before the batch."""
         self._root = root
-        self._before = {path: len(entries) for path, entries in lists_of(root).items()}
+        self._before = {path: len(entries) for path, entries in find_lists(root).items()}
         self._ends = [self._before]
         self.rows: Rows = {}
 
     def after_microbatch(self) -> None:
         """Record the entries that a microbatch has appended."""
-        lists, last = lists_of(self._root), self._ends[-1]
+        lists, last = find_lists(self._root), self._ends[-1]
         self._ends.append({path: len(entries) for path, entries in lists.items()})
         for path, entries in lists.items():
             begin = last.get(path, 0)
@@ -50,7 +50,7 @@ class AppendedEntries:
             contents: By microbatch, the values of the model that numbers among the entries were read from, by index.
         """
         rows: Rows = {}
-        for path, entries in lists_of(self._root).items():
+        for path, entries in find_lists(self._root).items():
             grown = entries[self._before.get(path, 0) :]
             each, rest = divmod(len(grown), count)
             if not each or rest:
@@ -87,7 +87,7 @@ class AppendedEntries:
             entries, shares = [column[index] for index in present], [loss_weights[index] for index in present]
             return join(entries, shares, [sizes[index] for index in present])
 
-        lists = lists_of(self._root)
+        lists = find_lists(self._root)
         for path, of_each in rows.items():
             counts = {len(entries) for entries in of_each}
             if path not in lists or len(of_each) != len(weights) or len(counts) != 1 or counts == {0}:

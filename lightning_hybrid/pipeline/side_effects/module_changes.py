@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.snapshot import Place, reachable
-from lightning_hybrid.step.objects.pytree import memory_of
-from lightning_hybrid.step.objects.tensor_subclasses import as_plain
-from lightning_hybrid.step.recording.kept_values import entry_of, lists_of
+from lightning_hybrid.step.module_state.snapshot import AttributePath, reachable_leaves
+from lightning_hybrid.step.objects.pytree import storage_id
+from lightning_hybrid.step.objects.tensor_subclasses import as_plain_tensor
+from lightning_hybrid.step.recording.kept_values import find_lists, list_containing
 
 _NOTHING = object()
 
 
-class LeftBehind:
+class ModuleChanges:
     """Compares the modules after a step with their state before it."""
 
     def __init__(self, root: nn.Module, *, by_content: bool = False) -> None:
@@ -34,12 +34,14 @@ class LeftBehind:
         """
         self._root, self._by_content = root, by_content
         self._before = _state(root, by_content)
-        self._lengths = {path: len(entries) for path, entries in lists_of(root).items()}
+        self._lengths = {path: len(entries) for path, entries in find_lists(root).items()}
 
     def something(self) -> bool:
         """Whether the step has written a buffer, or stored a new tensor or float."""
-        lists = {path: self._lengths.get(path, 0) for path in lists_of(self._root)}
-        return any(not (isinstance(key, Place) and entry_of(key, lists) is not None) for key in self._changed())
+        lists = {path: self._lengths.get(path, 0) for path in find_lists(self._root)}
+        return any(
+            not (isinstance(key, AttributePath) and list_containing(key, lists) is not None) for key in self._changed()
+        )
 
     def rows(self, samples: int | None) -> bool:
         """Whether a changed tensor may have a row for each sample of the batch, of which a microbatch needs some.
@@ -48,7 +50,7 @@ class LeftBehind:
             samples: Number of samples of the batch; None if unknown.
         """
         changed = self._changed()
-        tensors = [leaf for path, leaf in reachable(self._root, plain=False) if path in changed]
+        tensors = [leaf for path, leaf in reachable_leaves(self._root, plain=False) if path in changed]
         tensors += [
             buffer
             for fqn, module in self._root.named_modules()
@@ -75,7 +77,7 @@ def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
         for name, buffer in module._buffers.items() if module not in metrics else ():
             if buffer is not None:
                 found[fqn, name] = _fingerprint(buffer, by_content)
-    for path, leaf in reachable(root, metrics):
+    for path, leaf in reachable_leaves(root, metrics):
         if isinstance(leaf, Tensor):
             found[path] = _fingerprint(leaf, by_content)
         elif isinstance(leaf, numpy.ndarray):
@@ -86,8 +88,8 @@ def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
 
 
 def _fingerprint(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:
-    identity = id(tensor), tensor._version, memory_of(tensor)
-    tensor = as_plain(tensor)
+    identity = id(tensor), tensor._version, storage_id(tensor)
+    tensor = as_plain_tensor(tensor)
     if not by_content or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_quantized:
         return identity
     numbers = torch.nan_to_num(tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64))

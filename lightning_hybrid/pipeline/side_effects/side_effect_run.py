@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.trace_cache import Call
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument import installed
-from lightning_hybrid.step.module_state.snapshot import Content, ModuleState
+from lightning_hybrid.step.instrument.instrument import instrumented
+from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.recording.kept_values import without_state
+from lightning_hybrid.step.recording.kept_values import skippable_modules
 from lightning_hybrid.step.replay.side_effect_replay import SideEffectReplay
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
@@ -38,7 +38,7 @@ class SideEffectRun:
         names: Mapping[int, str],
         call: Call,
         batch: Any,
-        variant: Variant,
+        variant: TraceVariant,
         randomness: KeyedRandomness,
     ) -> None:
         """Snapshot the modules.
@@ -53,7 +53,7 @@ class SideEffectRun:
         """
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self._variant, self._randomness = variant, randomness
-        self._without = without_state(root, [variant.recording])
+        self._without = skippable_modules(root, [variant.recording])
         self._start = ModuleState(root, without=self._without)
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
@@ -75,7 +75,7 @@ class SideEffectRun:
         replay.contents = contents
         try:
             with (
-                installed([replay], self._randomness) as current,
+                instrumented([replay], self._randomness) as current,
                 self._randomness.isolated(),
                 self._randomness.microbatch(self._call.number, self._call.first),
                 self._call.context(),
@@ -100,7 +100,7 @@ class _Buffers:
         dicts = [module._buffers for module in root.modules() if module not in without]
         self._dicts = [(buffers, dict(buffers)) for buffers in dicts]
         present = {id(b): b for buffers in dicts for b in buffers.values() if b is not None and not is_absent(b)}
-        self._contents = [Content(buffer) for buffer in present.values()]
+        self._contents = [TensorSnapshot(buffer) for buffer in present.values()]
 
     def restore(self) -> None:
         """Restore the buffers and their contents."""

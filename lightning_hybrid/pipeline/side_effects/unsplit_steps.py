@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_hybrid.pipeline.stages.trace_cache import Call, VariantChoice
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_cache import Call, TraceCache
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch.microbatch import batch_size_of, sizes_of
-from lightning_hybrid.step.objects.lru_cache import Recent
-from lightning_hybrid.step.recording.kept_values import why_not_joined
+from lightning_hybrid.step.objects.lru_cache import LRUCache
+from lightning_hybrid.step.recording.kept_values import why_not_mergeable
 from lightning_hybrid.step.tracing.recording import Recording
 
 # Batches may come in ever new sizes.
@@ -23,14 +23,20 @@ class UnsplitSteps:
         names: Names of such steps, so far.
     """
 
-    def __init__(self, choice: VariantChoice, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, choice: TraceCache, tell: Callable[[str, str], None]) -> None:
         """Set up on a trace cache; ``tell`` is called once with the name of such a step, and the reason."""
         self.names: set[str] = set()
         self._traces, self._tell = choice, tell
-        self._reasons: Recent[tuple[Variant, int | None, bool], str] = Recent(_MAX_REASONS)
+        self._reasons: LRUCache[tuple[TraceVariant, int | None, bool], str] = LRUCache(_MAX_REASONS)
 
     def adopts(
-        self, call: Call, variants: Sequence[Variant], batch: Any, microbatches: Sequence[Any], *, is_returned: bool
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        *,
+        is_returned: bool,
     ) -> bool:
         """Whether the batches of a step must not be split, from now on.
 
@@ -44,10 +50,10 @@ class UnsplitSteps:
         for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
             key = variant, samples, is_returned
             if key not in self._reasons:
-                self._reasons[key] = why_not_joined(
+                self._reasons[key] = why_not_mergeable(
                     variant.recording,
                     samples,
-                    whole=self._record_full_batch(call, batch) if variant.recording.appended else None,
+                    full=self._record_full_batch(call, batch) if variant.recording.appended else None,
                     total=batch_size_of(batch),
                     is_returned=is_returned,
                 )

@@ -22,7 +22,7 @@ _BITS = {
 }
 
 
-class NoGradients:
+class MissingGradients:
     """Encodes and decodes the missing gradients of one trace.
 
     Attributes:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import where_sent
+from lightning_hybrid.mesh import on_group_device
 
 
 class SharedParameters:
@@ -32,17 +32,17 @@ class SharedParameters:
                 sets.setdefault((ranks, parameters[name].dtype), []).append(parameters[name])
         self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
 
-    def broadcast_first(self) -> None:
+    def broadcast_from_first_owner(self) -> None:
         """Send the content of the first owner to all others."""
         for ranks, members in self._sets:
             for parameter in members:
                 if self._rank == ranks[0]:
                     for other in ranks[1:]:
-                        content = where_sent(parameter.detach().contiguous(), self._group)
+                        content = on_group_device(parameter.detach().contiguous(), self._group)
                         dist.send(content, group=self._group, group_dst=other)
                 else:
                     content = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                    content = where_sent(content, self._group)
+                    content = on_group_device(content, self._group)
                     dist.recv(content, group=self._group, group_src=ranks[0])
                     parameter.detach().copy_(content)
 
@@ -76,7 +76,7 @@ def _flatten(members: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tenso
     """All gradients in one vector (some may be offloaded to the host), then a flag per parameter: if it has one."""
     flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in members]
     flat.append(torch.tensor([p.grad is not None for p in members], dtype=members[0].dtype))
-    sent = [where_sent(gradient, group) for gradient in flat]
+    sent = [on_group_device(gradient, group) for gradient in flat]
     return torch.cat([gradient.to(sent[0].device) for gradient in sent])
 
 

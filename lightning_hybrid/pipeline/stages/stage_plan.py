@@ -15,18 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.rank_agreement import broadcast_buffer
-from lightning_hybrid.graph.partition import Assignment, PartitionError, assign, check_shared, find_homes, homes_behind
-from lightning_hybrid.mesh import as_sent
+from lightning_hybrid.graph import partition
+from lightning_hybrid.graph.partition import Assignment, PartitionError
+from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.balance_by_size import stages_by_size
 from lightning_hybrid.pipeline.stages.placement_check import check_placement
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.attribute_tensors import compute_weights
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
-from lightning_hybrid.step.recording.choose_units import UnitChoice, to_open
+from lightning_hybrid.step.recording.choose_units import UnitChoice, units_to_open
 from lightning_hybrid.step.recording.escaped_values import BranchCheck
-from lightning_hybrid.step.recording.guards import Looks
+from lightning_hybrid.step.recording.guards import UnguardedReads
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.replay.stage_replay import StageReplay
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
@@ -60,15 +61,11 @@ class StagePlan:
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
         """
-        self.num_ranks = group.size()
-        self.rank = group.rank()
-        self.stages_per_rank = stages_per_rank
+        self.num_ranks, self.rank, self.stages_per_rank = group.size(), group.rank(), stages_per_rank
         self.num_stages = self.num_ranks * stages_per_rank
         self.owner_stages: dict[str, int] = {}
-        self.first: Variant | None = None
-        self._root = root
-        self.group = group
-        self._randomness = randomness
+        self.first: TraceVariant | None = None
+        self._root, self.group, self._randomness = root, group, randomness
         self._cuts = cuts
         self._agree = agree
         self._choice = UnitChoice(root, self.num_stages)
@@ -94,11 +91,11 @@ class StagePlan:
         return owner if self.first is None else self.first.assignment.holders.get(fqn, owner)
 
     @property
-    def is_cut(self) -> bool:
+    def is_partitioned(self) -> bool:
         """Whether each parameter has an owner stage."""
         return bool(self.owner_stages)
 
-    def cut_by_size(self) -> None:
+    def partition_by_size(self) -> None:
         """Give each rank parameters of equally many bytes, where no step can be partitioned."""
         self.owner_stages = stages_by_size(self._root, self.num_stages)
         self._tracked, self._on_all_stages = set(), set()
@@ -117,10 +114,10 @@ class StagePlan:
         context: Callable[[], AbstractContextManager[Any]],
         *,
         train: bool,
-        looks: Looks | None = None,
+        unguarded_reads: UnguardedReads | None = None,
         draws_as: tuple[int, int] = (0, 0),
         guesses: Sequence[bool] = (),
-    ) -> Variant:
+    ) -> TraceVariant:
         """Record a step.
 
         Args:
@@ -128,7 +125,7 @@ class StagePlan:
             step: Runs it on one microbatch.
             context: Entered around the step.
             train: Whether it must return a loss.
-            looks: Collects guards: the values beside the batch that the step reads.
+            unguarded_reads: Collects guards: the values beside the batch that the step reads.
             draws_as: Numbers of the step and microbatch that key the random numbers of the glue.
             guesses: As for ``record``.
 
@@ -138,12 +135,14 @@ class StagePlan:
         """
 
         def recorded() -> Recording:
-            return self._record(name, step, context, train=train, looks=looks, draws_as=draws_as, guesses=guesses)
+            return self._record(
+                name, step, context, train=train, unguarded_reads=unguarded_reads, draws_as=draws_as, guesses=guesses
+            )
 
         recording, assignment = self._cut(recorded)
         self._units = recording.units
         replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
-        variant = Variant(assignment, replays)
+        variant = TraceVariant(assignment, replays)
         if self.first is None:
             self.first = variant
         return variant
@@ -183,7 +182,7 @@ class StagePlan:
             self.owner_stages.update(dict.fromkeys(self._on_all_stages, 0))
         self._adopt(recording)
         assignment = self._assign(recording)
-        check_shared(assignment)
+        partition.check_shared(assignment)
         return recording, assignment
 
     def _best_partition(self, recorded: Callable[[], Recording]) -> tuple[Any, ...]:
@@ -192,18 +191,18 @@ class StagePlan:
         best: tuple[float, Recording, dict[str, int], set[str]] | None = None
         for _ in range(_MAX_RECORDINGS):
             try:
-                owner_stages = find_homes(recording.graph, self.num_stages, self._cuts)
-                costs = assign(recording.graph, owner_stages, self.num_stages).costs()
+                owner_stages = partition.owner_stages(recording.graph, self.num_stages, self._cuts)
+                costs = partition.assign(recording.graph, owner_stages, self.num_stages).costs()
                 if best is None or self._cuts is not None or max(costs) < 0.97 * best[0]:
                     best = max(costs), recording, owner_stages, set(self._tracked)
                 unbalanced = max(costs) > _UNBALANCED * sum(costs) / self.num_stages
                 # A pipeline cut inside a unit opens it, whatever the balance.
                 wanted = sum(costs) / self.num_stages / 4 if unbalanced or self._cuts is not None else None
             except PartitionError:
-                if best is None and not to_open(recording, 0.0, self._cuts):
+                if best is None and not units_to_open(recording, 0.0, self._cuts):
                     raise
                 wanted = 0.0
-            larger = to_open(recording, wanted, self._cuts) if wanted is not None else set()
+            larger = units_to_open(recording, wanted, self._cuts) if wanted is not None else set()
             if not larger or self.num_stages == 1:
                 break
             before = set(self._choice.opened), set(self._tracked)
@@ -216,11 +215,11 @@ class StagePlan:
                 self._choice.opened, self._tracked = before
                 break
         if best is None:
-            find_homes(recording.graph, self.num_stages, self._cuts)  # raises the reason
+            partition.owner_stages(recording.graph, self.num_stages, self._cuts)  # raises the reason
         assert best is not None
         _, recording, owner_stages, tracked = best
         opened = {name for name in self._choice.opened if name not in recording.units}
-        return recording, opened, self._choice.closed, tracked, owner_stages, bool(recording.looks_at)
+        return recording, opened, self._choice.closed, tracked, owner_stages, bool(recording.unguarded_state)
 
     def _record(
         self,
@@ -259,7 +258,7 @@ class StagePlan:
         context: Callable[[], AbstractContextManager[Any]],
         *,
         train: bool,
-        looks: Looks | None = None,
+        unguarded_reads: UnguardedReads | None = None,
         draws_as: tuple[int, int] = (0, 0),
         guesses: Sequence[bool] = (),
     ) -> Recording:
@@ -278,7 +277,7 @@ class StagePlan:
                 randomness=self._randomness,
                 loss_required=train,
                 tracked_buffers=self._tracked,
-                looks=looks,
+                unguarded_reads=unguarded_reads,
                 draws_as=draws_as,
                 guesses=guesses,
             )
@@ -302,10 +301,10 @@ class StagePlan:
                     new += [name] if name not in self.owner_stages and id(buffer) not in inside else []
                     self.owner_stages.setdefault(name, inside.get(id(buffer), previous))
         if new and self.first is not None:  # buffers of this step only, such as counts of validation
-            self.owner_stages |= homes_behind(recording.graph, self.owner_stages, new, self.num_stages)
+            self.owner_stages |= partition.buffer_stages(recording.graph, self.owner_stages, new, self.num_stages)
 
     def _assign(self, recording: Recording) -> Assignment:
-        assignment = assign(recording.graph, self.owner_stages, self.num_stages)
+        assignment = partition.assign(recording.graph, self.owner_stages, self.num_stages)
         if self.first is None:
             return assignment
         shared = [n for node in recording.graph.nodes for n in node.written if n in self._on_all_stages]
@@ -317,25 +316,25 @@ class StagePlan:
         check_placement(assignment, self.owner_stages, self.num_ranks, self.ranks_of)
         return assignment
 
-    def drop_foreign(self) -> None:
+    def drop_remote_parameters(self) -> None:
         """Free the parameters that other ranks own; the objects stay, as absent tensors."""
         for name, parameter in self._root.named_parameters():
             if self.rank not in self.ranks_of(name) and not is_absent(parameter):
                 drop(parameter)
 
-    def drop_as_root(self, copy: nn.Module) -> None:
+    def drop_absent_in_copy(self, copy: nn.Module) -> None:
         """Free the parameters of a copy of the module that are absent in the module itself."""
         for original, copied in zip(self._root.parameters(), copy.parameters(), strict=True):
             if is_absent(original) and not is_absent(copied):
                 drop(copied)
 
-    def make_whole(self, copy: nn.Module | None = None) -> None:
+    def unshard_parameters(self, copy: nn.Module | None = None) -> None:
         """Broadcast all parameters and buffers from their owners to every rank; collective over the pipeline.
 
         Args:
             copy: A copy of the module with the same absent parameters; the module itself if None.
         """
-        if self.num_ranks == 1 or not self.is_cut:
+        if self.num_ranks == 1 or not self.is_partitioned:
             return
         device = self._randomness.device
         for name, parameter in (self._root if copy is None else copy).named_parameters():
@@ -345,14 +344,14 @@ class StagePlan:
             here = not is_absent(parameter)
             content = parameter.detach() if here else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             content = content.to(device).contiguous()
-            dist.broadcast(as_sent(content), group=self.group, group_src=owners[0])
+            dist.broadcast(as_sendable(content), group=self.group, group_src=owners[0])
             if is_absent(parameter):
                 fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
-        for buffer, owner in self.buffer_homes(copy):
+        for buffer, owner in self.buffer_owners(copy):
             broadcast_buffer(buffer, owner, self.group, device)
         compute_weights(self._root if copy is None else copy)
 
-    def buffer_homes(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
+    def buffer_owners(self, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
         """Buffers that are valid on one rank only (inside units, and tracked ones), each with this rank."""
         if self.first is None:
             return []
@@ -376,7 +375,7 @@ class StagePlan:
 
     def buffer_ranks(self, copy: nn.Module | None = None) -> dict[int, int]:
         """Pipeline rank on which a buffer (of a copy) is valid, by id of the buffer; others are valid everywhere."""
-        return {id(buffer): owner for buffer, owner in self.buffer_homes(copy)}
+        return {id(buffer): owner for buffer, owner in self.buffer_owners(copy)}
 
     def repeated_buffers(self) -> list[tuple[dict[str, Any], str]]:
         """The buffers that every stage writes, since no value of the model enters them: their dicts and keys."""
@@ -390,7 +389,7 @@ class StagePlan:
             if id(buffer) not in inside and (f"{fqn}.{member}" if fqn else member) not in self._tracked
         ]
 
-    def share_buffers(self, variants: Iterable[Variant]) -> None:
+    def broadcast_buffers(self, variants: Iterable[TraceVariant]) -> None:
         """Broadcast tracked buffers after a step to the other stages that read them; collective over the pipeline."""
         if not self._tracked or self.num_ranks == 1:
             return

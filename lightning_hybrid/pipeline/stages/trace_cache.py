@@ -22,22 +22,22 @@ from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
-from lightning_hybrid.step.instrument.instrument import installed
+from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
-from lightning_hybrid.step.objects.lru_cache import Recent
+from lightning_hybrid.step.objects.lru_cache import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
-from lightning_hybrid.step.recording.guards import Looks, modules_around, plain_state
-from lightning_hybrid.step.replay.trace_tree import NotKnown, Ways
+from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
+from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
 _MAX_TRACES = 512
 # Number of batch signatures whose traces are cached.
-_MOST_SIGNATURES = 512
+_MAX_SIGNATURES = 512
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ChosenTraces:
     number: int
     microbatches: Sequence[Any]
     weights: list[float]
-    variants: list[Variant]
+    variants: list[TraceVariant]
 
 
 @dataclass(eq=False)
@@ -100,14 +100,14 @@ class _Traces:
         ways: The tree of all traces; made when first needed.
     """
 
-    latest: Variant
+    latest: TraceVariant
     around: list[nn.Module]
     state: list[Any] | None
-    pending: list[Variant] = field(default_factory=list)
-    ways: Ways[Variant] | None = None
+    pending: list[TraceVariant] = field(default_factory=list)
+    ways: TraceTree[TraceVariant] | None = None
 
 
-class VariantChoice:
+class TraceCache:
     """Caches the recorded traces of the steps of one module, and selects from them."""
 
     def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
@@ -115,10 +115,10 @@ class VariantChoice:
         self._root = root
         self._plan = plan
         self._randomness = randomness
-        self._cache: Recent[Hashable, _Traces] = Recent(_MOST_SIGNATURES)
+        self._cache: LRUCache[Hashable, _Traces] = LRUCache(_MAX_SIGNATURES)
         self._writes_batch: set[str] = set()
 
-    def choose(self, call: Call, microbatches: Sequence[Any]) -> list[Variant]:
+    def choose(self, call: Call, microbatches: Sequence[Any]) -> list[TraceVariant]:
         """Select the trace of each microbatch; new ones are recorded.
 
         Args:
@@ -141,7 +141,7 @@ class VariantChoice:
         by_microbatch = [cached[key] for key in keys]
         if all(self._is_unchanged(each) for each in cached.values()):
             return [each.latest for each in by_microbatch]
-        return self._rehearse(call, microbatches, by_microbatch)
+        return self._dry_run(call, microbatches, by_microbatch)
 
     def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
         """Whether these microbatches have cached traces that need no dry run."""
@@ -152,7 +152,7 @@ class VariantChoice:
         """Whether a step has written into its batch."""
         return name in self._writes_batch
 
-    def attributes_around_units(self, variant: Variant) -> list[Any]:
+    def attributes_around_units(self, variant: TraceVariant) -> list[Any]:
         """The plain attributes of the modules around the units, on which a step may branch."""
         return plain_state(list(modules_around(self._root, variant.recording.units).values()))
 
@@ -164,11 +164,11 @@ class VariantChoice:
         return lambda: call.on(copies.pop())
 
     def _is_unchanged(self, traces: _Traces) -> bool:
-        return not traces.latest.recording.looks_at and plain_state(traces.around) == traces.state
+        return not traces.latest.recording.unguarded_state and plain_state(traces.around) == traces.state
 
-    def _record(self, call: Call, microbatch: Any, index: int) -> Variant:
-        looks = Looks()
-        rest = looks.given(microbatch, call.rest)
+    def _record(self, call: Call, microbatch: Any, index: int) -> TraceVariant:
+        unguarded_reads = UnguardedReads()
+        rest = unguarded_reads.track_arguments(microbatch, call.rest)
         batch = copied_batch(microbatch)
         versions = _versions(batch)
         variant = self._plan.variant(
@@ -176,7 +176,7 @@ class VariantChoice:
             lambda: call.step(batch, *rest),
             call.context,
             train=call.train,
-            looks=looks,
+            unguarded_reads=unguarded_reads,
             draws_as=(call.number, call.first + index),
         )
         if _is_written(versions):
@@ -192,26 +192,26 @@ class VariantChoice:
         if _is_written(versions):
             self._writes_batch.add(call.name)
 
-    def _rehearse(self, call: Call, microbatches: Sequence[Any], by_microbatch: Sequence[_Traces]) -> list[Variant]:
+    def _dry_run(self, call: Call, microbatches: Sequence[Any], by_microbatch: Sequence[_Traces]) -> list[TraceVariant]:
         """Select traces by dry runs, one microbatch after the other; module state is restored afterwards."""
         units = self._plan.units()
         inside = {module for unit in units.values() for module in unit.modules()}
         start = ModuleState(self._root, without=inside, unhooked=inside)
         states = {traces: plain_state(traces.around) for traces in dict.fromkeys(by_microbatch)}
         names = self._plan.names()
-        chosen: list[Variant] = []
+        chosen: list[TraceVariant] = []
         try:
             for index, (microbatch, traces) in enumerate(zip(microbatches, by_microbatch, strict=True)):
                 before = ModuleState(self._root, without=inside, unhooked=inside) if index else start
                 try:
                     variant = self._find_trace(call, microbatch, index, traces, units, names, before)
-                except NotKnown:
+                except UnknownTrace:
                     before.restore()
                     traces.pending.append(self._record(call, microbatch, index))
                     units, names = self._plan.units(), self._plan.names()
                     try:
                         variant = self._find_trace(call, microbatch, index, traces, units, names, before)
-                    except NotKnown as reason:
+                    except UnknownTrace as reason:
                         raise StepError(
                             f"{call.name} does something else each time it runs on the same batch, so that no recording"
                             f" tells what it will do: {reason}; make it the same each time, or set"
@@ -235,14 +235,14 @@ class VariantChoice:
         units: Mapping[str, nn.Module],
         names: Mapping[int, str],
         before: ModuleState,
-    ) -> Variant:
+    ) -> TraceVariant:
         """Select the trace of a microbatch by a dry run.
 
         Raises:
-            NotKnown: It diverges from all traces.
+            UnknownTrace: It diverges from all traces.
         """
         if traces.ways is None or traces.ways.units.keys() != units.keys() or traces.ways.count > _MAX_TRACES:
-            traces.ways = Ways(units, [module for unit in units.values() for module in unit.modules()])
+            traces.ways = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
             traces.pending = traces.pending[-1:]
         ways, randomness = traces.ways, self._randomness
         while traces.pending:
@@ -253,7 +253,7 @@ class VariantChoice:
         grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
         with (
             self.copy_for_dry_run(call, microbatch) as batch,
-            installed(traces.latest.replays.values(), randomness) as current,
+            instrumented(traces.latest.replays.values(), randomness) as current,
             randomness.isolated(),
             randomness.microbatch(call.number, call.first + index),
             grad,
@@ -262,7 +262,7 @@ class VariantChoice:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:
-                return ways.rehearse(self._root, lambda: call.on(batch), names, current, randomness, before)
+                return ways.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)
             except Exception:  # an error of the step is raised where it runs
                 return traces.latest
 

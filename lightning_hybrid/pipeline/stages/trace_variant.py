@@ -12,13 +12,13 @@ import torch
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.pipeline.stages.missing_gradients import NoGradients
+from lightning_hybrid.pipeline.stages.missing_gradients import MissingGradients
 from lightning_hybrid.step.replay.stage_replay import StageReplay
 from lightning_hybrid.step.tracing.recording import Recording
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class TraceVariant:
     """One recording of a step with its assignment to stages; microbatches of different shapes have different ones.
 
     Attributes:
@@ -49,9 +49,9 @@ class Variant:
         return self.assignment.graph.loss
 
     @cached_property
-    def missing_grads(self) -> NoGradients:
+    def missing_grads(self) -> MissingGradients:
         """The values without a gradient, as far as batches have shown them."""
-        return NoGradients()
+        return MissingGradients()
 
     @property
     def recording(self) -> Recording:

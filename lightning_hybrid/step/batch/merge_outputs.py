@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import children_of
-from lightning_hybrid.step.standins.absent_tensors import is_absent, values_behind
+from lightning_hybrid.step.standins.absent_tensors import is_absent, source_values
 from lightning_hybrid.step.tracing.recording import StepError
 
 
@@ -83,7 +83,7 @@ class _Merger:
 
     def _plain(self, outputs: list[Any]) -> Any:
         last = outputs[-1]
-        if not isinstance(last, float) or any(values_behind(output) is not None for output in outputs):
+        if not isinstance(last, float) or any(source_values(output) is not None for output in outputs):
             return last
         if all(output == last for output in outputs):
             return last

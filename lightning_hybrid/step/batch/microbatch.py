@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves, tensors_inside
-from lightning_hybrid.step.objects.tensor_subclasses import detached_copy, of_class
+from lightning_hybrid.step.objects.tensor_subclasses import detached_copy, with_class_of
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
@@ -86,7 +86,7 @@ def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: Batc
     return even[-1] if even else most
 
 
-def why_whole(batch: Any, splitter: BatchSplitter | None) -> str:
+def why_unsplit(batch: Any, splitter: BatchSplitter | None) -> str:
     """Why ``batch`` runs unsplit, whatever number is requested; empty if it can be split."""
     return _samples_of(batch)[1] if splitter is None else ""
 
@@ -194,7 +194,7 @@ def _split_value(value: Any, size: int, counts: list[int]) -> list[Any]:
         if not value.dim():
             return [value] * len(counts)
         # In-place writes of one microbatch must not bump the version of tensors that another saved for its backward.
-        return [of_class(value, rows if value.requires_grad else rows.data) for rows in value.split(counts)]
+        return [with_class_of(value, rows if value.requires_grad else rows.data) for rows in value.split(counts)]
     rows = _rows_of(value, size)
     if rows is not None:
         starts = [sum(counts[:index]) for index in range(len(counts))]

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.tracing.metric_nodes import copy_alone
+from lightning_hybrid.step.tracing.metric_nodes import isolated_copy
 
 
 @dataclass
@@ -59,7 +59,7 @@ class BatchMetrics:
             sink = self._sinks[fqn]
             if not _has_native_forward(sink):
                 return
-            copy: Any = copy_alone(sink)
+            copy: Any = isolated_copy(sink)
             copy.reset()
             self._prepare(copy)
             self._copies[key] = _MetricCopy(sink, copy)  # type: ignore[arg-type]

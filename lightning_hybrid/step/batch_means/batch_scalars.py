@@ -18,7 +18,7 @@ from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.linear_terms import is_linear
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.deferred_tensors import Deferred
+from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor
 from lightning_hybrid.step.tracing.recording import Template
 
 
@@ -91,7 +91,7 @@ class ScalarResults:
             mark_of: Returns the value index of a tensor.
         """
         leaves, spec = flatten((args, kwargs))
-        if any(isinstance(leaf, Deferred) for leaf in (*leaves, *results)):
+        if any(isinstance(leaf, DeferredTensor) for leaf in (*leaves, *results)):
             return
         # With a colon: a user's function, or one that communicates with other ranks.
         if node.unit or node.parameters or template.written or ":" in node.name:

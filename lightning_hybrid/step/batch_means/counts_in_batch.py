@@ -66,17 +66,17 @@ class Mean(NamedTuple):
     """A scalar of a step for a batch, and for its microbatches.
 
     Attributes:
-        whole: The scalar of the full batch.
+        full: The scalar of the full batch.
         parts: The scalars of the microbatches, by partition of the batch.
     """
 
-    whole: float
+    full: float
     parts: Sequence[Sequence[float]]
 
     def errors(self, weights: Sequence[Sequence[float]]) -> list[float]:
         """By partition, the absolute error of the weighted mean over microbatches."""
         pairs = zip(self.parts, weights, strict=True)
-        return [abs(sum(n * w for n, w in zip(*pair, strict=True) if w) - self.whole) for pair in pairs]
+        return [abs(sum(n * w for n, w in zip(*pair, strict=True) if w) - self.full) for pair in pairs]
 
 
 def find_counts(
@@ -92,7 +92,7 @@ def find_counts(
         partitions: Microbatches of each partition, and their shares of the samples.
         dtype: Dtype of the loss.
     """
-    bound = worth_finding(loss, [weights for _, weights in partitions], dtype)
+    bound = error_bound(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}
     for count in counts_in(batch) if bound else ():
         weights = [of for microbatches, _ in partitions if (of := count.weights(microbatches)) is not None]
@@ -100,19 +100,19 @@ def find_counts(
         if all(map(math.isfinite, of_parts)):
             errors[count] = max(of_parts)
     least = min(errors.values(), default=bound)
-    near = least + rounding_of(loss.whole, dtype)
+    near = least + rounding_of(loss.full, dtype)
     return tuple(count for count, error in errors.items() if error <= near) if least < bound else ()
 
 
-def are_apart(counts: Sequence[Count], microbatches: Sequence[Any]) -> bool:
+def weights_differ(counts: Sequence[Count], microbatches: Sequence[Any]) -> bool:
     """Whether several counts give different weights to the microbatches of a batch."""
     weights = [count.weights(microbatches) for count in counts]
     return any(not _is_close(other, weights[0]) for other in weights[1:])
 
 
-def worth_finding(number: Mean, weights: Sequence[Sequence[float]], dtype: torch.dtype) -> float:
+def error_bound(number: Mean, weights: Sequence[Sequence[float]], dtype: torch.dtype) -> float:
     """The error below which other weights are accepted; 0 where these weights are right."""
-    errors, rounding = number.errors(weights), rounding_of(number.whole, dtype)
+    errors, rounding = number.errors(weights), rounding_of(number.full, dtype)
     error = max(errors)
     if not all(map(math.isfinite, errors)):  # a microbatch without counted entries
         return 10 * rounding

@@ -14,7 +14,7 @@ _LINEAR = (
 )
 
 
-def terms_of(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
+def data_dependent_means(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
     """Indices of the nodes that average over a number of entries that depends on the content of the batch.
 
     Args:

@@ -23,7 +23,7 @@ REARRANGED = frozenset(
 )
 
 
-def alike(local: StepGraph, full: StepGraph) -> dict[int, int]:
+def matching_values(local: StepGraph, full: StepGraph) -> dict[int, int]:
     """Map the values of a step on the full batch to those of the step on a microbatch.
 
     Operations that make a value per sample (``list(output)``) make more on the full batch: those have no counterpart.
@@ -35,7 +35,7 @@ def alike(local: StepGraph, full: StepGraph) -> dict[int, int]:
     return pairs
 
 
-def is_total_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Mapping[int, int]) -> bool:
+def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Mapping[int, int]) -> bool:
     """Whether a value is provably a sum over the samples, without other terms.
 
     Args:

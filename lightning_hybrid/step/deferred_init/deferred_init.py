@@ -19,7 +19,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError, Part, RecordedInitOps, is_on_meta
+from lightning_hybrid.step.deferred_init.recorded_init_ops import (
+    InitialValueError,
+    RecordedInitOps,
+    StorageView,
+    is_on_meta,
+)
 from lightning_hybrid.step.standins.absent_tensors import drop
 
 
@@ -28,7 +33,7 @@ class _Parameter:
     """A parameter on meta; its version counter reveals writes that were not recorded."""
 
     parameter: Tensor
-    part: Part
+    part: StorageView
     version: int
 
 
@@ -51,13 +56,13 @@ class InitialValues:
         """Put parameters that modules register inside on the meta device."""
         handle = nn.modules.module.register_module_parameter_registration_hook(self._on_registration)
         try:
-            with self.noting():
+            with self.record_writes():
                 yield
         finally:
             handle.remove()
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def record_writes(self) -> Iterator[None]:
         """Record the operations inside on parameters without storage."""
         self._is_recording = True
         try:
@@ -94,9 +99,9 @@ class InitialValues:
         tracked = self._parameters.get(id(parameter))
         return tracked is not None and tracked.parameter is parameter
 
-    def knows(self, tensor: Tensor) -> bool:
+    def has_record_of(self, tensor: Tensor) -> bool:
         """Whether operations on a tensor on meta were recorded."""
-        return self.is_adopted(tensor) or self._recorded.knows(tensor)
+        return self.is_adopted(tensor) or self._recorded.has_record_of(tensor)
 
     def _on_load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Record the values that a module is about to load: torch itself copies nothing to meta."""
@@ -133,19 +138,19 @@ class InitialValues:
                 " what is done to parameters and leaves buffers real"
             )
 
-    def part(self, tensor: Tensor) -> Part:
+    def part(self, tensor: Tensor) -> StorageView:
         """The view of a recorded storage from which the value of a tensor on meta is computed."""
-        if self.is_adopted(tensor) and not self._recorded.knows(tensor):
+        if self.is_adopted(tensor) and not self._recorded.has_record_of(tensor):
             return self._parameters[id(tensor)].part  # its dtype was changed while operations were not recorded
         return self._recorded.part(tensor)
 
-    def take(self, parameter: Tensor, device: torch.device) -> Part:
+    def take(self, parameter: Tensor, device: torch.device) -> StorageView:
         """Make a parameter on meta absent, on ``device``; returns the view from which its value is computed."""
         part = self.part(parameter)
         drop(parameter, device)
         return part
 
-    def value(self, part: Part) -> Tensor:
+    def value(self, part: StorageView) -> Tensor:
         """Compute the value of a view by replaying the recorded operations on it."""
         return self._recorded.value(part)
 

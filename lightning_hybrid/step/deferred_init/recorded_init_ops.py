@@ -57,7 +57,7 @@ class InitialValueError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Part:
+class StorageView:
     """A tensor as a view of a recorded storage: its number there, dtype, shape, strides and offset."""
 
     storage: int
@@ -77,12 +77,12 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Operation:
-    """One recorded operation; its meta tensors are ``Part`` objects, its real tensors ``_Source`` objects."""
+    """One recorded operation; its meta tensors are ``StorageView`` objects, its real tensors ``_Source`` objects."""
 
     func: Any
     leaves: list[Any]
     spec: Any
-    outputs: tuple[Part | None, ...]
+    outputs: tuple[StorageView | None, ...]
     touched: frozenset[int]
     overwrites: int | None
     state: Tensor | None
@@ -112,7 +112,7 @@ class RecordedInitOps:
         finally:
             self._uninitialized.clear()
 
-    def knows(self, tensor: Tensor) -> bool:
+    def has_record_of(self, tensor: Tensor) -> bool:
         """Whether a tensor on meta is a view of a recorded storage."""
         return tensor.untyped_storage()._cdata in self._numbers
 
@@ -157,7 +157,7 @@ class RecordedInitOps:
 
     def _record(self, func: Any, leaves: list[Any], spec: Any, written: list[Tensor], out: Any, state: Any) -> None:
         parts = [self.part(leaf) if is_on_meta(leaf) else leaf for leaf in leaves]
-        touched = {part.storage for part in parts if isinstance(part, Part)}
+        touched = {part.storage for part in parts if isinstance(part, StorageView)}
         outputs = [self.part(leaf) if is_on_meta(leaf) else None for leaf in tree_leaves(out)]
         made = tuple(None if part is None or part.storage in touched else part for part in outputs)
         targets = {self.part(tensor).storage for tensor in written} | {part.storage for part in made if part}
@@ -206,25 +206,25 @@ class RecordedInitOps:
         index = self._device.index or 0
         return torch.get_device_module(self._device).default_generators[index]
 
-    def part(self, tensor: Tensor) -> Part:
+    def part(self, tensor: Tensor) -> StorageView:
         """The view of a recorded storage from which a tensor on meta is computed later."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._storages)
             self._storages.append(storage)
         number = self._numbers[storage._cdata]
-        return Part(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return StorageView(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    def _covers_storage(self, part: Part) -> bool:
+    def _covers_storage(self, part: StorageView) -> bool:
         return bool(torch.Size(part.shape).numel() * part.dtype.itemsize == self._storages[part.storage].nbytes())
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def is_written(self, part: Part) -> bool:
+    def is_written(self, part: StorageView) -> bool:
         """Whether an operation that writes the storage of a view has been recorded."""
         return bool(self._writers.get(part.storage))
 
-    def value(self, part: Part) -> Tensor:
+    def value(self, part: StorageView) -> Tensor:
         """Compute the value of a tensor by replaying its operations; the generators do not advance.
 
         Raises:
@@ -278,7 +278,7 @@ class RecordedInitOps:
                     self._view(part, real).copy_(made)
 
     def _as_real(self, leaf: Any, real: dict[int, torch.UntypedStorage]) -> Any:
-        if isinstance(leaf, Part):
+        if isinstance(leaf, StorageView):
             return self._view(leaf, real)
         if isinstance(leaf, _Source):
             if leaf.tensor._version != leaf.version:
@@ -289,7 +289,7 @@ class RecordedInitOps:
             return leaf.tensor
         return self._device if _is_meta(leaf) else leaf
 
-    def _view(self, part: Part, real: dict[int, torch.UntypedStorage]) -> Tensor:
+    def _view(self, part: StorageView, real: dict[int, torch.UntypedStorage]) -> Tensor:
         if part.storage not in real:
             size = self._storages[part.storage].nbytes()
             real[part.storage] = torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()

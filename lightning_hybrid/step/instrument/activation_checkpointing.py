@@ -15,7 +15,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.tracing.step_mode import Current, StepWatch
+from lightning_hybrid.step.tracing.step_mode import CurrentRun, StepMode
 
 # Attribute of saved-tensor hooks that decide for each tensor; other such hooks recompute a region of code.
 SAVES_EACH = "_hybrid_saves_each"
@@ -25,8 +25,8 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 
 
 @contextlib.contextmanager
-def adopted_checkpoints(
-    current: Current,
+def patched_checkpointing(
+    current: CurrentRun,
     randomness: KeyedRandomness,
     again: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Iterator[None]:
@@ -64,7 +64,7 @@ def adopted_checkpoints(
         checkpoint_module.CheckpointFunction = function
 
 
-def _recompute_each_unit(watch: StepWatch) -> Iterator[None]:
+def _recompute_each_unit(watch: StepMode) -> Iterator[None]:
     """Replaces torch's generator: it yields once, around the run of the function."""
     with watch.recomputing():
         yield

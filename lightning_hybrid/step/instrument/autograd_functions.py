@@ -25,7 +25,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.bound_apply import APPLIED_IN_PYTHON, BoundApply, functions_with_builtin_apply
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import Current, user_line
+from lightning_hybrid.step.tracing.step_mode import CurrentRun, user_line
 
 # The output argument of each collective: its position and its name.
 _OUTPUT_ARGUMENTS = {
@@ -48,7 +48,7 @@ COLLECTIVE = "collective:"
 _APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
 
 
-class Unwatched:
+class NotIntercepted:
     """Base of autograd functions that run as part of another operation of a step, and are no event themselves."""
 
 
@@ -64,7 +64,7 @@ class CompletedWork:
         return True
 
 
-def intercepted_functions(current: Current, bound: Iterable[BoundApply]) -> AbstractContextManager[None]:
+def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> AbstractContextManager[None]:
     """Make each autograd function and collective that a step calls one event of the current run.
 
     A function of ``torch.jit`` runs as Python, since no mode intercepts its interpreter. Checks of numbers
@@ -87,7 +87,7 @@ def intercepted_functions(current: Current, bound: Iterable[BoundApply]) -> Abst
     )
 
 
-def functions_drawing_again(
+def functions_with_repeated_draws(
     functions: Iterable[type[Function]], randomness: KeyedRandomness
 ) -> AbstractContextManager[None]:
     """Let functions whose backward reruns their forward, as hand-written checkpoints do, draw equal numbers again."""
@@ -111,7 +111,7 @@ def _patched_methods(function: type[Function], randomness: KeyedRandomness) -> I
     return (function, "forward", staticmethod(forward)), (function, "backward", staticmethod(backward))
 
 
-def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:
+def refuse_uninterceptable_functions(current: CurrentRun) -> AbstractContextManager[None]:
     """Let a function raise a ``StepError`` where a step calls it in a way that is not intercepted."""
     return _Patched(
         *(
@@ -122,13 +122,13 @@ def unseen_functions_refused(current: Current) -> AbstractContextManager[None]:
     )
 
 
-def _refuse_call(current: Current, function: type[Function]) -> Any:
+def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
     original = function.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # without functools.wraps: each recording creates hundreds
         watch = current.watch
         in_transform = torch._C._are_functorch_transforms_active()
-        if watch is None or watch.inside_unit or in_transform or issubclass(function, Unwatched):
+        if watch is None or watch.inside_unit or in_transform or issubclass(function, NotIntercepted):
             return original(*args, **kwargs)
         name = function.__qualname__
         raise StepError(
@@ -140,18 +140,18 @@ def _refuse_call(current: Current, function: type[Function]) -> Any:
     return staticmethod(forward)
 
 
-def _intercepted_apply(current: Current) -> Callable[..., Any]:
+def _intercepted_apply(current: CurrentRun) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(_SingleLevelFunction, cls).apply
         watch = current.watch
-        if watch is None or watch.inside_unit or issubclass(cls, Unwatched):
+        if watch is None or watch.inside_unit or issubclass(cls, NotIntercepted):
             return original(*args, **kwargs)
         return watch.call(f"apply:{cls.__qualname__}", (), original, args, kwargs)
 
     return apply
 
 
-def _uncompiled_script(current: Current, original: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled_script(current: CurrentRun, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         watch = current.watch
         written = getattr(self, "_torchdynamo_inline", None)
@@ -162,7 +162,7 @@ def _uncompiled_script(current: Current, original: Callable[..., Any]) -> Callab
     return call
 
 
-def _intercepted_collective(current: Current, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _intercepted_collective(current: CurrentRun, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def collective(*args: Any, **kwargs: Any) -> Any:
         watch = current.watch
         if watch is None:
@@ -175,7 +175,7 @@ def _intercepted_collective(current: Current, name: str, original: Callable[...,
     return collective
 
 
-def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+def collective_outputs(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """The output tensors of a call of a collective."""
     position, keyword = _OUTPUT_ARGUMENTS[name.removeprefix(COLLECTIVE)]
     output = args[position] if len(args) > position else kwargs.get(keyword)
@@ -184,7 +184,7 @@ def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _dry_run(name: str) -> Callable[..., Any]:
     def dry_run(*args: Any, **kwargs: Any) -> Any:
-        written = written_by(name, args, kwargs)
+        written = collective_outputs(name, args, kwargs)
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         source = next((leaf for leaf in tensors if not any(leaf is tensor for tensor in written)), None)
         with torch.no_grad():
@@ -203,7 +203,7 @@ def _dry_run(name: str) -> Callable[..., Any]:
 _TOLIST = (FakeTensor, "tolist", Tensor.tolist)
 
 
-def tolist_seen() -> AbstractContextManager[None]:
+def interceptable_tolist() -> AbstractContextManager[None]:
     """Let function modes intercept the ``tolist`` of absent tensors."""
     return _Patched(_TOLIST)
 

@@ -1,7 +1,7 @@
 """Instrumentation of user modules for a replay: forwards of units, metric methods, torch's checkpoint function.
 
 The forwards of units and of modules that draw random numbers, the methods of metrics, and torch's checkpoint function
-read the current run of the step from a `Current`. To patch them for each microbatch would cost more than they do.
+read the current run of the step from a `CurrentRun`. To patch them for each microbatch would cost more than they do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 from torch.autograd import Function
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.activation_checkpointing import adopted_checkpoints
-from lightning_hybrid.step.instrument.autograd_functions import functions_drawing_again, intercepted_functions
-from lightning_hybrid.step.tracing.bound_apply import BoundApply, users_functions
+from lightning_hybrid.step.instrument.activation_checkpointing import patched_checkpointing
+from lightning_hybrid.step.instrument.autograd_functions import functions_with_repeated_draws, intercepted_functions
+from lightning_hybrid.step.tracing.bound_apply import BoundApply, user_functions
 from lightning_hybrid.step.tracing.recording import Recording
-from lightning_hybrid.step.tracing.step_mode import Current, intercepted_metrics, intercepted_units
+from lightning_hybrid.step.tracing.step_mode import CurrentRun, intercepted_metrics, intercepted_units
 
 
 class InstrumentedReplay(Protocol):
@@ -43,7 +43,7 @@ class InstrumentedReplay(Protocol):
 
 
 @contextlib.contextmanager
-def installed(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[Current]:
+def instrumented(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
     """Instrument the user's modules for replays.
 
     Args:
@@ -65,15 +65,15 @@ def installed(replays: Collection[InstrumentedReplay], randomness: KeyedRandomne
         drawing.update(replay.drawing)
         functions.update(dict.fromkeys(replay.drawing_functions))
         sinks, bound = replay.sinks, replay.recording.bound
-    current = Current()
-    again = functions_drawing_again(functions, randomness)
-    with randomness.modules(drawing), again, asking(current, randomness, units, owned, sinks, bound):
+    current = CurrentRun()
+    again = functions_with_repeated_draws(functions, randomness)
+    with randomness.modules(drawing), again, intercepted_step(current, randomness, units, owned, sinks, bound):
         yield current
 
 
 @contextlib.contextmanager
-def asking(
-    current: Current,
+def intercepted_step(
+    current: CurrentRun,
     randomness: KeyedRandomness,
     units: Mapping[str, nn.Module],
     owned: Mapping[str, tuple[str, ...]],
@@ -96,7 +96,7 @@ def asking(
         intercepted_units(current, units, owned),
         intercepted_metrics(current, sinks),
         intercepted_functions(current, bound),
-        adopted_checkpoints(current, randomness),
+        patched_checkpointing(current, randomness),
         slow_attention(),
         no_inference_mode(),
     ):
@@ -104,7 +104,7 @@ def asking(
 
 
 @contextlib.contextmanager
-def drawing_as_stages(
+def draw_as_stages(
     root: nn.Module,
     randomness: KeyedRandomness,
     step: int,
@@ -124,8 +124,8 @@ def drawing_as_stages(
         randomness.microbatch(step, microbatch),
         randomness.modules({name: module for name, module in root.named_modules() if name}),
         randomness.watching(True),
-        adopted_checkpoints(Current(), randomness, again),
-        functions_drawing_again(users_functions(), randomness),
+        patched_checkpointing(CurrentRun(), randomness, again),
+        functions_with_repeated_draws(user_functions(), randomness),
         randomness.each_draw(),
     ):
         yield

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_hybrid.step.tracing.step_mode import Current
+    from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
 _NAME = "normalize_logits_if_needed"
 
 
-def branchless_normalization(current: Current) -> Sequence[tuple[Any, str, Any]]:
+def branchless_normalization(current: CurrentRun) -> Sequence[tuple[Any, str, Any]]:
     """Replacements, as (module, name, function), of the branching function in modules of torchmetrics.
 
     Args:
@@ -39,10 +39,10 @@ def _importing_modules(count: int) -> list[ModuleType]:
     return [module for module in loaded if _NAME in vars(module)]
 
 
-def _normalize_by_where(current: Current, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _normalize_by_where(current: CurrentRun, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def normalize(tensor: Tensor, normalization: str | None) -> Tensor:
         watch = current.watch
-        if not normalization or watch is None or watch.inside_unit or not watch.is_of_the_model(tensor):
+        if not normalization or watch is None or watch.inside_unit or not watch.is_model_value(tensor):
             return original(tensor, normalization)
         normalized = tensor.sigmoid() if normalization == "sigmoid" else tensor.softmax(1)
         return torch.where(((tensor < 0) | (tensor > 1)).any(), normalized, tensor)

@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_hybrid.step.module_state.snapshot import Place, reachable
+from lightning_hybrid.step.module_state.snapshot import AttributePath, reachable_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
-def attribute_tensors(unit: nn.Module) -> Iterator[tuple[Place, Tensor]]:
+def attribute_tensors(unit: nn.Module) -> Iterator[tuple[AttributePath, Tensor]]:
     """Iterates over the tensors that the modules of a unit have beside their parameters, with paths from the unit."""
-    for place, leaf in reachable(unit, plain=False):
+    for place, leaf in reachable_leaves(unit, plain=False):
         if isinstance(leaf, Tensor):
             yield place, leaf
     for name, module in unit.named_modules():
         for member, buffer in module._buffers.items():
             if buffer is not None:
-                yield Place(name, member, ()), buffer
+                yield AttributePath(name, member, ()), buffer
 
 
-def found_on(
+def values_on_unit(
     unit: nn.Module, mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str], owned: Collection[str]
-) -> list[tuple[Place, Tensor]]:
+) -> list[tuple[AttributePath, Tensor]]:
     """The values on the modules of a unit, and the tensors substituted for its parameters, with their paths.
 
     Args:
@@ -42,7 +42,7 @@ def found_on(
         owned: FQNs of the unit's parameters.
     """
     slots = (
-        (Place(name, member, ()), tensor)
+        (AttributePath(name, member, ()), tensor)
         for name, module in unit.named_modules()
         for member, tensor in module._parameters.items()
     )
@@ -52,12 +52,12 @@ def found_on(
     return [(place, tensor) for place, tensor in attribute_tensors(unit) if mark_of(tensor) is not None] + substituted
 
 
-def replaces_parameters(unit: nn.Module, places: Sequence[Place]) -> bool:
+def replaces_parameters(unit: nn.Module, places: Sequence[AttributePath]) -> bool:
     """Whether one of these paths is that of a parameter."""
     return any(place.attribute in unit.get_submodule(place.module)._parameters for place in places)
 
 
-def look_up(unit: nn.Module, places: Sequence[Place]) -> list[Any]:
+def look_up(unit: nn.Module, places: Sequence[AttributePath]) -> list[Any]:
     """The current values at these paths; None where there is none."""
     found: list[Any] = []
     for place in places:
@@ -69,14 +69,14 @@ def look_up(unit: nn.Module, places: Sequence[Place]) -> list[Any]:
     return found
 
 
-def put(unit: nn.Module, places: Sequence[Place], tensors: Sequence[Any]) -> None:
+def put(unit: nn.Module, places: Sequence[AttributePath], tensors: Sequence[Any]) -> None:
     """Store tensors at existing paths."""
     for place, tensor in zip(places, tensors, strict=True):
         container, key = _container_and_key(unit, place)
         container[key] = tensor
 
 
-def _container_and_key(unit: nn.Module, place: Place) -> tuple[Any, Any]:
+def _container_and_key(unit: nn.Module, place: AttributePath) -> tuple[Any, Any]:
     """The container that a path leads into, and the key of the entry."""
     module = unit.get_submodule(place.module)
     container: Any = next((m for m in (module._buffers, module._parameters) if place.attribute in m), module.__dict__)
@@ -97,9 +97,9 @@ def _computed_weights(root: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                 yield name, module, hook
 
 
-def computed_weights(root: nn.Module) -> set[Place]:
+def computed_weights(root: nn.Module) -> set[AttributePath]:
     """Paths of weights that a torch hook computes before each forward: no rank needs them after a step."""
-    return {Place(name, hook.name, ()) for name, _, hook in _computed_weights(root)}
+    return {AttributePath(name, hook.name, ()) for name, _, hook in _computed_weights(root)}
 
 
 def compute_weights(root: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._utils import _rebuild_parameter, _rebuild_parameter_with_state
 from torch.overrides import _get_current_function_mode_stack
 
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, WHOLE_SHAPE, is_absent, user_attributes
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, FULL_SHAPE, is_absent, user_attributes
 
 _DEEPCOPY = "__deepcopy__"
 _ADVICE = (
@@ -25,25 +25,25 @@ _ADVICE = (
 )
 
 
-class NotHere(pickle.PicklingError):
+class NotOnThisRank(pickle.PicklingError):
     """A copy or pickle is requested of a parameter whose content is on other ranks."""
 
 
-def copy_in_full(parameter: Tensor, shape: torch.Size) -> None:
+def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
     """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full one.
 
     Args:
         parameter: Its ``data`` is the shard, except where a mode shows the full one.
         shape: The full shape.
     """
-    parameter.__dict__[WHOLE_SHAPE] = shape
+    parameter.__dict__[FULL_SHAPE] = shape
     parameter.__dict__[_DEEPCOPY] = _CopyInFull(parameter)
     copyreg.dispatch_table.setdefault(type(parameter), _pickle_parameter)
 
 
-def copy_as_it_is(parameter: Tensor) -> None:
-    """Undo ``copy_in_full``: this rank has the full parameter again."""
-    del parameter.__dict__[WHOLE_SHAPE], parameter.__dict__[_DEEPCOPY]
+def copy_local_parameter(parameter: Tensor) -> None:
+    """Undo ``copy_full_parameter``: this rank has the full parameter again."""
+    del parameter.__dict__[FULL_SHAPE], parameter.__dict__[_DEEPCOPY]
 
 
 class _CopyInFull:
@@ -59,12 +59,12 @@ class _CopyInFull:
 
 
 def _check_full(parameter: Tensor, done: str) -> None:
-    shape = parameter.__dict__.get(WHOLE_SHAPE)
+    shape = parameter.__dict__.get(FULL_SHAPE)
     if shape is None or is_absent(parameter):
         return
     here = tuple(parameter.data.shape)
     if here != tuple(shape):
-        raise NotHere(
+        raise NotOnThisRank(
             f"a parameter of shape {tuple(shape)}, of which this rank holds a shard of shape {here}, is {done} where"
             f" its shards are not gathered; {_ADVICE}"
         )
@@ -80,7 +80,7 @@ def _pickle_parameter(parameter: nn.Parameter) -> Any:
     return (function, (*arguments[:3], attributes)) if attributes else (_rebuild_parameter, arguments[:3])
 
 
-def reduced(tensor: Tensor, content: Tensor) -> Any:
+def reduce_for_pickle(tensor: Tensor, content: Tensor) -> Any:
     """The reduced value that `pickle` writes for a tensor of the user, which may be an absent parameter.
 
     Args:
@@ -105,7 +105,7 @@ def _pickle_absent(tensor: FakeTensor) -> Any:
         getattr(mode, "gives_contents", False) for mode in _get_current_function_mode_stack()
     )
     if not is_supplied:
-        raise NotHere(
+        raise NotOnThisRank(
             f"a tensor of shape {tuple(tensor.shape)} is pickled where it has no content: that is on other ranks, or"
             f" the step is being recorded; {_ADVICE}"
         )

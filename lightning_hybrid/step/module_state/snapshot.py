@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.objects.pytree import memory_of
+from lightning_hybrid.step.objects.pytree import storage_id
 from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -36,7 +36,7 @@ _FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
 _MAX_DEPTH = 4
 
 
-class Place(NamedTuple):
+class AttributePath(NamedTuple):
     """The path of a value: an attribute of a module, then keys through containers."""
 
     module: str
@@ -116,12 +116,12 @@ class ArgumentState:
             _set_generator(generator, state)
 
 
-def can_be_put_back(tensor: Tensor) -> bool:
-    """Whether ``Content`` can record and restore a tensor."""
+def can_restore(tensor: Tensor) -> bool:
+    """Whether ``TensorSnapshot`` can record and restore a tensor."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
 
 
-class Content:
+class TensorSnapshot:
     """A snapshot of a tensor, its content and memory: `tensor.data = other` does not change the version counter."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -135,14 +135,14 @@ class Content:
 
     def is_here(self) -> bool:
         """Whether the tensor has not been written since."""
-        return self._tensor._version == self._version and memory_of(self._tensor) == memory_of(self._memory)
+        return self._tensor._version == self._version and storage_id(self._tensor) == storage_id(self._memory)
 
     def restore(self) -> None:
         """Restore the content in the original memory."""
         # The kernel of batch norms writes the statistics without a change of the version counter.
         if self.is_here() and (not self._content.is_floating_point() or torch.equal(self._tensor, self._content)):
             return
-        if memory_of(self._tensor) != memory_of(self._memory):
+        if storage_id(self._tensor) != storage_id(self._memory):
             self._tensor.data = self._memory
         self._tensor.detach().copy_(self._content)
         self._version = self._tensor._version
@@ -169,7 +169,7 @@ class ModuleState(ArgumentState):
         """
         super().__init__(())
         self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
-        self._buffers: list[Content] = []
+        self._buffers: list[TensorSnapshot] = []
         seen: set[int] = set()
         passed = {id(module) for module in without}  # metrics change their hash with their state
         for module in root.modules():
@@ -180,10 +180,10 @@ class ModuleState(ArgumentState):
             for buffer in module._buffers.values():
                 if buffers and buffer is not None and id(buffer) not in seen and not is_absent(buffer):
                     seen.add(id(buffer))
-                    self._buffers.append(Content(buffer))
+                    self._buffers.append(TensorSnapshot(buffer))
             self._record(module.__dict__, seen, 0, top=True)
 
-    def holds(self, buffer: Tensor) -> bool:
+    def has_unchanged(self, buffer: Tensor) -> bool:
         """Whether a buffer is recorded and has not been written since."""
         return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
 
@@ -205,9 +205,9 @@ def _remove_hooks(module: nn.Module, first: int) -> None:
                 del hooks[number]
 
 
-def reachable(
+def reachable_leaves(
     root: nn.Module, without: Collection[nn.Module] = (), *, plain: bool = True
-) -> Iterator[tuple[Place, Any]]:
+) -> Iterator[tuple[AttributePath, Any]]:
     """Iterates over every leaf (tensor, number, object) in attributes and containers of modules, with its path.
 
     Args:
@@ -219,7 +219,7 @@ def reachable(
     passed = frozenset() if plain else PLAIN
     left_out = {id(module) for module in without}
 
-    def walk(place: Place, value: Any, depth: int) -> Iterator[tuple[Place, Any]]:
+    def walk(place: AttributePath, value: Any, depth: int) -> Iterator[tuple[AttributePath, Any]]:
         inner = value if isinstance(value, tuple) else inside(value)
         if inner is None or depth > _MAX_DEPTH:
             yield place, value
@@ -239,7 +239,7 @@ def reachable(
             if type(value) in passed or (isinstance(value, _CONTAINERS) and not value):
                 continue
             if attribute not in _NOT_STATE and attribute not in _MEMBERS:
-                yield from walk(Place(name, attribute, ()), value, 0)
+                yield from walk(AttributePath(name, attribute, ()), value, 0)
 
 
 def is_state(name: str) -> bool:

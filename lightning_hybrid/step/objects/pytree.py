@@ -122,18 +122,18 @@ def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
 _OPENED: set[type] = set()  # user classes whose objects carry values from layer to layer
 
 
-class ClassOpened(BaseException):
+class ContainerClassRegistered(BaseException):
     """Raised when objects of another class become containers; not an ``Exception``, which user code might catch."""
 
 
-def open_class(leaf: Any) -> None:
+def register_container_class(leaf: Any) -> None:
     """Register the class of an object that a layer returns as a container if it has values of the model inside.
 
     Args:
         leaf: The object. One with nested objects, such as a cache that layers write into, stays a leaf.
 
     Raises:
-        ClassOpened: The class has been registered.
+        ContainerClassRegistered: The class has been registered.
     """
     kind = type(leaf)
     if kind in _LEAF_TYPES or kind in _OPENED or isinstance(leaf, Tensor | nn.Module) or not hasattr(leaf, "__dict__"):
@@ -143,7 +143,7 @@ def open_class(leaf: Any) -> None:
         isinstance(one, Tensor) or not tensors_inside(one) for one in inside
     ):
         _OPENED.add(kind)
-        raise ClassOpened
+        raise ContainerClassRegistered
 
 
 def _mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -194,6 +194,6 @@ def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
     return [tensor for item in inner for tensor in tensors_inside(item, seen)]
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """An identifier of a tensor's storage, equal for views of one another, `.data` included."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

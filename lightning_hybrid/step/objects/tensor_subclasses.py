@@ -20,7 +20,7 @@ def is_user_subclass(value: Any) -> bool:
     )
 
 
-def as_plain(value: Any) -> Any:
+def as_plain_tensor(value: Any) -> Any:
     """The same memory as a plain tensor, for kernels without support for the subclass; other values unchanged."""
     if not is_user_subclass(value):
         return value
@@ -28,7 +28,7 @@ def as_plain(value: Any) -> Any:
         return value.as_subclass(Tensor)
 
 
-def of_class(original: Tensor, piece: Tensor) -> Tensor:
+def with_class_of(original: Tensor, piece: Tensor) -> Tensor:
     """``piece``, a slice or copy of ``original``, with the class and attributes of ``original``."""
     if not is_user_subclass(original) or type(piece) is type(original):
         return piece
@@ -40,4 +40,4 @@ def of_class(original: Tensor, piece: Tensor) -> Tensor:
 
 def detached_copy(tensor: Tensor) -> Tensor:
     """A detached copy of the same class and attributes; no method of the user's class is called."""
-    return of_class(tensor, as_plain(tensor).detach().clone())
+    return with_class_of(tensor, as_plain_tensor(tensor).detach().clone())

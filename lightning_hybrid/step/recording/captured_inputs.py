@@ -16,10 +16,10 @@ import numpy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.module_state.snapshot import reachable
+from lightning_hybrid.step.module_state.snapshot import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.guards import plain_state
-from lightning_hybrid.step.standins.cost_counter import CostWatch
+from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import run_on_stand_ins
 from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import StepError
@@ -53,7 +53,7 @@ class CapturedInputs:
         self,
         parameters: Mapping[int, str],
         mark_of: Callable[[Tensor], int | None],
-        costs: CostWatch,
+        costs: CostCounter,
         modules: Mapping[str, nn.Module],
     ) -> None:
         """Args: parameters: FQN by id of the stand-ins. mark_of: value index of a tensor. modules: units by FQN."""
@@ -98,11 +98,11 @@ class CapturedInputs:
                         found += 1
             return found
 
-        self._costs.given_to = count_captured
+        self._costs.on_kernel_arguments = count_captured
         try:
             yield
         finally:
-            self._costs.given_to = None
+            self._costs.on_kernel_arguments = None
         for key, tensor in _attribute_tensors_of(self._modules[unit]).items():
             if key not in before and key not in argument_ids:
                 self._after[key] = tensor, unit
@@ -199,7 +199,7 @@ class _NumbersMadeByUnit:
 
 
 def _state_of(unit: nn.Module) -> Any:
-    tensors = [*unit.buffers(), *(leaf for _, leaf in reachable(unit, plain=False) if isinstance(leaf, Tensor))]
+    tensors = [*unit.buffers(), *(leaf for _, leaf in reachable_leaves(unit, plain=False) if isinstance(leaf, Tensor))]
     return plain_state(list(unit.modules())), [(id(tensor), tensor._version) for tensor in tensors]
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_hybrid.graph.partition import node_cost
-from lightning_hybrid.step.objects.pytree import memory_of
+from lightning_hybrid.step.objects.pytree import storage_id
 from lightning_hybrid.step.recording.captured_inputs import UncapturedOutput, with_same_class
-from lightning_hybrid.step.standins.absent_tensors import whole_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import Recording, StepError
 
@@ -164,7 +164,7 @@ def _has_children_with_parameters(module: nn.Module) -> bool:
     return any(_count(child) for child in module.children())
 
 
-def to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
+def units_to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
     """The units with modules inside that are to be opened: those with a pipeline cut inside, or the expensive ones.
 
     Args:
@@ -186,7 +186,7 @@ def to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> se
 
 def _count(module: nn.Module) -> int:
     """Elements of the full parameters, whatever shard this rank has: all ranks choose the same units."""
-    return sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())
+    return sum(math.prod(full_shape(parameter)) for parameter in module.parameters())
 
 
 def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class BufferInfo(NamedTuple):
     Attributes:
         name: Its FQN.
         inside: Whether it is inside a unit.
-        memory: Key of its storage (``memory_of``).
+        memory: Key of its storage (``storage_id``).
     """
 
     name: str
@@ -212,4 +212,4 @@ class BufferInfo(NamedTuple):
 def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferInfo]:
     """The buffers of a module, by their id."""
     inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
-    return {id(b): BufferInfo(name, id(b) in inside, memory_of(b)) for name, b in root.named_buffers()}
+    return {id(b): BufferInfo(name, id(b) in inside, storage_id(b)) for name, b in root.named_buffers()}

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.module_state.attribute_tensors import computed_weights
-from lightning_hybrid.step.module_state.snapshot import ModuleState, Place, reachable
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_arrays import AbsentArray
-from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, ControlFlowError, branch_message, values_behind
+from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, ControlFlowError, branch_message, source_values
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
-from lightning_hybrid.step.tracing.step_mode import StepWatch, user_line
+from lightning_hybrid.step.tracing.step_mode import StepMode, user_line
 
 
 def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
@@ -31,8 +31,8 @@ def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     Raises:
         StepError: The values behind a number are unknown.
     """
-    found = [values for leaf in leaves if (values := values_behind(leaf)) is not None]
-    lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and values_behind(leaf) is None]
+    found = [values for leaf in leaves if (values := source_values(leaf)) is not None]
+    lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and source_values(leaf) is None]
     if read_at and lost:
         raise StepError(
             f"{user_line()}: an operation takes a number that was computed from one read from the model ({read_at});"
@@ -56,13 +56,13 @@ class BranchCheck:
         """Args: root: the user's module. step: runs the step."""
         self._root = root
         self._step = step
-        self._plain: dict[Place, Any] = {}
-        self._floats: dict[Place, float] = {}
+        self._plain: dict[AttributePath, Any] = {}
+        self._floats: dict[AttributePath, float] = {}
 
     def step(self) -> Any:
         """Run the user's step, and record the plain attributes after it."""
         result = self._step()
-        leaves = dict(reachable(self._root))
+        leaves = dict(reachable_leaves(self._root))
         self._plain = {location: leaf for location, leaf in leaves.items() if type(leaf) in (bool, int, str)}
         self._floats = {location: leaf for location, leaf in leaves.items() if type(leaf) is float and not isnan(leaf)}
         return result
@@ -96,15 +96,15 @@ class BranchCheck:
                     raise ControlFlowError(branch_message(recording.numbers_read))
 
     def _recorded(self, record_again: Callable[[], Recording], probe: float) -> Recording | None:
-        StepWatch.reads_as = probe
+        StepMode.absent_number = probe
         try:
             return record_again()
         except (StepError, ArithmeticError, ValueError):
             return None  # the probe is no valid number here: math.log(loss.item())
         finally:
-            StepWatch.reads_as = None
+            StepMode.absent_number = None
 
-    def _float_changed(self, floats: dict[Place, float]) -> bool:
+    def _float_changed(self, floats: dict[AttributePath, float]) -> bool:
         """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
         return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
 
@@ -132,14 +132,14 @@ class EscapedValues(NamedTuple):
         returns: Output of the step, with a ``ReturnedTensor`` in place of each tensor.
     """
 
-    paths: tuple[tuple[Place, int], ...]
+    paths: tuple[tuple[AttributePath, int], ...]
     values: tuple[int, ...]
     numbers: tuple[str, tuple[int, ...]]
     returns: Any
 
 
 def find_escaped_values(
-    root: nn.Module, result: Any, watch: StepWatch, without: Collection[nn.Module] = ()
+    root: nn.Module, result: Any, watch: StepMode, without: Collection[nn.Module] = ()
 ) -> EscapedValues:
     """Find the paths at which values of the step, and numbers read from them, stay after it.
 
@@ -153,13 +153,13 @@ def find_escaped_values(
     def described(leaf: Any) -> Any:
         return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
 
-    paths: list[tuple[Place, int]] = []
+    paths: list[tuple[AttributePath, int]] = []
     numbers = ""
-    for location, leaf in [*reachable(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
+    for location, leaf in [*reachable_leaves(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
         # Also while recording, a value may be no stand-in: a layer may make it of sizes alone.
         value = watch.mark_of(leaf) if isinstance(leaf, Tensor) else None
         if value is not None or isinstance(leaf, FakeTensor):
-            if isinstance(location, Place) and value is not None:
+            if isinstance(location, AttributePath) and value is not None:
                 paths.append((location, value))
         elif watch.numbers_read and not numbers and is_absent_number(leaf):
             line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
@@ -168,7 +168,7 @@ def find_escaped_values(
     if paths:
         computed = computed_weights(root)
         paths = [(location, value) for location, value in paths if location not in computed]
-    read = watch.values_told()
+    read = watch.values_to_report()
     values = dict.fromkeys((*(value for _, value in paths), *(read if numbers else ())))
     return EscapedValues(tuple(paths), tuple(values), (numbers, read), map_leaves(described, result))
 
@@ -183,7 +183,7 @@ def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[n
     """
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
-            if buffer is None or isinstance(buffer, FakeTensor) or before.holds(buffer):
+            if buffer is None or isinstance(buffer, FakeTensor) or before.has_unchanged(buffer):
                 continue
             if is_absent_number(buffer):
                 return f"{name}.{member}" if name else member
@@ -208,14 +208,16 @@ def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) 
         )
 
 
-def _rebound_buffers(root: nn.Module, watch: StepWatch, without: Collection[nn.Module]) -> Iterator[tuple[Place, int]]:
+def _rebound_buffers(
+    root: nn.Module, watch: StepMode, without: Collection[nn.Module]
+) -> Iterator[tuple[AttributePath, int]]:
     """Buffers that the step has rebound to other tensors: ``self.mean = 0.9 * self.mean + 0.1 * x``."""
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
             if buffer is not None and id(buffer) not in watch.parameters:
                 value = watch.mark_of(buffer)
                 if value is not None:
-                    yield Place(name, "_buffers", (member,)), value
+                    yield AttributePath(name, "_buffers", (member,)), value
 
 
 def is_absent_number(leaf: Any) -> bool:

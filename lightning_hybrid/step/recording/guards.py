@@ -26,7 +26,7 @@ _DEEPEST = 4
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 
 
-class Looks:
+class UnguardedReads:
     """Collects the unguarded reads of one recording of a step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Looks:
         """Record an unguarded read."""
         self.first = self.first or description
 
-    def given(self, batch: Any, rest: Sequence[Any]) -> list[Any]:
+    def track_arguments(self, batch: Any, rest: Sequence[Any]) -> list[Any]:
         """Wrap the arguments of a step so that reads are recorded; non-tensors in the batch count as read.
 
         Args:
@@ -137,7 +137,7 @@ def _collect_state(value: Any, found: list[Any], visited: set[int], depth: int) 
 class TrackedInt(int):
     """An integer that records when anything is computed from it or branches on it."""
 
-    _looks: Looks
+    _unguarded_reads: UnguardedReads
     _tracked_methods: ClassVar[tuple[str, ...]] = (
         *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__bool__", "__index__", "__int__"),
         *("__float__", "__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__", "__floor__"),
@@ -148,15 +148,15 @@ class TrackedInt(int):
         *("__rlshift__", "__rrshift__"),
     )
 
-    def __new__(cls, number: int, looks: Looks) -> TrackedInt:
-        """Args: number: the number. looks: records the reads."""
+    def __new__(cls, number: int, unguarded_reads: UnguardedReads) -> TrackedInt:
+        """Args: number: the number. unguarded_reads: records the reads."""
         self = super().__new__(cls, number)
-        self._looks = looks
+        self._unguarded_reads = unguarded_reads
         return self
 
     def __reduce__(self) -> Any:
         """Pickle or copy as an ordinary number, whose reads cannot be recorded."""
-        self._looks.add("a number that it is given, such as batch_idx")
+        self._unguarded_reads.add("a number that it is given, such as batch_idx")
         return int, (int.__index__(self),)
 
 
@@ -164,7 +164,7 @@ def _tracked(name: str) -> Callable[..., Any]:
     original = getattr(int, name)
 
     def method(self: TrackedInt, *others: Any) -> Any:
-        self._looks.add("a number that it is given, such as batch_idx")
+        self._unguarded_reads.add("a number that it is given, such as batch_idx")
         return original(self, *others)
 
     return method

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
-from lightning_hybrid.step.module_state.snapshot import ModuleState, Place, is_state, reachable
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, is_state, reachable_leaves
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves
 from lightning_hybrid.step.recording.escaped_values import is_absent_number
-from lightning_hybrid.step.standins.absent_arrays import is_number_of_others, line_read_at
-from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, is_absent, values_behind
+from lightning_hybrid.step.standins.absent_arrays import has_absent_content, line_of_read
+from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, is_absent, source_values
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
-from lightning_hybrid.step.tracing.step_mode import StepWatch
+from lightning_hybrid.step.tracing.step_mode import StepMode
 
 # FQN of the module, its attribute, and the key if the attribute is a dict of lists.
-ListPlace: TypeAlias = tuple[str, str, Any]
+ListPath: TypeAlias = tuple[str, str, Any]
 
 _EXTREMA = frozenset({"max", "amax", "any", "min", "amin", "all"})
 
 
-def lists_of(root: nn.Module) -> dict[ListPlace, list[Any]]:
+def find_lists(root: nn.Module) -> dict[ListPath, list[Any]]:
     """The lists that modules hold in an attribute, or in a dict there."""
-    found: dict[ListPlace, list[Any]] = {}
+    found: dict[ListPath, list[Any]] = {}
     for fqn, module in root.named_modules():
         for name, value in module.__dict__.items():
             if type(value) is list and is_state(name):
@@ -45,12 +45,12 @@ class KeptValues(NamedTuple):
     """Values that a step keeps on its modules: the fields of these names of a ``Recording``."""
 
     appended: tuple[Any, ...] = ()
-    kept_otherwise: str = ""
-    rows_kept: tuple[tuple[Place, tuple[int, ...]], ...] = ()
+    kept_elsewhere: str = ""
+    kept_batch_tensors: tuple[tuple[AttributePath, tuple[int, ...]], ...] = ()
 
 
 def find_kept_values(
-    root: nn.Module, before: ModuleState, old: Sequence[Any], watch: StepWatch, recording: Recording
+    root: nn.Module, before: ModuleState, old: Sequence[Any], watch: StepMode, recording: Recording
 ) -> KeptValues:
     """Find the values that a recorded step appends to lists, and those that it keeps in other ways.
 
@@ -61,10 +61,10 @@ def find_kept_values(
         watch: The function mode of the recording.
         recording: The recording of the step.
     """
-    old_ids, without = {id(leaf) for leaf in old}, without_state(root, [recording])
+    old_ids, without = {id(leaf) for leaf in old}, skippable_modules(root, [recording])
     kept = {location: "a tensor of the model" for location, _ in recording.kept if location.attribute != "_buffers"}
-    of_batch: dict[Place, tuple[int, ...]] = {}
-    for location, leaf in reachable(root, plain=not recording.numbers_kept):
+    of_batch: dict[AttributePath, tuple[int, ...]] = {}
+    for location, leaf in reachable_leaves(root, plain=not recording.numbers_kept):
         if id(leaf) in old_ids or location in kept:
             continue
         if recording.numbers_kept and is_absent_number(leaf):
@@ -73,18 +73,20 @@ def find_kept_values(
             of_batch[location] = tuple(leaf.shape)
     if not kept and not of_batch:
         return KeptValues()
-    lists, lengths = lists_of(root), before.lengths()
+    lists, lengths = find_lists(root), before.lengths()
     starts = {key: lengths[id(entries)] for key, entries in lists.items() if id(entries) in lengths}
     inside = {fqn for fqn, module in root.named_modules() if module in without}
-    bound = [(p, shape) for p, shape in of_batch.items() if p.module not in inside and entry_of(p, starts) is None]
+    bound = [
+        (p, shape) for p, shape in of_batch.items() if p.module not in inside and list_containing(p, starts) is None
+    ]
 
     def described(leaf: Any) -> Any:
         return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
 
-    grown: dict[ListPlace, int] = {}
+    grown: dict[ListPath, int] = {}
     otherwise = ""
     for location, description in kept.items():
-        key = entry_of(location, starts)
+        key = list_containing(location, starts)
         if key is None:
             otherwise = otherwise or f"{location} keeps {description}"
         else:
@@ -95,7 +97,7 @@ def find_kept_values(
     return KeptValues(appended, otherwise, tuple(bound))
 
 
-def entry_of(location: Place, lengths: Mapping[ListPlace, int]) -> ListPlace | None:
+def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) -> ListPath | None:
     """The list in which a path lies in a newly appended entry; None if there is none.
 
     Args:
@@ -121,15 +123,15 @@ def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read
     Raises:
         StepError: A number does.
     """
-    for location, leaf in reachable(root, without_state(root, recordings)):
-        if is_number_of_others(leaf):
+    for location, leaf in reachable_leaves(root, skippable_modules(root, recordings)):
+        if has_absent_content(leaf):
             raise StepError(
-                f"{line_read_at(leaf, read_at)}: {location} keeps a number read from the model, which the step did not"
+                f"{line_of_read(leaf, read_at)}: {location} keeps a number read from the model, which the step did not"
                 " when it was recorded: keep it in every batch, or keep the tensor instead (loss.detach())"
             )
 
 
-def without_state(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Module]:
+def skippable_modules(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Module]:
     """The modules inside units and metrics: a rank that skips their calls does not write their attributes.
 
     Args:
@@ -140,29 +142,31 @@ def without_state(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Mo
     return {module for outer in (*units, *find_sinks(root).values()) for module in outer.modules()}
 
 
-def why_not_joined(
-    recording: Recording, samples: int | None, *, whole: Recording | None, total: int | None, is_returned: bool
+def why_not_mergeable(
+    recording: Recording, samples: int | None, *, full: Recording | None, total: int | None, is_returned: bool
 ) -> str:
     """Why the kept values of microbatches cannot be merged to those of the batch; empty if they can.
 
     Args:
         recording: Recording of the step on a microbatch.
         samples: Number of samples of the microbatch, if known.
-        whole: Recording of the step on the full batch, if it appends to lists and can be recorded there.
+        full: Recording of the step on the full batch, if it appends to lists and can be recorded there.
         total: Number of samples of the batch, if known.
         is_returned: Whether the output of the step is read.
     """
     graph = recording.graph
-    if recording.kept_otherwise:
-        return recording.kept_otherwise
-    rows = next((location for location, shape in recording.rows_kept if samples is not None and samples in shape), None)
+    if recording.kept_elsewhere:
+        return recording.kept_elsewhere
+    rows = next(
+        (location for location, shape in recording.kept_batch_tensors if samples is not None and samples in shape), None
+    )
     if rows is not None:
         return f"{rows} keeps a row for each sample"
-    full_entries = recording.appended if whole is None else whole.appended
+    full_entries = recording.appended if full is None else full.appended
     if len(full_entries) != len(recording.appended):
         return f"{graph.step} appends to other lists on the full batch"
     for local, entries in zip(recording.appended, full_entries, strict=True):
-        sizes = (samples, samples) if whole is None else (samples, total)
+        sizes = (samples, samples) if full is None else (samples, total)
         if len(local) > 1 and (len(local), len(entries)) == sizes:  # an entry per sample
             continue
         pairs = zip(local, entries, strict=False)
@@ -178,25 +182,25 @@ def why_not_joined(
     return ""
 
 
-def _cannot_merge(local: Any, whole: Any, graph: StepGraph, samples: int | None, total: int | None) -> bool:
+def _cannot_merge(local: Any, full: Any, graph: StepGraph, samples: int | None, total: int | None) -> bool:
     """Whether the value of the full batch cannot be computed from those of its microbatches.
 
     Args:
         local: A kept value of a microbatch.
-        whole: The same value of the full batch, or of the microbatch if that is not known.
+        full: The same value of the full batch, or of the microbatch if that is not known.
         graph: Graph of the step on the microbatch.
         samples: Number of samples of the microbatch.
-        total: Number of samples of ``whole``.
+        total: Number of samples of ``full``.
     """
     if isinstance(local, ReturnedTensor):
-        return samples is not None and _cannot_merge_tensor(local, whole, graph, samples, total)
+        return samples is not None and _cannot_merge_tensor(local, full, graph, samples, total)
     if is_absent_number(local):
-        [one, *others] = values_behind(local) or (None,)
+        [one, *others] = source_values(local) or (None,)
         if one is None or others or not isinstance(local, AbsentFloat) or graph.values[one].shape:
             return True
         number = ReturnedTensor((), one)
         return samples is not None and _cannot_merge_tensor(number, number, graph, samples, total)
-    inside, of_full = children_of(local), children_of(whole)
+    inside, of_full = children_of(local), children_of(full)
     if inside is None or of_full is None:
         return type(local) is int and local == samples
     if (isinstance(local, list | tuple) and len(local) == samples) or len(inside[0]) != len(of_full[0]):
@@ -204,7 +208,7 @@ def _cannot_merge(local: Any, whole: Any, graph: StepGraph, samples: int | None,
     return any(_cannot_merge(*each, graph, samples, total) for each in zip(inside[0], of_full[0], strict=True))
 
 
-def _cannot_merge_tensor(local: ReturnedTensor, whole: Any, graph: StepGraph, samples: int, total: int | None) -> bool:
+def _cannot_merge_tensor(local: ReturnedTensor, full: Any, graph: StepGraph, samples: int, total: int | None) -> bool:
     value = None if local.value is None else graph.values[local.value]
     if not local.shape:
         if local.value is None or value is None or local.value == graph.loss:
@@ -213,7 +217,7 @@ def _cannot_merge_tensor(local: ReturnedTensor, whole: Any, graph: StepGraph, sa
         return exact or _is_reduction_over_samples(local.value, graph, samples) or _is_row_selection(local.value, graph)
     if value is not None and value.dynamic:
         return any(node.name == "bincount" for node in graph.nodes)  # its length depends on data alone
-    has_rows = isinstance(whole, ReturnedTensor) and whole.shape[:1] == (total,) and whole.shape[1:] == local.shape[1:]
+    has_rows = isinstance(full, ReturnedTensor) and full.shape[:1] == (total,) and full.shape[1:] == local.shape[1:]
     return local.shape[0] != samples or not has_rows or _is_row_selection(local.value, graph)
 
 
@@ -240,4 +244,4 @@ def _is_reduction_over_samples(value: int, graph: StepGraph, samples: int) -> bo
 def _is_row_selection(value: int | None, graph: StepGraph) -> bool:
     """Whether a value is rows of samples selected by index: ``out[:8]``."""
     producer = _producer_of(value, graph)
-    return producer is not None and producer.picks_rows
+    return producer is not None and producer.selects_rows

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.instrument.autograd_functions import COLLECTIVE, written_by
-from lightning_hybrid.step.objects.pytree import memory_of
+from lightning_hybrid.step.instrument.autograd_functions import COLLECTIVE, collective_outputs
+from lightning_hybrid.step.objects.pytree import storage_id
 from lightning_hybrid.step.recording.choose_units import BufferInfo
-from lightning_hybrid.step.standins.absent_tensors import MARK, exchange, make_absent
+from lightning_hybrid.step.standins.absent_tensors import MARK, make_absent, swap_in_place
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import user_line
 
@@ -52,14 +52,14 @@ class MutatedBatchTensors:
         target = kwargs.get("out")
         if target is None and args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
             target = args[0]
-        targets = written_by(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]
+        targets = collective_outputs(name, args, kwargs) if name.startswith(COLLECTIVE) else [target]
         for tensor in (*targets, *written_statistics(name, args, kwargs)):
             self._make_absent(name, tensor)
 
     def _make_absent(self, name: str, target: Any) -> None:
         if not isinstance(target, Tensor) or isinstance(target, FakeTensor) or self._mark_of(target) is not None:
             return
-        memory = memory_of(target)
+        memory = storage_id(target)
         if memory in self._names:  # a buffer, or a view of one: recorded again as tracked, with an owner stage
             self.buffers.add(self._names[memory])
         elif target._is_view() or (id(target) in self._detached and self._detached[id(target)][0]() is not None):
@@ -68,7 +68,7 @@ class MutatedBatchTensors:
                 " write into the tensor itself (x[index] = value)"
             )
         absent = make_absent(target)
-        exchange(target, absent)
+        swap_in_place(target, absent)
         self._swapped.append((target, absent))
 
     def undo(self) -> None:

@@ -12,29 +12,36 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import Node, SizedBy, StepGraph, Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops import averages
-from lightning_hybrid.step.module_state.attribute_tensors import found_on
+from lightning_hybrid.step.module_state.attribute_tensors import values_on_unit
 from lightning_hybrid.step.module_state.snapshot import ArgumentState
-from lightning_hybrid.step.objects.pytree import Spec, flatten, memory_of, open_class
+from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class, storage_id
 from lightning_hybrid.step.recording.captured_inputs import CapturedInputs, run_event_on_stand_ins
 from lightning_hybrid.step.recording.choose_units import BufferInfo
 from lightning_hybrid.step.recording.dynamic_sizes import DynamicSizeReads
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, values_behind_numbers
-from lightning_hybrid.step.recording.guards import Looks
+from lightning_hybrid.step.recording.guards import UnguardedReads
 from lightning_hybrid.step.recording.inner_derivatives import FullGraphNeeded, is_derivative, nodes_differentiated
 from lightning_hybrid.step.recording.mutated_batch_tensors import MutatedBatchTensors, written_statistics
 from lightning_hybrid.step.recording.unit_dedup import UnitDeduplicator
 from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.standins.cost_counter import CostWatch
-from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, SIZED_BY_DATA, index_by_numbers
-from lightning_hybrid.step.tracing.finiteness_checks import Answer, taken_for
+from lightning_hybrid.step.standins.cost_counter import CostCounter
+from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, SIZED_BY_DATA, masks_to_indices
+from lightning_hybrid.step.tracing.finiteness_checks import Answer, answer_if_finite
 from lightning_hybrid.step.tracing.func_transforms import refuse_transforms
-from lightning_hybrid.step.tracing.metric_nodes import SinkRehearsal
-from lightning_hybrid.step.tracing.op_signature import asked_of, picks_rows
-from lightning_hybrid.step.tracing.recording import Leaf, Recording, Template, no_loss, pass_backward, returned_by
-from lightning_hybrid.step.tracing.step_mode import TEXT_READS, StepWatch, user_line
+from lightning_hybrid.step.tracing.metric_nodes import MetricDryRun
+from lightning_hybrid.step.tracing.op_signature import selects_rows, signature_of
+from lightning_hybrid.step.tracing.recording import (
+    Leaf,
+    Recording,
+    Template,
+    check_backward_call,
+    no_loss_error,
+    returned_values,
+)
+from lightning_hybrid.step.tracing.step_mode import TEXT_READS, StepMode, user_line
 
 
-class RecordWatch(StepWatch):
+class RecordWatch(StepMode):
     """Runs every event on stand-ins and records it as a node."""
 
     is_recording = True
@@ -42,11 +49,11 @@ class RecordWatch(StepWatch):
     def __init__(
         self,
         parameters: Mapping[int, str],
-        costs: CostWatch,
+        costs: CostCounter,
         buffers: Mapping[int, BufferInfo],
-        metric_dry_run: SinkRehearsal,
+        metric_dry_run: MetricDryRun,
         units: Mapping[str, nn.Module],
-        looks: Looks,
+        unguarded_reads: UnguardedReads,
         randomness: KeyedRandomness,
         *,
         full_graph: bool,
@@ -55,7 +62,7 @@ class RecordWatch(StepWatch):
         super().__init__(parameters, randomness)
         self._buffers = buffers
         self._metric_dry_run = metric_dry_run
-        self._looks = looks
+        self._unguarded_reads = unguarded_reads
         self.units = units
         self._deduplicator = None if full_graph else UnitDeduplicator(costs)
         self._found_buffers: set[str] = set()
@@ -86,9 +93,9 @@ class RecordWatch(StepWatch):
         """Whether the shape of a value depends on data, as known when it is made."""
         return self._values[value].dynamic
 
-    def taken_for(self, value: int) -> Answer | None:
+    def answer_if_finite(self, value: int) -> Answer | None:
         """The value of each element if the numbers of the model are finite, determined when the value was made."""
-        return self._values[value].taken
+        return self._values[value].finite_answer
 
     def sink_method(self, fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Run the method of a metric on a copy."""
@@ -99,7 +106,7 @@ class RecordWatch(StepWatch):
         if name in ("item", "__int__", "__index__", "tolist", "numpy", "__array__"):
             self._sized_by_data = True
         if name not in TEXT_READS:
-            self._looks.add("the content of the batch")
+            self._unguarded_reads.add("the content of the batch")
         return result
 
     def event(
@@ -108,7 +115,7 @@ class RecordWatch(StepWatch):
         """Run one operation on stand-ins, and record it as a node unless it reads the batch alone."""
         leaves, spec = flatten((args, kwargs))
         num_arguments, unit = len(leaves), name[1:] if name.startswith("@") else None
-        attributes = [] if unit is None else found_on(self.units[unit], self.mark_of, self.parameters, owned)
+        attributes = [] if unit is None else values_on_unit(self.units[unit], self.mark_of, self.parameters, owned)
         leaves += [tensor for _, tensor in attributes]  # tensors on the modules of a unit are inputs like its arguments
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         marks = [self.mark_of(tensor) for tensor in tensors]
@@ -118,11 +125,11 @@ class RecordWatch(StepWatch):
             self._record_unit_buffers(tensors)
         if self.captured.reads_batch_alone(name, tensors, reads_model=bool(inputs or direct or owned)):
             return self._run_on_batch(name, run, args, kwargs, tensors)
-        asked = asked_of(name, leaves, self.mark_of, self.parameters)
+        signature = signature_of(name, leaves, self.mark_of, self.parameters)
         self.mutated.make_targets_absent(name, args, kwargs)
         self._record_bytes(tensors)
         if name == "backward":
-            return pass_backward(user_line(), is_replayed=self.guesses is None)
+            return check_backward_call(user_line(), is_replayed=self.guesses is None)
         through = self._differentiated_nodes(args, kwargs) if is_derivative(name) else ()
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
@@ -138,11 +145,11 @@ class RecordWatch(StepWatch):
         dynamic = bool(sized_by) or self._sized_by_data or any(self._values[v].dynamic for v in inputs)
         writes = self._written_tensors(name, args, kwargs, tensors, versions)
         written_names = self._members_of(writes)
-        self._answer = None if self.asked is None else taken_for(name, run, args, kwargs, self)
+        self._answer = None if self.assumed_finite is None else answer_if_finite(name, run, args, kwargs, self)
         written, aliases = self._written_values(writes, leaves, dynamic), self._sharing_memory(writes)
         described, out_spec = self._describe_result(out, leaves, dynamic)
         paths = tuple(location for location, _ in attributes)
-        self._templates.append(Template(described, out_spec, written, paths, asked))
+        self._templates.append(Template(described, out_spec, written, paths, signature))
         outputs = [leaf.value for leaf in described if leaf.value is not None] + [value for _, value in written]
         node = Node(
             *(len(self._nodes), name, inputs, parameters, tuple(dict.fromkeys(outputs)), written_names, aliases),
@@ -151,9 +158,9 @@ class RecordWatch(StepWatch):
             flops=self._costs.flops - flops,
             moved_bytes=self._costs.moved_bytes - moved,
             line=user_line(),
-            picks_rows=picks_rows(name, args),
+            selects_rows=selects_rows(name, args),
             sized_by=sized_by,
-            averages=averages(name, args, kwargs, self.is_of_the_model, numbers_read=self._sized_by_data),
+            averages=averages(name, args, kwargs, self.is_model_value, numbers_read=self._sized_by_data),
         )
         self._nodes.append(node)
         self._sizes.record(node)
@@ -163,7 +170,7 @@ class RecordWatch(StepWatch):
     def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation that reads nothing of the model; it is no node."""
         if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
-            self._looks.add("the content of the batch")
+            self._unguarded_reads.add("the content of the batch")
         result = run(*args, **kwargs)
         self.mutated.record_detached(name, args, result)
         return result
@@ -172,7 +179,7 @@ class RecordWatch(StepWatch):
         for tensor in tensors:
             if (name := self.parameters.get(id(tensor))) is not None:
                 self._bytes[name] = tensor.numel() * tensor.element_size()
-                self._member_memory[memory_of(tensor)] = name
+                self._member_memory[storage_id(tensor)] = name
 
     def _differentiated_nodes(self, args: Any, kwargs: Any) -> tuple[int, ...]:
         if self._deduplicator is not None and self._deduplicator.reused:
@@ -189,12 +196,12 @@ class RecordWatch(StepWatch):
         if name == "__set__" or (name.startswith("_foreach_") and name.endswith("_")):
             writes = [tensors[0]]
             if id(tensors[0]) in self.parameters:
-                self._member_memory[memory_of(tensors[0])] = self.parameters[id(tensors[0])]
+                self._member_memory[storage_id(tensors[0])] = self.parameters[id(tensors[0])]
         return writes
 
     def _members_of(self, writes: list[Tensor]) -> tuple[str, ...]:
         """FQNs of the members written, also through `parameter.data` and other views."""
-        members = {id(t): self.parameters.get(id(t), self._member_memory.get(memory_of(t))) for t in writes}
+        members = {id(t): self.parameters.get(id(t), self._member_memory.get(storage_id(t))) for t in writes}
         return tuple(dict.fromkeys(member for member in members.values() if member is not None))
 
     def _written_values(self, writes: list[Tensor], leaves: list[Any], dynamic: bool) -> tuple[tuple[int, int], ...]:
@@ -223,14 +230,14 @@ class RecordWatch(StepWatch):
 
     def _run(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, SizedBy]:
         """Return the result on stand-ins, and what its size depends on besides shapes."""
-        args, sized_by = index_by_numbers(name, args)
+        args, sized_by = masks_to_indices(name, args)
         if name == "masked_select" and sized_by == "the content of the batch":
             return args[0][args[1]], sized_by
-        self._costs.guessed = False
+        self._costs.has_dynamic_shapes = False
         before = ArgumentState(flatten((args, kwargs))[0]) if name.startswith("@") else None
         try:
             out = run(*args, **kwargs)
-            return out, "values of the model" if self._costs.guessed else sized_by
+            return out, "values of the model" if self._costs.has_dynamic_shapes else sized_by
         except NO_FAKE_KERNEL as error:
             if before is not None:
                 before.restore()
@@ -242,7 +249,7 @@ class RecordWatch(StepWatch):
                 mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
                 return Leaf(value=mark, input=position)
         if not isinstance(leaf, Tensor):
-            open_class(leaf)
+            register_container_class(leaf)
             return Leaf(constant=leaf)
         return Leaf(value=self._new_value(leaf, dynamic))
 
@@ -256,12 +263,12 @@ class RecordWatch(StepWatch):
         grad, answer = tensor.requires_grad, self._answer
         self._values.append(Value(index, tuple(fake.shape), dtype, strides, grad, dynamic, device, answer))
         self.mark(tensor, index)
-        self._by_memory.setdefault(memory_of(tensor), []).append(tensor)
+        self._by_memory.setdefault(storage_id(tensor), []).append(tensor)
         return index
 
     def _sharing_memory(self, writes: list[Tensor]) -> tuple[int, ...]:
         """The values that change when these tensors are written, because they share memory with one."""
-        others = [other for t in writes for other in self._by_memory.get(memory_of(t), ()) if other is not t]
+        others = [other for t in writes for other in self._by_memory.get(storage_id(t), ()) if other is not t]
         return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
 
     def finish(
@@ -283,9 +290,9 @@ class RecordWatch(StepWatch):
                 fqn = f"{module_fqn}.{member}" if module_fqn else member
                 if tensor is not None and fqn in self._bytes:
                     self._bytes[fqn] = tensor.numel() * tensor.element_size()
-        returned, loss = returned_by(result, self.mark_of)
+        returned, loss = returned_values(result, self.mark_of)
         if loss_required and (loss is None or not self._values[loss].requires_grad):
-            raise no_loss(name, result)
+            raise no_loss_error(name, result)
         kept = find_escaped_values(root, result, self)
         called = {node.unit for node in self._nodes if node.unit is not None}
         read_around = {p for node in self._nodes if node.unit is None for p in node.parameters}
@@ -303,9 +310,9 @@ class RecordWatch(StepWatch):
             cloned=frozenset(self._cloned),
             draws=tuple(self._costs.drawing),
             buffers=frozenset(name for name, _ in root.named_buffers()),
-            asked=frozenset(self.asked or ()),
+            assumed_finite=frozenset(self.assumed_finite or ()),
         )
         fields = tuple(self._templates), dict(units), dict(owned), kept.paths, unopened
         found = frozenset(self._found_buffers | self.mutated.buffers)
-        unguarded, captured = self._looks.first, self.captured.units_to_open()
+        unguarded, captured = self._unguarded_reads.first, self.captured.units_to_open()
         return Recording(graph, *fields, found, self.numbers_read, *kept.numbers, unguarded, kept.returns, **captured)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.graph.step_graph import SizedBy
-from lightning_hybrid.step.module_state.snapshot import reachable
+from lightning_hybrid.step.module_state.snapshot import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.standins.cost_counter import CostWatch
+from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.tracing.func_transforms import refuse_transforms
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -95,7 +95,7 @@ def _tensor_key(tensor: Tensor) -> Hashable:
 
 
 @contextlib.contextmanager
-def each_alone(units: Mapping[str, nn.Module]) -> Iterator[None]:
+def without_deduplication(units: Mapping[str, nn.Module]) -> Iterator[None]:
     """Make no two units structurally equal inside, so that a recording runs each of them."""
     for unit in units.values():
         unit.__dict__[_UNIQUE] = object()
@@ -109,7 +109,7 @@ def each_alone(units: Mapping[str, nn.Module]) -> Iterator[None]:
 _UNIQUE = "_hybrid_recorded_alone"
 
 
-def arguments_key(leaves: list[Any], spec: Any) -> Hashable:
+def argument_signature(leaves: list[Any], spec: Any) -> Hashable:
     """A hashable description of arguments; equal if a unit runs the same operations on them."""
     first_position: dict[int, int] = {}
     keys: list[Hashable] = []
@@ -148,7 +148,7 @@ class UnitDeduplicator:
         reused: Whether autograd's graph has gaps, because results of a structurally equal unit were reused.
     """
 
-    def __init__(self, costs: CostWatch) -> None:
+    def __init__(self, costs: CostCounter) -> None:
         """Args: costs: counter to which the costs of reused units are added."""
         self._costs = costs
         self._kinds = UnitKinds()
@@ -168,7 +168,7 @@ class UnitDeduplicator:
             execute: Runs the unit.
         """
         refuse_transforms(fqn)
-        key = self._kinds.kind_of(fqn, unit), arguments_key(leaves, spec)
+        key = self._kinds.kind_of(fqn, unit), argument_signature(leaves, spec)
         cached = self._cache.get(key)
         if cached is None:
             return self._run_and_cache(key, fqn, unit, leaves, execute)
@@ -192,14 +192,14 @@ class UnitDeduplicator:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
-        captured = self._costs.read_aside
+        captured = self._costs.captured_reads
         out, sized_by = execute()
         out_leaves, out_spec = flatten(out)
         described = [_describe(leaf, leaves) for leaf in out_leaves]
         repeatable = (
             [tensor._version for tensor in tensors] == versions
-            and self._costs.read_aside == captured
-            and not any(isinstance(leaf, FakeTensor) for _, leaf in reachable(unit, plain=False))
+            and self._costs.captured_reads == captured
+            and not any(isinstance(leaf, FakeTensor) for _, leaf in reachable_leaves(unit, plain=False))
             and all(description is not None for description in described)
         )
         if repeatable:

@@ -11,7 +11,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops import count, labels_of, picked_rows
-from lightning_hybrid.step.objects.pytree import memory_of
+from lightning_hybrid.step.objects.pytree import storage_id
 from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording import Recording
 
@@ -24,7 +24,7 @@ class CountingReplay(StageReplay):
     Attributes:
         counts: Denominators of the latest run, by node index.
         labels: Number of labels of a node if they are a tensor of the batch, and the ignored label, by node index.
-        memory: Storage keys of the tensors in the batch (``memory_of``).
+        memory: Storage keys of the tensors in the batch (``storage_id``).
     """
 
     def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
@@ -59,7 +59,7 @@ class _CountingWatch(ReplayWatch):
 
     def _skip(self, node: Node, leaves: list[Any]) -> Any:
         args, kwargs = self._call
-        rows: Tensor | float | None = picked_rows(node.name, args, kwargs, self.is_of_the_model)
+        rows: Tensor | float | None = picked_rows(node.name, args, kwargs, self.is_model_value)
         if rows is None:
             rows = next((self._rows[value] for value in node.inputs if value in self._rows), None)
         found: Tensor | float | None
@@ -68,12 +68,12 @@ class _CountingWatch(ReplayWatch):
         elif node.averages in ("", "inverse", "sum"):
             found = None
         else:
-            found = count(node.averages, node.name, args, kwargs, self.is_of_the_model)
+            found = count(node.averages, node.name, args, kwargs, self.is_model_value)
         if found is not None:
             self._counts[node.index] = found
         if node.averages == "classes" and (found_labels := labels_of(node.name, args, kwargs)) is not None:
             labels, ignored = found_labels
-            if memory_of(labels) in self._memory:
+            if storage_id(labels) in self._memory:
                 self._labels[node.index] = labels.numel(), ignored
         if rows is not None:
             self._rows.update((value, rows) for value in node.outputs if self._values[value].shape)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording import StepError, returned_by
+from lightning_hybrid.step.tracing.recording import StepError, returned_values
 
 _ADVICE = {
     "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",
@@ -97,7 +97,7 @@ class Divergence:
             StepChanged: It returns others.
         """
         old = self._graph.returned
-        now, loss = returned_by(result, mark_of)
+        now, loss = returned_values(result, mark_of)
         if now != old or self._graph.loss not in (None, loss):
             raise self.error(
                 f"the step returned {self._describe(old)} when it was recorded and returns {self._describe(now)} now"

@@ -26,13 +26,13 @@ from lightning_hybrid.step.module_state.attribute_tensors import look_up, put
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
-from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of, with_wholes
-from lightning_hybrid.step.tracing.backward_hooks import SET_UP
-from lightning_hybrid.step.tracing.bound_apply import users_functions
+from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor, materialize, materialize_call
+from lightning_hybrid.step.tracing.backward_hooks import HOOK_SETUP_EVENT
+from lightning_hybrid.step.tracing.bound_apply import user_functions
 from lightning_hybrid.step.tracing.finiteness_checks import Answer, check_answer
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.step.tracing.recording import Recording, StepError, Template
-from lightning_hybrid.step.tracing.step_mode import TEXT_READS, Current, StepWatch, user_line
+from lightning_hybrid.step.tracing.step_mode import TEXT_READS, CurrentRun, StepMode, user_line
 
 
 @dataclasses.dataclass
@@ -107,7 +107,7 @@ class StageReplay:
         only_loss = graph.step == "training_step" and graph.returned == (graph.loss,)
         self.returned_or_kept = frozenset((*(() if only_loss else graph.returned), *graph.kept))
         self.sinks = find_sinks(root)
-        self.drawing_functions = users_functions() if graph.draws else []
+        self.drawing_functions = user_functions() if graph.draws else []
         self.drawing = {fqn: root.get_submodule(fqn) for fqn in graph.draws if fqn}
         self.device = randomness.device
         self.scalar_nodes = scalar_nodes(graph)
@@ -117,7 +117,7 @@ class StageReplay:
         step: Callable[[], Any],
         received: Mapping[int, Tensor],
         parameters: Mapping[int, str],
-        current: Current,
+        current: CurrentRun,
         shares: Mapping[int, Share] | None = None,
         metrics: BatchMetrics | None = None,
     ) -> StageRun:
@@ -127,7 +127,7 @@ class StageReplay:
             step: Runs the user's step on one microbatch.
             received: Full tensors that other stages sent, by value index.
             parameters: FQN by id of all parameters and tracked buffers of the module.
-            current: The run in progress, from ``installed``.
+            current: The run in progress, from ``instrumented``.
             shares: Weights of operations that average, by node index.
             metrics: Metrics of the full batch, where this is one of several microbatches.
 
@@ -152,7 +152,7 @@ class StageReplay:
         return ReplayWatch(self, received, parameters, self.randomness)
 
 
-class ReplayWatch(StepWatch):
+class ReplayWatch(StepMode):
     """Executes the events of one stage and skips the others."""
 
     def __init__(
@@ -167,23 +167,22 @@ class ReplayWatch(StepWatch):
         self.units = replay.recording.units
         self._stage = replay.stage
         graph = replay.recording.graph
-        self._nodes, self._values, self._cloned, self._asked = graph.nodes, graph.values, graph.cloned, graph.asked
+        self._nodes, self._values, self._cloned = graph.nodes, graph.values, graph.cloned
+        self._assumed_finite = graph.assumed_finite
         self._node_stage = replay.assignment.node_stage
         self._value_stage = replay.assignment.value_stage
         self._templates = replay.recording.templates
-        self.asked = set(self._asked)
+        self.assumed_finite = set(self._assumed_finite)
         self._wanted = replay.wanted
         self._returned_or_kept = replay.returned_or_kept
         self._reused = replay.placeholders
-        self._device = replay.device
-        self._received = received
+        self._device, self._received = replay.device, received
         self._is_pipelined = replay.assignment.num_stages > 1
         self._scalar_nodes = replay.scalar_nodes
         self.shares: Mapping[int, Share] = {}
         self.metrics: BatchMetrics | None = None
         self.scalars = ScalarResults()
-        self._next = 0
-        self.changes = Divergence(graph)
+        self._next, self.changes = 0, Divergence(graph)
         self.made: dict[int, Tensor] = {}
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
@@ -203,15 +202,17 @@ class ReplayWatch(StepWatch):
         """Whether the shape of a value depends on data, as recorded."""
         return self._values[value].dynamic
 
-    def taken_for(self, value: int) -> Answer | None:
+    def answer_if_finite(self, value: int) -> Answer | None:
         """The recorded value of each element if the numbers of the model are finite."""
-        return self._values[value].taken
+        return self._values[value].finite_answer
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """Check that a read on which the step branches gives the result that other stages assume."""
-        mark = self.mark_of(args[0]) if self._asked and name not in TEXT_READS and isinstance(args[0], Tensor) else None
-        if mark is not None and mark in self._asked:
-            check_answer(name, result, self._values[mark].taken, user_line())
+        if not self._assumed_finite or name in TEXT_READS or not isinstance(args[0], Tensor):
+            return result
+        mark = self.mark_of(args[0])
+        if mark is not None and mark in self._assumed_finite:
+            check_answer(name, result, self._values[mark].finite_answer, user_line())
         return result
 
     def size_read(self, tensor: Tensor) -> None:
@@ -225,7 +226,11 @@ class ReplayWatch(StepWatch):
         """Execute one operation, or skip it if it belongs to another stage."""
         leaves, plain = flatten_call(args, kwargs)
         num_arguments = len(leaves)
-        paths = self._templates[self._next].held if name[:1] == "@" and self._next < len(self._templates) else ()
+        paths = (
+            self._templates[self._next].attribute_inputs
+            if name[:1] == "@" and self._next < len(self._templates)
+            else ()
+        )
         if paths:
             leaves = [*leaves, *look_up(self.units[name[1:]], paths)]
         inputs: list[int] = []
@@ -258,7 +263,7 @@ class ReplayWatch(StepWatch):
             if paths:
                 put(self.units[name[1:]], paths, leaves[num_arguments:])
         if node.name.startswith(SINK):
-            args, kwargs = with_wholes(args, kwargs)
+            args, kwargs = materialize_call(args, kwargs)
         if node.index in self.shares:
             run = weighted_by_share(name, node.averages, run, self.shares[node.index])
         # A second run would find on its modules what the next microbatch stored there.
@@ -275,7 +280,7 @@ class ReplayWatch(StepWatch):
         """Mark the tensors of a result, and those written in place, with their values; the result and its leaves."""
         template = self._templates[node.index]
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
-        if any(isinstance(leaf, Deferred) for leaf in out_leaves):
+        if any(isinstance(leaf, DeferredTensor) for leaf in out_leaves):
             out = self._with_full_tensors(out, out_leaves, template)
         if len(out_leaves) != len(template.leaves):
             for leaf in leaves:
@@ -294,7 +299,7 @@ class ReplayWatch(StepWatch):
         """Gather the values that leave this run; user code then has the full tensors too."""
         for position, described in enumerate(template.leaves[: len(leaves)]):
             if described.value in self._wanted:
-                leaves[position] = whole_of(leaves[position])
+                leaves[position] = materialize(leaves[position])
         return leaves[0] if isinstance(out, Tensor) else unflatten(leaves, flatten(out)[1])
 
     def _record_value(self, tensor: Tensor, value: int) -> None:
@@ -307,7 +312,7 @@ class ReplayWatch(StepWatch):
                 f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
             )
         if value in self._wanted and value not in self.made:
-            tensor = whole_of(tensor)
+            tensor = materialize(tensor)
             if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
                 raise StepChanged(
                     f"{user_line()}: a value of dtype {self._wanted[value]} when the step was recorded now has"
@@ -343,7 +348,7 @@ class ReplayWatch(StepWatch):
                 made = self._received[only.value] if is_received else self._placeholder(only.value)
                 self.mark(made, only.value)
                 return made
-        if node.name == SET_UP:
+        if node.name == HOOK_SETUP_EVENT:
             raise StepError(
                 f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so"
                 " that no rank sees where it begins and ends; register the hook on modules inside it, before the first"

@@ -22,22 +22,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.attribute_tensors import look_up
-from lightning_hybrid.step.module_state.snapshot import ModuleState, Place
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.stage_replay import rebuild_result
-from lightning_hybrid.step.standins.absent_tensors import MARK, exchange, fill, make_placeholder
+from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder, swap_in_place
 from lightning_hybrid.step.tracing.finiteness_checks import Answer
-from lightning_hybrid.step.tracing.op_signature import asked_of
-from lightning_hybrid.step.tracing.recording import Recording, Template, returned_by
-from lightning_hybrid.step.tracing.step_mode import Current, StepWatch, user_line
+from lightning_hybrid.step.tracing.op_signature import signature_of
+from lightning_hybrid.step.tracing.recording import Recording, Template, returned_values
+from lightning_hybrid.step.tracing.step_mode import CurrentRun, StepMode, user_line
 
 Trace = TypeVar("Trace")
 # Number of sets of sizes that are cached for one operation.
 _MOST_SIZES = 1000
 
 
-class NotKnown(BaseException):
+class UnknownTrace(BaseException):
     """The step takes a trace that is not recorded; no exception that user code might catch. Its text says where."""
 
 
@@ -55,7 +55,7 @@ class _TreeNode:
         self.placeholders: dict[int, FakeTensor] = {}
 
 
-class Ways(Generic[Trace]):
+class TraceTree(Generic[Trace]):
     """The recorded traces of one step, for batches of one signature.
 
     Attributes:
@@ -68,7 +68,7 @@ class Ways(Generic[Trace]):
         """Args: units, without: the attributes."""
         self.units, self.without, self.count = units, without, 0
         self._inside = set(without)
-        self._attribute_paths: dict[str, tuple[Place, ...]] = {}
+        self._attribute_paths: dict[str, tuple[AttributePath, ...]] = {}
         self._start = _TreeNode(Template((), None, ()), {})
 
     def add(self, root: nn.Module, recording: Recording, trace: Trace) -> None:
@@ -83,11 +83,11 @@ class Ways(Generic[Trace]):
         visible = {*graph.returned, *graph.kept, *graph.cloned}
         for node, template in zip(graph.nodes, recording.templates, strict=True):
             values = {value: graph.values[value] for value in node.outputs}
-            if template.held:
-                paths = (*self._attribute_paths.get(node.name, ()), *template.held)
+            if template.attribute_inputs:
+                paths = (*self._attribute_paths.get(node.name, ()), *template.attribute_inputs)
                 self._attribute_paths[node.name] = tuple(dict.fromkeys(paths))
-            asked, sizes = template.asked
-            children = position.next.setdefault(asked, [])
+            signature, sizes = template.signature
+            children = position.next.setdefault(signature, [])
             position.names[node.name] = None
             new = _TreeNode(template, values)
             position = next((child for child in children if _same_structure(child, template, values)), new)
@@ -102,12 +102,12 @@ class Ways(Generic[Trace]):
         self.count += end not in position.ends
         position.ends[end] = trace
 
-    def rehearse(
+    def dry_run(
         self,
         root: nn.Module,
         step: Callable[[], Any],
         parameters: Mapping[int, str],
-        current: Current,
+        current: CurrentRun,
         randomness: KeyedRandomness,
         before: ModuleState,
     ) -> Trace:
@@ -117,12 +117,12 @@ class Ways(Generic[Trace]):
             root: The user's module.
             step: Runs the user's step on one microbatch.
             parameters: FQN by id of all parameters and tracked buffers of the module.
-            current: The run in progress, from ``installed``.
+            current: The run in progress, from ``instrumented``.
             randomness: Keys the random numbers of glue.
             before: State of the modules before, without those inside of units.
 
         Raises:
-            NotKnown: The trace is not recorded.
+            UnknownTrace: The trace is not recorded.
         """
         watch = _DryRun(self._start, self.units, self._attribute_paths, parameters, randomness)
         current.watch = watch
@@ -130,7 +130,7 @@ class Ways(Generic[Trace]):
             with randomness.watching(True), watch:
                 result = step()
             if watch.numbers_read and (name := number_in_buffer(root, before, self._inside)):
-                raise NotKnown(f"it writes a number read from the model into buffer {name!r}")
+                raise UnknownTrace(f"it writes a number read from the model into buffer {name!r}")
             return self._trace_at_end(root, result, watch)
         finally:
             current.watch = None
@@ -139,14 +139,14 @@ class Ways(Generic[Trace]):
     def _trace_at_end(self, root: nn.Module, result: Any, watch: _DryRun) -> Trace:
         kept = find_escaped_values(root, result, watch, self._inside)
         end = (
-            *returned_by(result, watch.mark_of),
+            *returned_values(result, watch.mark_of),
             _unique(value for _, value in kept.paths),
             bool(kept.numbers[0]),
-            watch.values_told(),
+            watch.values_to_report(),
         )
         if end not in watch.position.ends:
             keeps = ", ".join(str(location) for location, _ in kept.paths) or "nothing of the model"
-            raise NotKnown(
+            raise UnknownTrace(
                 f"it ends after {watch.reached} and keeps {keeps}, where other runs continue, or return or keep"
                 " something else"
             )
@@ -173,14 +173,14 @@ def _without_dynamic_shape(value: Value) -> Value:
     return replace(value, shape=(), stride=()) if value.dynamic else value
 
 
-class _DryRun(StepWatch):
+class _DryRun(StepMode):
     """Skips every event, as one of the traces below the current tree node does."""
 
     def __init__(
         self,
         start: _TreeNode,
         units: Mapping[str, nn.Module],
-        attribute_paths: Mapping[str, tuple[Place, ...]],
+        attribute_paths: Mapping[str, tuple[AttributePath, ...]],
         parameters: Mapping[int, str],
         randomness: KeyedRandomness,
     ) -> None:
@@ -200,9 +200,9 @@ class _DryRun(StepWatch):
         """Whether the shape of a value depends on data, as recorded."""
         return self._values[value].dynamic
 
-    def taken_for(self, value: int) -> Answer | None:
+    def answer_if_finite(self, value: int) -> Answer | None:
         """The recorded value of each element if the numbers of the model are finite."""
-        return self._values[value].taken
+        return self._values[value].finite_answer
 
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
@@ -216,8 +216,8 @@ class _DryRun(StepWatch):
             leaves, tensors = [*leaves, *marked], [*tensors, *marked]
         if not owned and not any(self.mark_of(t) is not None or id(t) in self.parameters for t in tensors):
             return run(*args, **kwargs)
-        asked, sizes = asked_of(name, leaves, self.mark_of, self.parameters)
-        children = self.position.next.get(asked, ())
+        signature, sizes = signature_of(name, leaves, self.mark_of, self.parameters)
+        children = self.position.next.get(signature, ())
         position = next((child for child in children if sizes in child.sizes), None)
         if position is None and children:
             position = self._child_of_shape(name, run, args, kwargs, children)
@@ -225,7 +225,7 @@ class _DryRun(StepWatch):
                 position.sizes.add(sizes)
         if position is None:
             recorded = ", ".join(self.position.names) or "the end of the step"
-            raise NotKnown(f"{name} ({user_line()}) comes after {self.reached}, where other runs have {recorded}")
+            raise UnknownTrace(f"{name} ({user_line()}) comes after {self.reached}, where other runs have {recorded}")
         self.position, self.reached = position, name
         self._values.update(position.values)
         return rebuild_result(position.template, leaves, self._placeholder, self.mark, self._rewrite)
@@ -267,5 +267,5 @@ class _DryRun(StepWatch):
     def undo(self) -> None:
         """Restore the content of the tensors that the step has written in place."""
         for written, placeholder in reversed(self._rewritten):
-            exchange(written, placeholder)
+            swap_in_place(written, placeholder)
             written.__dict__.pop(MARK, None)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy
 from torch import Tensor
 
-from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, AbsentFloat, ControlFlowError, values_behind
+from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, AbsentFloat, ControlFlowError, source_values
 
 
 def content_message(line: str, name: str) -> str:
@@ -25,10 +25,10 @@ def content_message(line: str, name: str) -> str:
 class AbsentArray:
     """A stand-in for a NumPy array whose content is on another rank; it has a shape and refuses all else."""
 
-    def __init__(self, line: str, like: Tensor, values: frozenset[int], asked: set[int] | None) -> None:
-        """Args: line: the user's line that read it. like: the absent tensor. values, asked: see ``AbsentFloat``."""
+    def __init__(self, line: str, like: Tensor, values: frozenset[int], assumed_finite: set[int] | None) -> None:
+        """Stand in for the array of an absent tensor that the user's ``line`` has read; the rest as ``AbsentFloat``."""
         self.__dict__.update(line=line, shape=tuple(like.shape), ndim=like.dim(), size=like.numel())
-        self.__dict__.update(values=values, asked=asked)
+        self.__dict__.update(values=values, assumed_finite=assumed_finite)
 
     def __len__(self) -> int:
         """The size of the first dim."""
@@ -57,10 +57,10 @@ class AbsentArray:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Answer finiteness checks, refuse all other ufuncs."""
-        asked, values = self.__dict__["asked"], self.__dict__["values"]
-        if ufunc.__name__ not in IF_FINITE or method != "__call__" or not values or asked is None:
+        assumed_finite, values = self.__dict__["assumed_finite"], self.__dict__["values"]
+        if ufunc.__name__ not in IF_FINITE or method != "__call__" or not values or assumed_finite is None:
             self._refuse()
-        asked.update(values)
+        assumed_finite.update(values)
         return numpy.full(self.__dict__["shape"], IF_FINITE[ufunc.__name__])
 
     def __eq__(self, other: object) -> bool:
@@ -70,18 +70,23 @@ class AbsentArray:
     __hash__ = object.__hash__
 
 
-def is_number_of_others(leaf: Any) -> bool:
+def has_absent_content(leaf: Any) -> bool:
     """Whether a leaf is a number, or an array of numbers, whose content is on other ranks only."""
-    return values_behind(leaf) is not None or isinstance(leaf, AbsentArray)
+    return source_values(leaf) is not None or isinstance(leaf, AbsentArray)
 
 
-def line_read_at(leaf: Any, otherwise: str) -> str:
+def line_of_read(leaf: Any, otherwise: str) -> str:
     """The line that read such a number; ``otherwise`` for a number computed from it."""
     return leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else otherwise
 
 
 def stand_in_for_content(
-    name: str, line: str, tensor: Tensor, values: frozenset[int], asked: set[int] | None, reads_as: float | None
+    name: str,
+    line: str,
+    tensor: Tensor,
+    values: frozenset[int],
+    assumed_finite: set[int] | None,
+    absent_number: float | None,
 ) -> Any:
     """The result of ``tolist()`` or ``numpy()`` on an absent tensor.
 
@@ -90,19 +95,19 @@ def stand_in_for_content(
         line: The user's line that reads it.
         tensor: The absent tensor.
         values: Its value in the step graph.
-        asked: Set to which values are added that a branch assumes to be finite.
-        reads_as: The number for every element instead, during the search for branches.
+        assumed_finite: Set to which values are added that a branch assumes to be finite.
+        absent_number: The number for every element instead, during the search for branches.
     """
     shape = tuple(tensor.shape)
     if name == "numpy":
-        if reads_as is None:
-            return AbsentArray(line, tensor, values, asked)
+        if absent_number is None:
+            return AbsentArray(line, tensor, values, assumed_finite)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return numpy.full(shape, reads_as, dtype=numpy.dtype(dtype))
+        return numpy.full(shape, absent_number, dtype=numpy.dtype(dtype))
 
     def nested(sizes: tuple[int, ...]) -> Any:
         if not sizes:
-            return AbsentFloat(line, values, asked) if reads_as is None else reads_as
+            return AbsentFloat(line, values, assumed_finite) if absent_number is None else absent_number
         return [nested(sizes[1:]) for _ in range(sizes[0])]
 
     return nested(shape)

@@ -24,7 +24,7 @@ FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=Tr
 _MOST_KERNELS = 1 << 14  # some 2 KB each
 
 _BUILTIN = "_hybrid_stock"  # attribute of a dropped parameter: names of its attributes not set by the user
-WHOLE_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank has a shard: the full shape
+FULL_SHAPE = "_hybrid_whole_shape"  # attribute of a parameter of which this rank has a shard: the full shape
 # Properties and methods that read a tensor's shape.
 SHAPE_PROPERTIES = frozenset({"shape", "ndim", "nbytes"})
 SHAPE_METHODS = frozenset({"size", "numel", "nelement", "dim", "ndimension", "__len__"})
@@ -78,7 +78,7 @@ def _fake_tensor(meta: Tensor, device: torch.device, requires_grad: bool) -> Fak
 
 def make_absent_parameter(parameter: Tensor, device: torch.device | None = None) -> FakeTensor:
     """A stand-in for a parameter or buffer, of the full shape; ``isinstance(x, nn.Parameter)`` is as before."""
-    shape = parameter.__dict__.get(WHOLE_SHAPE)
+    shape = parameter.__dict__.get(FULL_SHAPE)
     like = parameter
     if shape is not None:
         device = parameter.device if device is None else device
@@ -90,15 +90,15 @@ def make_absent_parameter(parameter: Tensor, device: torch.device | None = None)
     return absent
 
 
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """The full shape of a parameter, which may be absent or a local shard."""
-    return tuple(parameter.__dict__.get(WHOLE_SHAPE, parameter.shape))
+    return tuple(parameter.__dict__.get(FULL_SHAPE, parameter.shape))
 
 
-def as_whole(parameter: Tensor) -> Tensor:
+def full_shape_meta(parameter: Tensor) -> Tensor:
     """A meta tensor with the full shape of a parameter, for queries of its shape."""
     with torch._C.DisableTorchFunction():
-        return torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
+        return torch.empty(full_shape(parameter), dtype=parameter.dtype, device="meta")
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -124,19 +124,19 @@ def drop(parameter: Tensor, device: torch.device | None = None) -> None:
     parameter.grad = None
     attributes = parameter.__dict__
     absent.__dict__[_BUILTIN] = {*absent.__dict__, _BUILTIN}
-    exchange(parameter, absent)
+    swap_in_place(parameter, absent)
     parameter.__dict__.update(attributes)
 
 
 def fill(absent: Tensor, content: Tensor) -> None:
     """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
     before = absent.__dict__
-    exchange(absent, content)
+    swap_in_place(absent, content)
     if _BUILTIN in before:
         absent.__dict__.update((name, value) for name, value in before.items() if name not in before[_BUILTIN])
 
 
-def exchange(first: Tensor, second: Tensor) -> None:
+def swap_in_place(first: Tensor, second: Tensor) -> None:
     """Swap two tensors as ``torch.utils.swap_tensors``, also if weak references exist (as ``nn.LSTM`` has).
 
     These refer to the user's object, whose identity does not change.
@@ -155,33 +155,38 @@ class AbsentFloat(float):
 
     line: str
     values: frozenset[int]
-    asked: set[int] | None
-    taken: bool | int | float | None
+    assumed_finite: set[int] | None
+    finite_answer: bool | int | float | None
 
     def __new__(
         cls,
         line: str = "",
         values: frozenset[int] = frozenset(),
-        asked: set[int] | None = None,
-        taken: bool | int | float | None = None,
+        assumed_finite: set[int] | None = None,
+        finite_answer: bool | int | float | None = None,
     ) -> AbsentFloat:
         """An absent number.
 
         Args:
             line: The user's line that read it, for messages.
             values: The values of the step graph that it was computed from.
-            asked: Set to which values are added that a branch assumes to be finite.
-            taken: Its value under that assumption; None if unknown.
+            assumed_finite: Set to which values are added that a branch assumes to be finite.
+            finite_answer: Its value under that assumption; None if unknown.
         """
         number = super().__new__(cls, _nan_with_payload(values))
-        number.line, number.values, number.asked, number.taken = line, values, asked, taken
+        number.line, number.values, number.assumed_finite, number.finite_answer = (
+            line,
+            values,
+            assumed_finite,
+            finite_answer,
+        )
         return number
 
     def _arithmetic(self, *others: Any) -> Any:
         if not all(isinstance(other, int | float) for other in others):
             return NotImplemented  # the tensor's own method handles it
         values = self.values.union(*(getattr(other, "values", ()) for other in others))
-        return AbsentFloat(self.line, values, self.asked)
+        return AbsentFloat(self.line, values, self.assumed_finite)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
     __truediv__ = __rtruediv__ = __rpow__ = __neg__ = __pos__ = __abs__ = _arithmetic
@@ -189,15 +194,15 @@ class AbsentFloat(float):
     __round__ = _arithmetic
 
     def _value_or_raise(self) -> bool | int | float:
-        if self.taken is None:
+        if self.finite_answer is None:
             raise ControlFlowError(branch_message(self.line))
-        return self.assume_finite(self.taken)
+        return self.assume_finite(self.finite_answer)
 
     def assume_finite(self, answer: Any) -> Any:
         """Return an answer that holds for finite values, and record that other ranks are to check it."""
-        if self.asked is None or not self.values:
+        if self.assumed_finite is None or not self.values:
             raise ControlFlowError(branch_message(self.line))
-        self.asked.update(self.values)
+        self.assumed_finite.update(self.values)
         return answer
 
     def __eq__(self, other: object) -> bool:
@@ -245,7 +250,7 @@ def _nan_with_payload(values: frozenset[int]) -> float:
     return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
 
 
-def values_behind(number: Any) -> frozenset[int] | None:
+def source_values(number: Any) -> frozenset[int] | None:
     """The values of the step graph that an absent number was computed from; None for other numbers."""
     if isinstance(number, AbsentFloat):
         return number.values
@@ -264,7 +269,7 @@ def branch_message(line: str) -> str:
     )
 
 
-def owned_by(root: nn.Module, tracked: Collection[str]) -> list[tuple[nn.Module, str, str]]:
+def members_to_replace(root: nn.Module, tracked: Collection[str]) -> list[tuple[nn.Module, str, str]]:
     """The parameters and tracked buffers that a recording replaces, as (module, name of the member, FQN)."""
     return [
         (module, member, f"{fqn}.{member}" if fqn else member)

@@ -14,21 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.tensor_subclasses import as_plain
+from lightning_hybrid.step.objects.tensor_subclasses import as_plain_tensor
 from lightning_hybrid.step.standins.absent_tensors import limit_kernel_cache
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, run_kernel_on_stand_ins
 
 
-class CostWatch(TorchDispatchMode):
+class CostCounter(TorchDispatchMode):
     """Counts the cost of every kernel of a recording, inside units too.
 
     Attributes:
         flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules whose own code ran a random kernel, in order.
-        guessed: Whether a kernel ran whose result has a shape that depends on values.
-        given_to: Called with the arguments of each kernel of a unit, returns how many are captured inputs.
-        read_aside: The number of captured inputs that kernels have read.
+        has_dynamic_shapes: Whether a kernel ran whose result has a shape that depends on values.
+        on_kernel_arguments: Called with the arguments of each kernel of a unit, returns how many are captured inputs.
+        captured_reads: The number of captured inputs that kernels have read.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -38,9 +38,9 @@ class CostWatch(TorchDispatchMode):
         self.flops = 0.0
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
-        self.guessed = False
-        self.given_to: Callable[[Any], int] | None = None
-        self.read_aside = 0
+        self.has_dynamic_shapes = False
+        self.on_kernel_arguments: Callable[[Any], int] | None = None
+        self.captured_reads = 0
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
         self._kernel_traits: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
@@ -50,16 +50,16 @@ class CostWatch(TorchDispatchMode):
         if func is _DEVICE and len(args) == 1 and type(args[0]) is FakeTensor and not _is_in_kernel(args[0]):
             return args[0].fake_device  # two thirds of all calls; a stand-in would return the same more slowly
         kwargs = kwargs or {}
-        if self.given_to is not None:
-            self.read_aside += self.given_to(args)
+        if self.on_kernel_arguments is not None:
+            self.captured_reads += self.on_kernel_arguments(args)
         try:
             out = func(*args, **kwargs)
         except TypeError:  # fake kernels do not support the user's tensor subclasses
-            plain_args, plain_kwargs = map_leaves(as_plain, (args, kwargs))
+            plain_args, plain_kwargs = map_leaves(as_plain_tensor, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
         except NO_FAKE_KERNEL as error:
             out = run_kernel_on_stand_ins(func, args, kwargs, error)
-            self.guessed |= isinstance(error, DynamicOutputShapeException)
+            self.has_dynamic_shapes |= isinstance(error, DynamicOutputShapeException)
         kind = self._kernel_traits.get(func)
         if kind is None:
             may_draw = torch.Tag.nondeterministic_seeded in func.tags

@@ -14,22 +14,22 @@ from torch import Tensor
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 
 
-class Deferred(Tensor):
+class DeferredTensor(Tensor):
     """A tensor that behaves as the full one and of which this rank has a local shard."""
 
     @abstractmethod
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """Gather the full plain tensor, differentiable; collective over the ranks that hold its shards."""
 
 
-def whole_of(value: Any) -> Any:
+def materialize(value: Any) -> Any:
     """The full tensor of a deferred tensor; other values unchanged."""
-    return value.whole() if isinstance(value, Deferred) else value
+    return value.full_tensor() if isinstance(value, DeferredTensor) else value
 
 
-def with_wholes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def materialize_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with full tensors in place of deferred ones."""
     leaves, plain = flatten_call(args, kwargs)
-    if not any(isinstance(leaf, Deferred) for leaf in leaves):
+    if not any(isinstance(leaf, DeferredTensor) for leaf in leaves):
         return args, kwargs
-    return rebuild_call([whole_of(leaf) for leaf in leaves], args, kwargs, plain)
+    return rebuild_call([materialize(leaf) for leaf in leaves], args, kwargs, plain)

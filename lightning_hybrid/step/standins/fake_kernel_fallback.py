@@ -80,7 +80,7 @@ def _constant_tensor(tensor: FakeTensor, value: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def quiet_fakes() -> Iterator[None]:
+def quiet_fake_kernels() -> Iterator[None]:
     """Silence torch's log of failed fake kernels, which are expected here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -172,7 +172,7 @@ def _stand_in(tensor: Tensor, memo: dict[int, Tensor], *, positive: bool) -> Ten
     return memo[id(tensor)]
 
 
-def index_by_numbers(name: str, args: Any) -> tuple[Any, SizedBy]:
+def masks_to_indices(name: str, args: Any) -> tuple[Any, SizedBy]:
     """Converts real boolean masks in an indexing call to indices; also returns what the result's size depends on."""
     sized_by: SizedBy = "values of the model" if name in SIZED_BY_DATA else ""
     if name not in ("__getitem__", "masked_select", "__setitem__") or len(args) < 2:

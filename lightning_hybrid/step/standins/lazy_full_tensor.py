@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.standins.deferred_tensors import Deferred
+from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor
 
 # Metadata that does not need the content. Everything else gathers the full tensor.
 _METADATA = frozenset(
@@ -26,28 +26,28 @@ _METADATA = frozenset(
 )  # fmt: skip
 
 
-class Later(Deferred):
+class LazyFullTensor(DeferredTensor):
     """A tensor of the full shape that is gathered when its content is read."""
 
-    _made: Tensor | None
+    _gathered: Tensor | None
 
     @staticmethod
-    def __new__(cls, shard: Tensor, shape: tuple[int, ...]) -> Later:
+    def __new__(cls, shard: Tensor, shape: tuple[int, ...]) -> LazyFullTensor:
         """Create it without a graph, in the forward of an autograd function; the backward gets the full gradient."""
         lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
-        lazy._made = None
+        lazy._gathered = None
         return lazy
 
     @abstractmethod
-    def make(self) -> Tensor:
+    def gather_shards(self) -> Tensor:
         """Gather the full tensor, differentiable; collective over the ranks that hold shards."""
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The full tensor, gathered once and cached."""
-        if self._made is None:
+        if self._gathered is None:
             with torch._C.DisableTorchFunction():
-                self._made = self.make()
-        return self._made
+                self._gathered = self.gather_shards()
+        return self._gathered
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,8 +68,8 @@ class Later(Deferred):
 
 
 def _materialized(value: Any) -> Any:
-    if isinstance(value, Later):
-        return value.whole()
+    if isinstance(value, LazyFullTensor):
+        return value.full_tensor()
     if type(value) in (tuple, list):
         return type(value)(_materialized(item) for item in value)
     return value

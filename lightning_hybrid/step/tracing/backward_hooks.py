@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
-SET_UP = "apply:BackwardHookFunction"  # event in which torch sets up hooks of a module that is not a unit
+HOOK_SETUP_EVENT = "apply:BackwardHookFunction"  # event in which torch sets up hooks of a module that is not a unit
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

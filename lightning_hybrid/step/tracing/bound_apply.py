@@ -40,7 +40,7 @@ class BoundApply(NamedTuple):
         return staticmethod(apply) if isinstance(self.owner, type) else apply
 
 
-def bound_functions(root: nn.Module) -> list[BoundApply]:
+def find_bound_applies(root: nn.Module) -> list[BoundApply]:
     """Finds each ``apply`` in variables of Python modules and attributes of modules below ``root`` or their classes."""
     if APPLIED_IN_PYTHON:
         return []
@@ -87,6 +87,6 @@ def functions_with_builtin_apply() -> Iterator[type[Function]]:
     return iter(()) if APPLIED_IN_PYTHON else functions()
 
 
-def users_functions() -> list[type[Function]]:
+def user_functions() -> list[type[Function]]:
     """The autograd functions that are defined neither by torch nor by this package."""
     return [function for function in functions() if not function.__module__.startswith(("torch.", "lightning_hybrid."))]

@@ -16,7 +16,7 @@ from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 Step = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
 
-class CodePath(TorchFunctionMode):
+class CallTrace(TorchFunctionMode):
     """Records each call of a torch function, with the stack of lines down to where the mode was entered.
 
     Attributes:
@@ -28,7 +28,7 @@ class CodePath(TorchFunctionMode):
         self.steps: list[Step] = []
         self._entry_frame: Any = None
 
-    def __enter__(self) -> CodePath:
+    def __enter__(self) -> CallTrace:
         super().__enter__()
         self._entry_frame = sys._getframe(1)
         return self
@@ -47,22 +47,22 @@ class CodePath(TorchFunctionMode):
         super().__exit__(*error)
 
 
-def is_of_user(frame: tuple[CodeType, int]) -> bool:
+def is_user_frame(frame: tuple[CodeType, int]) -> bool:
     """Whether a frame belongs neither to torch nor to this package."""
     return not frame[0].co_filename.startswith((TORCH, PACKAGE))
 
 
-def calls_of(steps: Iterable[Step]) -> dict[int, str]:
+def user_call_sites(steps: Iterable[Step]) -> dict[int, str]:
     """Maps a hash of each stack of user lines that calls torch, equal on every rank, to its ``file:line``.
 
     Args:
-        steps: The calls that a ``CodePath`` recorded.
+        steps: The calls that a ``CallTrace`` recorded.
     """
     found = {}
     for function, frames in steps:
         if any(code.co_filename.startswith(TENSOR) for code, _ in frames):
             continue
-        users = [frame for frame in frames if is_of_user(frame)]
+        users = [frame for frame in frames if is_user_frame(frame)]
         if users:
             called = getattr(function, "__name__", "") if frames[0] == users[0] else ""  # by the user, not by torch
             where = [(Path(code.co_filename).name, code.co_name, line) for code, line in users]

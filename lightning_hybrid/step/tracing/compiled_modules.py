@@ -15,7 +15,7 @@ from torch import nn
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 
 
-class Uncompiled:
+class EagerSwitch:
     """A switch: while it is on, ``torch.compile`` compiles nothing and compiled functions run eagerly."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def compiled_forward(module: nn.Module, original: Callable[..., Any]) -> Callabl
     return run
 
 
-def compiled_around(root: nn.Module, units: Iterable[nn.Module]) -> dict[str, nn.Module]:
+def compiled_wrappers(root: nn.Module, units: Iterable[nn.Module]) -> dict[str, nn.Module]:
     """The modules, by FQN, that the user compiled and that contain a unit."""
     unit_ids = {id(unit) for unit in units}
     return {
@@ -86,7 +86,7 @@ def compiled_modules(root: nn.Module, units: Iterable[nn.Module] = ()) -> set[in
         root: The root of the search.
         units: The units, if steps are recorded: modules compiled around them do not run compiled.
     """
-    around = {id(module) for module in compiled_around(root, units).values()}
+    around = {id(module) for module in compiled_wrappers(root, units).values()}
     tops = [module for module in root.modules() if _is_compiled(module) and id(module) not in around]
     return {id(module) for top in tops for module in top.modules()}
 

@@ -1,7 +1,7 @@
 """Finiteness checks in a step: ``if torch.isnan(loss): raise ...``.
 
 Ranks that do not have a value assume that it is finite, and so does a recording; ranks that have it compare in each
-batch. ``Value.taken`` is the answer for finite values, carried through logic and counting operations.
+batch. ``Value.finite_answer`` is the answer for finite values, carried through logic and counting operations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, ControlFlowError, branch_message, values_behind
+from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, ControlFlowError, branch_message, source_values
 
 if TYPE_CHECKING:
-    from lightning_hybrid.step.tracing.step_mode import Current, StepWatch
+    from lightning_hybrid.step.tracing.step_mode import CurrentRun, StepMode
 
 Answer: TypeAlias = bool | int | float
 
@@ -45,7 +45,7 @@ _LOGIC_OPS = frozenset(
 _COUNTS = frozenset({"sum", "count_nonzero"})
 
 
-def taken_for(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch: StepWatch) -> Answer | None:
+def answer_if_finite(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch: StepMode) -> Answer | None:
     """The value of every element of an operation's result if the model's values are finite; None if unknown.
 
     Args:
@@ -62,7 +62,7 @@ def taken_for(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch:
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     marks = [watch.mark_of(tensor) for tensor in tensors]
-    answers = [None if mark is None else watch.taken_for(mark) for mark in marks]
+    answers = [None if mark is None else watch.answer_if_finite(mark) for mark in marks]
     if name in _SELF_COMPARISONS and len(tensors) == 2 and tensors[0] is tensors[1]:
         return _SELF_COMPARISONS[name]
     if any(answer is None for answer in answers):
@@ -87,7 +87,7 @@ def _full(tensor: Tensor, answer: Any) -> Tensor:
     return torch.full([min(size, 1) for size in tensor.shape], answer, dtype=tensor.dtype)
 
 
-def number_check_patches(current: Current) -> Sequence[tuple[Any, str, Any]]:
+def number_check_patches(current: CurrentRun) -> Sequence[tuple[Any, str, Any]]:
     """Replacements, as (owner, name, function), of ``isnan`` etc. in ``math`` and NumPy that handle absent numbers.
 
     Args:
@@ -99,44 +99,44 @@ def number_check_patches(current: Current) -> Sequence[tuple[Any, str, Any]]:
 _CHECKS = ("isnan", "isinf", "isfinite")
 
 
-def _patched_check(current: Current, module: Any, name: str) -> Callable[..., Any]:
+def _patched_check(current: CurrentRun, module: Any, name: str) -> Callable[..., Any]:
     original = getattr(module, name)
 
     def test(value: Any, *args: Any, **kwargs: Any) -> Any:
         watch = current.watch
         if watch is None or watch.inside_unit:
             return original(value, *args, **kwargs)
-        asked = watch.asked
-        if isinstance(value, Tensor) and watch.is_of_the_model(value):
+        assumed_finite = watch.assumed_finite
+        if isinstance(value, Tensor) and watch.is_model_value(value):
             if module is numpy:
                 return getattr(torch, name)(value)
             value = float(value)
-        values = values_behind(value)
+        values = source_values(value)
         if values is None:
             return original(value, *args, **kwargs)
-        if not values or asked is None:  # the ranks that have the values are unknown
+        if not values or assumed_finite is None:  # the ranks that have the values are unknown
             raise ControlFlowError(branch_message(watch.numbers_read))
-        asked.update(values)
+        assumed_finite.update(values)
         return IF_FINITE[name]
 
     return test
 
 
-def check_answer(name: str, result: Any, taken: Answer | None, line: str) -> None:
+def check_answer(name: str, result: Any, finite_answer: Answer | None, line: str) -> None:
     """Compares a read by which the step decides with the answer that other ranks assume.
 
     Args:
         name: Name of the reading method.
         result: The content read.
-        taken: The assumed answer; None means any finite number.
+        finite_answer: The assumed answer; None means any finite number.
         line: The user's line, as ``file:line``.
 
     Raises:
         ControlFlowError: They differ.
     """
-    if taken is not None and name in ("__bool__", "is_nonzero"):
-        taken = bool(taken)
-    if bool((numpy.isfinite(result) if taken is None else numpy.equal(result, taken)).all()):
+    if finite_answer is not None and name in ("__bool__", "is_nonzero"):
+        finite_answer = bool(finite_answer)
+    if bool((numpy.isfinite(result) if finite_answer is None else numpy.equal(result, finite_answer)).all()):
         return
     path, _, number = line.rpartition(":")
     code = linecache.getline(path, int(number)).strip() if number.isdecimal() else ""

@@ -50,7 +50,7 @@ def sink_name(fqn: str) -> str:
     return SINK + fqn
 
 
-class SinkRehearsal:
+class MetricDryRun:
     """Calls copies of the metrics on random values during recording: shapes are learnt, no state is written."""
 
     def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
@@ -63,7 +63,7 @@ class SinkRehearsal:
 
         def dry_run(*args: Any, **kwargs: Any) -> Any:
             if fqn not in self._copies:
-                self._copies[fqn] = copy_alone(self._sinks[fqn])
+                self._copies[fqn] = isolated_copy(self._sinks[fqn])
             leaves, spec = flatten((args, kwargs))
             real_args, real_kwargs = unflatten([_random_content(leaf) for leaf in leaves], spec)
             try:
@@ -75,7 +75,7 @@ class SinkRehearsal:
         return dry_run
 
 
-def copy_alone(sink: nn.Module) -> nn.Module:
+def isolated_copy(sink: nn.Module) -> nn.Module:
     """A deep copy of a metric that does not synchronize with other processes."""
     # The last result may still have a graph through the model, and such a tensor cannot be deep-copied.
     leaves = [leaf for module in sink.modules() for leaf in flatten(list(vars(module).values()))[0]]

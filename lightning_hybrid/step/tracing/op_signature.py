@@ -11,7 +11,7 @@ from torch import Tensor
 _COMPARED_BY_VALUE = (bool, str, type(None), torch.dtype, torch.device)
 
 
-def asked_of(
+def signature_of(
     name: str, leaves: Sequence[Any], mark_of: Callable[[Tensor], int | None], parameters: Mapping[int, str]
 ) -> tuple[Hashable, Hashable]:
     """The signature of an operation (name and described arguments), and its sizes (integers, shapes of batch tensors).
@@ -44,7 +44,7 @@ def asked_of(
     return tuple(signature), tuple(sizes)
 
 
-def picks_rows(name: str, args: Sequence[Any]) -> bool:
+def selects_rows(name: str, args: Sequence[Any]) -> bool:
     """Whether an operation indexes the first dimension by an integer or a slice.
 
     Args:

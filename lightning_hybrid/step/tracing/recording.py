@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.step.module_state.attribute_tensors import replaces_parameters
-from lightning_hybrid.step.module_state.snapshot import Place
+from lightning_hybrid.step.module_state.snapshot import AttributePath
 from lightning_hybrid.step.objects.pytree import Spec, flatten
 from lightning_hybrid.step.tracing.bound_apply import BoundApply
 
@@ -36,15 +36,15 @@ class Template:
         leaves: The leaves of the result.
         spec: The container around them.
         written: Inputs written in place, as (index among the input leaves, value afterwards).
-        held: Paths of the inputs that a unit reads from its own modules; they follow the leaves of its arguments.
-        asked: The op signature of the node, and its sizes.
+        attribute_inputs: Paths of inputs that a unit reads from its own modules; they follow those of its arguments.
+        signature: The op signature of the node, and its sizes.
     """
 
     leaves: tuple[Leaf, ...]
     spec: Spec | None
     written: tuple[tuple[int, int], ...]
-    held: tuple[Place, ...] = ()
-    asked: tuple[Hashable, Hashable] = ((), ())
+    attribute_inputs: tuple[AttributePath, ...] = ()
+    signature: tuple[Hashable, Hashable] = ((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Recording:
         numbers_read: The line of the last read of a number from the model; empty if there is none.
         numbers_kept: Path and line of a number read from the model that stays after the step; empty if there is none.
         values_read: The values that numbers were read from.
-        looks_at: State read by the step that may differ in the next batch; empty if none is known.
+        unguarded_state: State read by the step that may differ in the next batch; empty if none is known.
         returns: The step's result, with a ``ReturnedTensor`` in place of each tensor.
         appended: By list of its modules, the entries with values of the model that the step appends, likewise.
-        kept_otherwise: The first path that stores a value of the model other than by appending; empty if none does.
-        rows_kept: Paths that store tensors of the batch alone other than by appending, and their shapes.
+        kept_elsewhere: The first path that stores a value of the model other than by appending; empty if none does.
+        kept_batch_tensors: Paths that store tensors of the batch alone other than by appending, and their shapes.
         bound: The ``apply`` methods of autograd functions that user code stores.
         entered: Units with captured inputs: values of the step that are no tensor arguments; they should be opened.
         left: Units that read values which an earlier call stored on them; they should be opened too.
@@ -85,27 +85,29 @@ class Recording:
     templates: tuple[Template, ...]
     units: Mapping[str, nn.Module]
     owned: Mapping[str, tuple[str, ...]]
-    kept: tuple[tuple[Place, int], ...]
+    kept: tuple[tuple[AttributePath, int], ...]
     unopened: frozenset[str]
     found_buffers: frozenset[str] = frozenset()
     numbers_read: str = ""
     numbers_kept: str = ""
     values_read: tuple[int, ...] = ()
-    looks_at: str = ""
+    unguarded_state: str = ""
     returns: Any = None
     appended: tuple[Any, ...] = ()
-    kept_otherwise: str = ""
-    rows_kept: tuple[tuple[Place, tuple[int, ...]], ...] = ()
+    kept_elsewhere: str = ""
+    kept_batch_tensors: tuple[tuple[AttributePath, tuple[int, ...]], ...] = ()
     bound: Sequence[BoundApply] = ()
     entered: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
 
-    def read_from_outside(self) -> dict[str, str]:
+    def parameters_read_outside(self) -> dict[str, str]:
         """The parameters that code outside of their unit reads or replaces, and the line of each."""
         found: dict[str, str] = {}
         for node, template in zip(self.graph.nodes, self.templates, strict=True):
             owned = self.owned[node.unit] if node.unit is not None else ()
-            is_replaced = node.unit is not None and replaces_parameters(self.units[node.unit], template.held)
+            is_replaced = node.unit is not None and replaces_parameters(
+                self.units[node.unit], template.attribute_inputs
+            )
             found |= {name: node.line for name in node.parameters if is_replaced or name not in owned}
         return found
 
@@ -115,7 +117,7 @@ def find_loss(result: Any) -> Any:
     return result.get("loss") if isinstance(result, Mapping) else result
 
 
-def returned_by(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[tuple[int, ...], int | None]:
+def returned_values(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[tuple[int, ...], int | None]:
     """The indices of the values in a step's result, each once, and the index of the loss.
 
     Args:
@@ -127,7 +129,7 @@ def returned_by(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[t
     return tuple(dict.fromkeys(m for m in marks if m is not None)), mark_of(loss) if isinstance(loss, Tensor) else None
 
 
-def no_loss(name: str, result: Any) -> StepError:
+def no_loss_error(name: str, result: Any) -> StepError:
     """The error for a step that returned ``result`` instead of a loss."""
     what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     if isinstance(result, Mapping):
@@ -138,7 +140,7 @@ def no_loss(name: str, result: Any) -> StepError:
     )
 
 
-def pass_backward(line: str, *, is_replayed: bool) -> None:
+def check_backward_call(line: str, *, is_replayed: bool) -> None:
     """Refuses a step that calls ``backward()`` itself, unless the recording is for inspection only.
 
     Args:

@@ -1,6 +1,6 @@
 """The function mode of a step: it intercepts every torch operation outside units, and every call of a unit.
 
-``StepWatch`` is shared by recording and replay: it classifies each call as an operation that is the same on all ranks
+``StepMode`` is shared by recording and replay: it classifies each call as an operation that is the same on all ranks
 (on the batch alone), a read of a tensor's metadata or content, or an *event*: an operation on a parameter or on a
 value computed from one. A subclass defines what an event does.
 """
@@ -30,13 +30,13 @@ from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_PROPERTIES,
     AbsentFloat,
     ControlFlowError,
-    as_whole,
     branch_message,
+    full_shape_meta,
 )
 from lightning_hybrid.step.standins.comparison_order import COMPARISONS, in_canonical_order
 from lightning_hybrid.step.standins.guessed_reads import answer_guessed_read
 from lightning_hybrid.step.tracing.backward_hooks import backward_hooks_inside
-from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_forward
+from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch, compiled_forward
 from lightning_hybrid.step.tracing.finiteness_checks import Answer
 from lightning_hybrid.step.tracing.metric_nodes import intercepted_methods, sink_name
 from lightning_hybrid.step.tracing.shape_only_ops import is_fill_op, packed_sizes, run_fill_op
@@ -66,7 +66,7 @@ _READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 
 
-class StepWatch(TorchFunctionMode, ABC):
+class StepMode(TorchFunctionMode, ABC):
     """Intercepts the glue operations and unit calls of one run of a step.
 
     Attributes:
@@ -76,8 +76,8 @@ class StepWatch(TorchFunctionMode, ABC):
         recompute_depth: The number of checkpointed functions of the user's glue that are running.
         numbers_read: The line that last read a number from an absent tensor.
         values_read: The values that numbers were read from.
-        asked: The values that branches assumed to be finite; None if branches on them are refused.
-        reads_as: The number that reads of absent values return in all modes, in the search for branches on them.
+        assumed_finite: The values that branches assumed to be finite; None if branches on them are refused.
+        absent_number: The number that reads of absent values return in all modes, in the search for branches on them.
         guesses: The answers to reads of absent values, in order; None where such a step is refused.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Prevents compilation of the code around units.
@@ -94,15 +94,15 @@ class StepWatch(TorchFunctionMode, ABC):
         self.run_token = object()
         self._randomness = randomness
         self.inside_unit = False
-        self.uncompiled = Uncompiled()
+        self.uncompiled = EagerSwitch()
         self.recompute_depth = 0
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
-        self.asked: set[int] | None = set()
+        self.assumed_finite: set[int] | None = set()
         self.guesses: Iterator[bool] | None = None
         self.units: Mapping[str, nn.Module] = {}
 
-    reads_as: ClassVar[float | None] = None
+    absent_number: ClassVar[float | None] = None
 
     @abstractmethod
     def event(
@@ -123,8 +123,8 @@ class StepWatch(TorchFunctionMode, ABC):
         """Whether the shape of a value depends on data."""
 
     @abstractmethod
-    def taken_for(self, value: int) -> Answer | None:
-        """The answer ``Value.taken`` of a value."""
+    def answer_if_finite(self, value: int) -> Answer | None:
+        """The answer ``Value.finite_answer`` of a value."""
 
     def __enter__(self) -> Any:
         """Enter the mode and switch compilation off."""
@@ -168,7 +168,7 @@ class StepWatch(TorchFunctionMode, ABC):
         elif is_fill_op(name) and self._has_static_shape(args):
             if (result := run_fill_op(func, args, kwargs)) is not None:
                 return result
-        elif name == "_pack_padded_sequence" and not self.is_of_the_model(args[1]):
+        elif name == "_pack_padded_sequence" and not self.is_model_value(args[1]):
             data, _ = self.event(name, func, args, kwargs, ())
             return data, packed_sizes(args)
         elif name in COMPARISONS:
@@ -178,11 +178,11 @@ class StepWatch(TorchFunctionMode, ABC):
     def _shape_query(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer a query of a tensor's shape; for a parameter, of the full one."""
         if id(args[0]) in self.parameters:
-            return func(as_whole(args[0]), *args[1:], **kwargs)
+            return func(full_shape_meta(args[0]), *args[1:], **kwargs)
         self.size_read(args[0])
         return func(*args, **kwargs)
 
-    def is_of_the_model(self, leaf: Any) -> bool:
+    def is_model_value(self, leaf: Any) -> bool:
         """Whether ``leaf`` is a value of the model, present or absent."""
         return isinstance(leaf, Tensor) and (self.mark_of(leaf) is not None or self.is_absent_here(leaf))
 
@@ -214,19 +214,23 @@ class StepWatch(TorchFunctionMode, ABC):
             return True  # an argument check; the stage that has the content does it
         line = user_line()
         values = frozenset(mark for leaf in absent if (mark := self.mark_of(leaf)) is not None)
-        answer = self.taken_for(*values) if len(values) == len(absent) == 1 else None
-        asked = self.asked
-        if asked is not None and answer is not None and (name in _DECIDING or (name == "item" and values <= asked)):
-            asked.update(values)
+        answer = self.answer_if_finite(*values) if len(values) == len(absent) == 1 else None
+        assumed_finite = self.assumed_finite
+        if (
+            assumed_finite is not None
+            and answer is not None
+            and (name in _DECIDING or (name == "item" and values <= assumed_finite))
+        ):
+            assumed_finite.update(values)
             return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
         if self.guesses is not None:
             return answer_guessed_read(name, absent[0], next(self.guesses))
         if name in _NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
-            if self.reads_as is not None and (answer is None or name != "item"):
-                return self.reads_as
-            number = AbsentFloat(line, values, self.asked, answer)
+            if self.absent_number is not None and (answer is None or name != "item"):
+                return self.absent_number
+            number = AbsentFloat(line, values, self.assumed_finite, answer)
             # Python requires a plain float there, and would warn.
             return float(number) if name == "__float__" else number
         if name == "__format__":
@@ -238,13 +242,15 @@ class StepWatch(TorchFunctionMode, ABC):
                 raise ControlFlowError(content_message(line, name))
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
-            return stand_in_for_content(name, line, absent[0], values, self.asked, self.reads_as)
+            return stand_in_for_content(name, line, absent[0], values, self.assumed_finite, self.absent_number)
         raise ControlFlowError(branch_message(line))
 
-    def values_told(self) -> tuple[int, ...]:
+    def values_to_report(self) -> tuple[int, ...]:
         """The values that numbers were read from whose answer for finite values is not used instead."""
-        asked = self.asked or ()
-        return tuple(value for value in self.values_read if value not in asked or self.taken_for(value) is None)
+        assumed_finite = self.assumed_finite or ()
+        return tuple(
+            value for value in self.values_read if value not in assumed_finite or self.answer_if_finite(value) is None
+        )
 
     def read_here(self, name: str, result: Any, args: Any) -> Any:
         """Called after a read of a tensor that has content; a recording records it."""
@@ -316,7 +322,7 @@ class StepWatch(TorchFunctionMode, ABC):
             _push_mode(mode)
 
 
-class Current:
+class CurrentRun:
     """Holds the current run of a step, for the patched methods of the user's modules.
 
     Attributes:
@@ -328,13 +334,13 @@ class Current:
 
     def __init__(self) -> None:
         """Create it without a run."""
-        self.watch: StepWatch | None = None
-        self.uncompiled = Uncompiled()
+        self.watch: StepMode | None = None
+        self.uncompiled = EagerSwitch()
 
 
 @contextlib.contextmanager
 def intercepted_units(
-    current: Current, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
+    current: CurrentRun, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
 ) -> Iterator[None]:
     """Make each call of these units one event of the current run, outside its forward and inside its hooks."""
     with backward_hooks_inside(units) as hooked:
@@ -356,7 +362,7 @@ def intercepted_units(
             yield
 
 
-def intercepted_metrics(current: Current, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
+def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
     """Make each call of these metrics one event of the current run."""
 
     def wrap(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:

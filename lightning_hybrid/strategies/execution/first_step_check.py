@@ -16,15 +16,15 @@ from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandom
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.step_execution import RunHolder
 from lightning_hybrid.strategies.start.layout_table import activation_bytes
-from lightning_hybrid.verify.copy_memory import shortage
+from lightning_hybrid.verify.copy_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.one_process_step import (
-    Alone,
-    Call,
-    Given,
-    StepAlone,
+    OneProcessResult,
+    OneProcessStep,
+    ReplicaInput,
+    StepCall,
+    full_parameters_on_first_rank,
     no_communication,
-    whole_on_first,
 )
 
 # Relative change of the weights for the noise floor: their last digits; autocast starts from weights in float32.
@@ -43,7 +43,7 @@ class FirstStepCheck:
             owner: Of the run.
         """
         self._owner = owner
-        self._alone: StepAlone | None = None
+        self._alone: OneProcessStep | None = None
         self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
 
     @property
@@ -112,9 +112,11 @@ class FirstStepCheck:
         world, run = self._owner.setting.world, self._owner.run
         with contextlib.ExitStack() as stack:
             if self._owner.state.is_in_first_copy and run.parts is not None:
-                stack.enter_context(run.parts.whole_inside())
+                stack.enter_context(run.parts.summon_full_parameters())
             if world.data_rank == 0:
-                stack.enter_context(whole_on_first(self._owner.setting.module, run.plan, world.mesh.group("pp")))
+                stack.enter_context(
+                    full_parameters_on_first_rank(self._owner.setting.module, run.plan, world.mesh.group("pp"))
+                )
             if world.mesh.rank == 0:
                 try:
                     gave_loss = self._run_alone(given, rest)
@@ -132,40 +134,40 @@ class FirstStepCheck:
         setting, plan = self._owner.setting, self._owner.run.plan
         first = plan.first.assignment if plan is not None and plan.first is not None else None
         activations = 0.0 if first is None else activation_bytes(first)
-        missing = setting.world.broadcast(shortage(setting.module.parameters(), setting.device, activations))
+        missing = setting.world.broadcast(memory_shortage(setting.module.parameters(), setting.device, activations))
         if missing:
             raise FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
                 " batch), or set verify_first_step=False"
             )
 
-    def _gather(self, batch: Any) -> list[Given]:
+    def _gather(self, batch: Any) -> list[ReplicaInput]:
         """Gather the batches of all replicas on the first rank."""
         runner, mesh, device = self._owner.run.runner, self._owner.setting.world.mesh, self._owner.setting.device
         count = 1 if runner is None else runner.count("training_step", batch)
-        mine = Given(batch, count, GeneratorStates(device))
+        mine = ReplicaInput(batch, count, GeneratorStates(device))
         data = mesh.group("data")
         if data.size() == 1 or mesh.rank_in("pp") > 0:
             return [mine]
         rows: list[Any] | None = [None] * data.size() if data.rank() == 0 else None
-        sent = None if data.rank() == 0 else Given(move_data_to_device(batch, "cpu"), count, mine.generators)
+        sent = None if data.rank() == 0 else ReplicaInput(move_data_to_device(batch, "cpu"), count, mine.generators)
         dist.gather_object(sent, rows, group=data, group_dst=0)
         others = (rows or [None])[1:]
         return [
             mine,
             *(
-                Given(move_data_to_device(o.batch, device), o.count, o.generators.on(device))
+                ReplicaInput(move_data_to_device(o.batch, device), o.count, o.generators.on(device))
                 for o in others
                 if o is not None
             ),
         ]
 
-    def _run_alone(self, given: list[Given], rest: list[Any]) -> bool:
+    def _run_alone(self, given: list[ReplicaInput], rest: list[Any]) -> bool:
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module
         if self._alone is None:
             keyed = None if run.runner is None else KeyedRandomness(setting.seed, setting.device)
-            self._alone = StepAlone(
+            self._alone = OneProcessStep(
                 module,
                 keyed=keyed,
                 device=setting.device,
@@ -173,7 +175,7 @@ class FirstStepCheck:
                 weight=setting.options.microbatch_weight,
                 perturbation=_PERTURBATION.get(self._precision, 1e-7),
             )
-        call = Call(
+        call = StepCall(
             step=module.training_step,
             rest=rest,
             number=trainer.fit_loop.epoch_loop.total_batch_idx,
@@ -194,7 +196,7 @@ class FirstStepCheck:
     def _compare(self) -> None:
         setting, world, losses = self._owner.setting, self._owner.setting.world, self._losses
         assert losses is not None
-        alone: Alone | None = None if self._alone is None else self._alone.result
+        alone: OneProcessResult | None = None if self._alone is None else self._alone.result
         parameters = dict(setting.module.named_parameters())
         overflow = alone is not None and not all(torch.isfinite(g).all() for g in alone.gradients.values())
         if setting.mesh_precision.scaler is not None and world.broadcast(overflow):
@@ -217,10 +219,10 @@ class FirstStepCheck:
             parts=self._owner.run.parts,
         )
         verdict = compare(alone)
-        at_once = None if alone is None else alone.at_once
-        if verdict.first is not None and world.broadcast(at_once is not None):
+        unsplit = None if alone is None else alone.unsplit
+        if verdict.first is not None and world.broadcast(unsplit is not None):
             # A mean over the tokens that labels leave is that of the whole batch.
-            of_whole = compare(at_once)
+            of_whole = compare(unsplit)
             verdict, alone = (of_whole, None) if of_whole.first is None else (verdict, alone)
         self._losses = self._alone = None
         if verdict.first is not None:
@@ -242,9 +244,9 @@ class FirstStepCheck:
             return {}
         return {name: plan.stages_of(name) for name in parameters}
 
-    def _warn_of_mixing(self, alone: Alone, precision: str) -> None:
-        if alone.untried:
-            rank_zero_info(f"the whole batch was not tried at once: {alone.untried}")
+    def _warn_of_mixing(self, alone: OneProcessResult, precision: str) -> None:
+        if alone.not_comparable:
+            rank_zero_info(f"the whole batch was not tried at once: {alone.not_comparable}")
         if alone.mixes is None:
             return
         whole, mean, count = alone.mixes

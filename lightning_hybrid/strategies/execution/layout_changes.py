@@ -98,7 +98,7 @@ class LayoutChanges:
         # The first batch of an epoch, and the batches 1, 2, 4, ... of the run.
         is_inspected = not self._setting.trainer.fit_loop.epoch_loop.batch_idx or self._batches.bit_count() == 1
         if isinstance(runner, PlainRunner) and is_inspected:
-            runner.look_again()
+            runner.recheck_weighting()
         if self._run.is_pipelined:
             self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
         elif self._num_tries and self._run.demotion is not None:
@@ -149,7 +149,7 @@ class LayoutChanges:
         return step()
 
     def run_step(
-        self, name: str, args: Sequence[Any], train: TrainContext | None, *, by_hand: bool = False
+        self, name: str, args: Sequence[Any], train: TrainContext | None, *, manual_optimization: bool = False
     ) -> StepResult:
         """Run a step; where shares of a training batch are to run, compare what they give in the first one.
 
@@ -157,22 +157,22 @@ class LayoutChanges:
             name: Of the step.
             args: Of the user's step, the batch first.
             train: How to run its backwards, if it has any.
-            by_hand: Whether the step calls its backwards itself.
+            manual_optimization: Whether the step calls its backwards itself.
         """
         run, runner = self._execution.run_step, self._run.runner
         if train is None or not isinstance(runner, PlainRunner):
-            return run(name, args, train, by_hand=by_hand)
+            return run(name, args, train, manual_optimization=manual_optimization)
         if self._setting.tries_objective:
-            runner.look_at(args[0])
-        if not runner.is_undecided:
-            return run(name, args, train, by_hand=by_hand)
-        if not runner.may_share:
+            runner.request_weighting_check(args[0])
+        if not runner.needs_weighting_check:
+            return run(name, args, train, manual_optimization=manual_optimization)
+        if not runner.can_share_batches:
             self._decide(runner, args, is_written=False)
-            return run(name, args, train, by_hand=by_hand)
+            return run(name, args, train, manual_optimization=manual_optimization)
         zero = self._run.zero
         in_files = zero is not None and bool(zero.regions)  # of which little may be in memory
         before = None if in_files else _sums(self._setting.module)
-        result = run(name, args, train, by_hand=by_hand)
+        result = run(name, args, train, manual_optimization=manual_optimization)
         self._decide(runner, args, is_written=before is None or _sums(self._setting.module) != before)
         return result
 
@@ -224,7 +224,7 @@ class LayoutChanges:
         setting, runner = self._setting, self._run.runner
         assert isinstance(runner, StepRunner)
         with setting.contexts.training_step_hook():
-            runner.foresee(
+            runner.select_next_traces(
                 setting.module.training_step,
                 arguments,
                 step_number=self._batches,
@@ -244,7 +244,7 @@ class LayoutChanges:
     def _try_to_cut(self, arguments: Sequence[Any]) -> None:
         demotion, world, runner, left = self._run.demotion, self._setting.world, self._run.runner, None
         assert demotion is not None
-        if isinstance(runner, PlainRunner) and runner.has_left_rows:
+        if isinstance(runner, PlainRunner) and runner.stores_rows_of_samples:
             left = StepError("training_step leaves tensors on its module that may have a row for each sample")
         # Replicas record together or not at all.
         reason = world.first_reason(left) or world.first_reason(self._why_not_cut(arguments))
@@ -269,13 +269,13 @@ class LayoutChanges:
             parts=lambda: None,
             agree=setting.world.broadcast,
             num_processes=setting.world.num_processes,
-            around_uncut=contextlib.nullcontext,
+            around_unpartitioned=contextlib.nullcontext,
         )
         context = self._run.context("training_step")
         try:
             with setting.contexts.training_step_hook():
                 if isinstance(runner, PlainRunner):
-                    return runner.why_not_seen("training_step", module.training_step, arguments, context)
+                    return runner.why_not_recordable("training_step", module.training_step, arguments, context)
                 runner.record("training_step", module.training_step, arguments, context)
         except Exception as error:
             return error

@@ -181,7 +181,7 @@ class RunLifecycle:
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None and run.metrics is not None
-        run.metrics.share_all()
+        run.metrics.broadcast_all_states()
         states = full_states(optimizers, self.state.optimizer_state)
         mesh, is_complete = setting.world.mesh, self.gradients_are_complete
         gradients = FullGradients(setting.module, run.plan, run.parts, mesh, setting.device, are_complete=is_complete)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.pipeline.results.gradient_handoff import Deposit
+from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
@@ -91,7 +91,7 @@ class StepExecution:
                 return self._scheduled_step(args, self._run.runner, run_step)
             # The user's step calls backwards and optimizers itself, on what this rank runs of the batch.
             with nullcontext() if self._run.zero is None else self._run.zero.full_step():
-                return run_step("training_step", args, None, by_hand=True).output
+                return run_step("training_step", args, None, manual_optimization=True).output
 
     def _synced_norms(self) -> AbstractContextManager[None]:
         norms = self._setting.norms
@@ -104,12 +104,12 @@ class StepExecution:
         # Where Lightning will run no backward (SWA's last pass, for BatchNorm), gradients are never handed over.
         unused = trainer.fit_loop._skip_backward
         is_first = trainer.fit_loop.epoch_loop.batch_idx % accumulated == 0
-        deposit = Deposit(
+        deposit = GradientHandoff(
             [p for _, p in parameters_of(modules_in(setting.module)) if not is_absent(p)],
-            zeroed_later=is_first or unused,
-            seeded=seed_factor,
+            zeroed_before_backward=is_first or unused,
+            expected_seed=seed_factor,
             shown=unused or old_gradients_are_read(trainer),
-            restorable=runner.may_undo,
+            can_roll_back=runner.can_roll_back_step,
         )
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
@@ -120,7 +120,7 @@ class StepExecution:
             deposit.undo()
             broken.arguments = args
             raise
-        if result.is_undone:
+        if result.was_rolled_back:
             deposit.undo()
             return self._scheduled_step(args, runner, run_step)
         self._complete_gradients()
@@ -160,14 +160,16 @@ class StepExecution:
 
     # -- any step -----------------------------------------------------------------------------------------------------
 
-    def run_step(self, name: str, args: Sequence[Any], train: TrainContext | None, *, by_hand: bool = False) -> Any:
+    def run_step(
+        self, name: str, args: Sequence[Any], train: TrainContext | None, *, manual_optimization: bool = False
+    ) -> Any:
         """Run a step of the user by the runner, and log once what its microbatches logged.
 
         Args:
             name: Of the step, such as "training_step".
             args: Of the user's step, the batch first.
             train: How to run its backwards, if it has any.
-            by_hand: Whether the step calls its backwards itself.
+            manual_optimization: Whether the step calls its backwards itself.
 
         Returns:
             The `StepResult`.
@@ -175,7 +177,7 @@ class StepExecution:
         run, setting = self._run, self._setting
         module, runner = setting.module, run.runner
         assert runner is not None
-        trains = train is not None or by_hand
+        trains = train is not None or manual_optimization
         self._num_evaluated += not trains
         setting.world.passes()
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
@@ -183,8 +185,8 @@ class StepExecution:
         share = name == "predict_step" or output_is_read(setting.trainer, name)
         backwards = runner.num_backwards(args[0]) if train is not None else 0
         if run.experts is not None and train is not None:
-            run.experts.meet(backwards)
-        gathered = nullcontext() if by_hand else run.gathered(backwards)
+            run.experts.check_equal_microbatches(backwards)
+        gathered = nullcontext() if manual_optimization else run.gathered(backwards)
         # Once for the step: each forward and backward runs code of the user.
         with setting.contexts.advice(), setting.world.as_user(), gathered:
             result = runner.run(
@@ -195,14 +197,14 @@ class StepExecution:
                 context=run.context(name),
                 train=train,
                 share_output=share,
-                by_hand=by_hand,
+                manual_optimization=manual_optimization,
             )
             tell_loggers(module)
         self.spans = result.spans
-        if result.is_undone:
+        if result.was_rolled_back:
             return result
         if trains:
-            skipped = not by_hand and result.loss is None
+            skipped = not manual_optimization and result.loss is None
             log_for_all(module, result.logs, setting.world.mesh, skipped=skipped)
         else:
             log_for_replica(module, result.logs, setting.world.mesh)
@@ -219,7 +221,7 @@ class StepExecution:
             The output of the user's step for the batch.
         """
         run = self._run
-        if run.runner is None or run.plan is None or not run.plan.is_cut:
+        if run.runner is None or run.plan is None or not run.plan.is_partitioned:
             return self._plain_step(name, args)
         return self.run_step(name, args, None).output
 

@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keys_of
-from lightning_hybrid.shared_memory.rows import begin_to_gather
+from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
 
 
 def ask_for_no_sync() -> None:
@@ -109,7 +109,7 @@ def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) 
         return lambda: None
     digest = float(_digest(logged))
     mine = torch.tensor([digest], dtype=torch.float64, device=mesh.device_mesh.device_type)
-    gathered = {axis: begin_to_gather(mine, mesh.group(axis)) for axis in axes}
+    gathered = {axis: start_all_gather(mine, mesh.group(axis)) for axis in axes}
 
     def wait() -> None:
         for axis, rows in gathered.items():

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
-from lightning_hybrid.full_params.module_conversions import pass_over_absent
-from lightning_hybrid.full_params.value_locations import Contents
+from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
+from lightning_hybrid.full_params.module_conversions import skip_absent_parameters
+from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -100,7 +100,7 @@ def build_run(
         held = None if owner.state.is_full else run.plan
         is_filled = fills_empty and setting.empty is not None and setting.empty.fill(held)
         if run.parts is not None:
-            run.parts.cut_parameters(setting.module)
+            run.parts.shard_parameters(setting.module)
             run = _shard_over_replicas(run, partition)
         _connect_shards(run, randomness)
         setting.averages.follow(setting.module, held, run.parts, owner.averaged_state)
@@ -135,7 +135,7 @@ def _partitioned(run: Run, partition: ModulePartition, arguments: Sequence[Any] 
         shards=partition.shards,
         parts=partition.parts,
         experts=partition.experts,
-        zero_cuts=tuple(partition.zero_cuts),
+        zero_shardings=tuple(partition.zero_shardings),
         recomputation=partition.recomputation,
     )
 
@@ -144,9 +144,9 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     """Keep only this rank's stages; hooks find the module as one process has it."""
     setting, plan = run.setting, run.plan
     assert plan is not None
-    if not (plan.is_cut and setting.shards_module):
+    if not (plan.is_partitioned and setting.shards_module):
         return run
-    plan.drop_foreign()
+    plan.drop_remote_parameters()
     owner.state.shard(run.parts)
     global_reads, hook_reads = _connect_hooks(run, owner, plan)
     if setting.is_fitting:
@@ -154,7 +154,7 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     return dataclasses.replace(run, global_reads=global_reads, hook_reads=hook_reads)
 
 
-def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[GlobalReads | None, HookReads]:
+def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossStageReads | None, HookReads]:
     """Let hooks of the user read gradients and parameters of all stages."""
     setting, undo = run.setting, run.until_end
     trainer, module = setting.trainer, setting.module
@@ -162,15 +162,15 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[GlobalRe
     holders = {name: plan.ranks_of(name) for name in parameters}
     stages = None
     if plan.num_ranks > 1:
-        group, homes = setting.world.mesh.group("pp"), plan.buffer_homes
-        undo.callback(pass_over_absent(module))
-        stages = GlobalReads(parameters, holders, group, setting.device, buffer_homes=homes)
+        group, homes = setting.world.mesh.group("pp"), plan.buffer_owners
+        undo.callback(skip_absent_parameters(module))
+        stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=homes)
     reads = HookReads(
         stages,
         run.parts,
         parameters,
-        Contents(run.mesh.group("holders"), setting.device, "layer's"),
-        over_replicas=bool(run.zero_cuts) or run.experts is not None,
+        ValueLocations(run.mesh.group("holders"), setting.device, "layer's"),
+        over_replicas=bool(run.zero_shardings) or run.experts is not None,
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
@@ -183,7 +183,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[GlobalRe
     loaders = serve_loaders(
         trainer,
         module,
-        run.runner.uncut,
+        run.runner.unpartitioned,
         in_parts=in_shards,
         zero=lambda: owner.run.zero,
         meets=lambda refers: _loaders_meet(owner.run, refers),
@@ -215,7 +215,7 @@ def _loaders_meet(run: Run, refers: bool) -> bool:
         if run.experts is not None or not world.decide(refers, all_ranks=False):
             return False
         assert run.zero is not None
-        run.zero.meet_apart(run.mesh)
+        run.zero.allow_rank_local_reads(run.mesh)
     return True
 
 
@@ -226,14 +226,14 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         assert run.parts is not None
         begin = partial(run.experts.begin_evaluation, run.parts)
         undo.callback(hold_in_evaluation(setting.trainer, begin, run.experts.end_evaluation))
-    if not run.zero_cuts or partition is None:
+    if not run.zero_shardings or partition is None:
         return run
     assert run.plan is not None
     zero: ZeroSharding = share_out(
         setting.module,
         run.plan,
         partition.layer_reads,
-        run.zero_cuts,
+        run.zero_shardings,
         run.experts,
         run.mesh,
         setting.device,
@@ -254,10 +254,10 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
     """Let sharded layers run, and code outside of them find full parameters."""
     if run.shards is not None:
         assert run.runner is not None
-        run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.apart)
+        run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.uncounted)
         run.shards.gather_on_read(run.runner.guards)
         if (runner := run.plain_runner) is not None:
-            runner.joins_results = any(plan.vocabulary or plan.positions for plan in run.shards.plans.values())
+            runner.gathers_outputs = any(plan.vocabulary or plan.positions for plan in run.shards.plans.values())
     if run.experts is not None:
         run.experts.be_ready()
 
@@ -325,6 +325,8 @@ def _agree_on_broken_steps(run: Run) -> None:
     graph = None if plan.first is None else plan.first.assignment.graph
     # What experts exchange in the middle of a step cannot be brought to its end without it.
     is_alone = run.experts is None and not setting.options.verify_first_step
-    may_break = graph is not None and is_alone and (graph.asked or any(value.dynamic for value in graph.values))
+    may_break = (
+        graph is not None and is_alone and (graph.assumed_finite or any(value.dynamic for value in graph.values))
+    )
     if setting.world.decide(bool(may_break), all_ranks=False):
-        runner.agree_broken = setting.world.any_replica
+        runner.agree_on_broken_step = setting.world.any_replica

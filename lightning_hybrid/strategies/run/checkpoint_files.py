@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.background_save import Background
+from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.generator_states import generator_states, restore_generators
-from lightning_hybrid.checkpoint.owned_shards import Held, whole
+from lightning_hybrid.checkpoint.owned_shards import OwnedShards, unsharded
 from lightning_hybrid.checkpoint.reading import SavedFolder
-from lightning_hybrid.checkpoint.writing import Buffers, prepare, write
+from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.module_state import ModuleState
@@ -51,8 +51,8 @@ class CheckpointFiles:
         """
         self._options = options
         self.seed: int | None = None
-        self._background = Background()
-        self._buffers = Buffers()
+        self._background = BackgroundSave()
+        self._buffers = HostBuffers()
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._drawn: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
@@ -105,7 +105,7 @@ class CheckpointFiles:
     # -- states -------------------------------------------------------------------------------------------------------
 
     def local_state(self) -> dict[str, Any]:
-        """Return the state dict of the module, with the local shard (``Held``) of each tensor."""
+        """Return the state dict of the module, with the local shard (``OwnedShards``) of each tensor."""
         state = self._state
         if not state.is_full:
             if self._world.is_cut_off:
@@ -121,7 +121,7 @@ class CheckpointFiles:
         for name, value in given.items():
             if isinstance(value, Tensor):
                 own = held.get(name)
-                given[name] = own if _is_given(value, own) else whole(value, counts=self._is_first)
+                given[name] = own if _is_given(value, own) else unsharded(value, counts=self._is_first)
         return given
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class CheckpointFiles:
     def _group(self) -> ProcessGroup | None:
         """All ranks, for writers alone."""
         if self._writers is None or self._writers[0] is not self._world.mesh:
-            self._writers = self._world.mesh, self._world.mesh.further_world(self._options.timeout)
+            self._writers = self._world.mesh, self._world.mesh.dedicated_world(self._options.timeout)
         return self._writers[1]
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,16 +231,16 @@ class CheckpointFiles:
             "epoch": checkpoint.get("epoch"),
         }
 
-    def wait(self, *, complain: Callable[[str], None] | None = None) -> None:
+    def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
         """Wait until the checkpoint that is being written is there.
 
         Args:
-            complain: Called with the error, which is raised if None.
+            on_error: Called with the error, which is raised if None.
 
         Raises:
             CheckpointError: It could not be written.
         """
-        self._background.wait(complain=complain)
+        self._background.wait(on_error=on_error)
 
     def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
         """Remove a checkpoint, but not before the one that is being written is there.
@@ -256,7 +256,7 @@ class CheckpointFiles:
 
     def close(self) -> None:
         """Wait for what is being written at the end of a run."""
-        self._buffers = Buffers()
+        self._buffers = HostBuffers()
         self.wait()
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class CheckpointFiles:
 def _is_given(value: Tensor, held: Any) -> bool:
     """Whether what the module gave for its state dict is what it holds."""
     return (
-        isinstance(held, Held)
+        isinstance(held, OwnedShards)
         and (held.shape, held.dtype) == (tuple(value.shape), value.dtype)
         and all(box.content.data_ptr() == value.data_ptr() for box in held.boxes)
     )

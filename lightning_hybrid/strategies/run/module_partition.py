@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
+from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
 from lightning_hybrid.graph.partition import UnfitError
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute import Recomputation
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
+from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
@@ -26,7 +26,7 @@ from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.tensor_parallel import TensorPlanner, warn_across_nodes
-from lightning_hybrid.strategies.techniques.zero import LayerReads, zero_cuts
+from lightning_hybrid.strategies.techniques.zero import LayerReads, zero_shardings
 from lightning_hybrid.strategies.user_code.hook_context import why_no_stages
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 
@@ -45,7 +45,7 @@ class ModulePartition:
         parts: The local shards of parameters, if they are sharded.
         experts: The experts that ranks share, if they do.
         expert_planner: Runs them.
-        zero_cuts: How parameters are sharded over replicas.
+        zero_shardings: How parameters are sharded over replicas.
         layer_reads: Which parameters of a layer code outside of it reads.
         recomputation: Of layers, if there is any.
         plan_summary, expert_summary: What the planners found, for the table at the start.
@@ -69,9 +69,9 @@ class ModulePartition:
         self.may_retry = may_retry
         self.demotion: Demotion | None = None
         self.shards: ModelShards | None = None
-        self.parts: HeldParts | None = None
-        self.experts: SharedExperts | None = None
-        self.zero_cuts: list[AxisCut] = []
+        self.parts: LocalShards | None = None
+        self.experts: ShardedExperts | None = None
+        self.zero_shardings: list[AxisSharding] = []
         self.layer_reads = LayerReads()
         self.recomputation: Recomputation | None = None
         self.expert_planner: ExpertPlanner | None = None
@@ -111,8 +111,8 @@ class ModulePartition:
             self.may_retry &= arguments is None  # what the start hooks set may let layers be recorded
             self._demote(["pp", "cp", "tp"], str(error), error)
             self._plan_layers(recorded=True)
-        if not self.is_pipelined and not self.plan.is_cut:
-            self.plan.cut_by_size()
+        if not self.is_pipelined and not self.plan.is_partitioned:
+            self.plan.partition_by_size()
         if self.has_step and setting.recompute is not None:
             self.recomputation = self._recomputation(setting.recompute)
 
@@ -177,13 +177,13 @@ class ModulePartition:
         module, options, world = setting.module, setting.options, setting.world
         if hasattr(self, "metrics"):
             self.metrics.close()
-        shared_by = mesh.group("shares" if mesh.shared_axes else "pp")
+        shared_by = mesh.group("shares" if mesh.sharded_axes else "pp")
         self.metrics = MetricSync(
             module,
             mesh.group("pp"),
             world.mesh.group("data"),
             mesh.group("data"),
-            share_rank=shared_by.rank() if mesh.shared_axes else 0,
+            share_rank=shared_by.rank() if mesh.sharded_axes else 0,
             meet=world.rendezvous,
             launcher_world=world.as_launcher,
         )
@@ -198,7 +198,9 @@ class ModulePartition:
             parts=lambda: self.parts,
             agree=world.broadcast,
             num_processes=world.num_processes,
-            around_uncut=lambda: contextlib.nullcontext() if self.experts is None else self.experts.all_held(),
+            around_unpartitioned=lambda: (
+                contextlib.nullcontext() if self.experts is None else self.experts.full_experts()
+            ),
         )
         self._tensor_planner = self.expert_planner = None
         if mesh.size("tp") * mesh.size("cp") > 1:
@@ -210,14 +212,14 @@ class ModulePartition:
                 plan=options.tensor_parallel_plan,
                 folder=plan_folder(setting.trainer) if world.mesh.rank == 0 else None,  # the first plans for all
             )
-            self.runner.watching_units.append(self._tensor_planner.watching)
+            self.runner.unit_observers.append(self._tensor_planner.watching)
         if options.zero_stage and self.is_pipelined:
-            self.runner.watching_units.append(self.layer_reads.watching)
+            self.runner.unit_observers.append(self.layer_reads.watching)
         # Tensor ranks may hold shards instead.
         has_ranks = setting.layout.expert_parallel_size > 1 or mesh.size("tp") > 1
         if has_ranks and ExpertPlanner.is_needed(module, setting.layout) and setting.is_fitting:
             self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, self.runner.guards)
-            self.runner.watching_units.append(self.expert_planner.watching)
+            self.runner.unit_observers.append(self.expert_planner.watching)
 
     def _plan_layers(self, *, recorded: bool) -> None:
         """Decide what this rank will hold of each parameter; nothing has changed if that is refused.
@@ -229,22 +231,22 @@ class ModulePartition:
             LayoutError: Ranks have nothing to share; on every rank.
         """
         self.shards = self.parts = self.experts = None
-        self.zero_cuts = []
+        self.zero_shardings = []
         if not recorded:
             return
         setting = self._setting
-        cuts: list[AxisCut] = []
+        shardings: list[AxisSharding] = []
         if (planner := self._tensor_planner) is not None:
             self.shards, self.plan_summary = planner.plan(self.expert_planner is not None), planner.summary
-            cuts += self.shards.cuts
+            shardings += self.shards.shardings
         if (experts := self.expert_planner) is not None:
-            cuts += experts.plan(cuts, self.shards)
+            shardings += experts.plan(shardings, self.shards)
             self.experts, self.expert_summary = experts.shared, experts.summary
         if (3 if self.demotion is not None else setting.options.zero_stage) and setting.is_fitting:
-            self.zero_cuts = zero_cuts(setting.module, self.mesh, cuts)
-            cuts += self.zero_cuts
-        if cuts:
-            self.parts = HeldParts(setting.module, cuts)
+            self.zero_shardings = zero_shardings(setting.module, self.mesh, shardings)
+            shardings += self.zero_shardings
+        if shardings:
+            self.parts = LocalShards(setting.module, shardings)
 
     def _recomputation(self, recompute: Any) -> Recomputation:
         module, is_compiled = self._setting.module, self._setting.options.compile is not None

@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.checkpoint.owned_shards import Holdings
+from lightning_hybrid.checkpoint.owned_shards import LocalState
 from lightning_hybrid.checkpoint.reading import SavedOptimizer
 from lightning_hybrid.checkpoint.single_file import (
     gather_module_state,
     gather_optimizer_state,
     load_module_state,
-    misfits,
-    own_optimizer_state,
-    parts_instead,
+    local_optimizer_state,
+    shard_loading_hook,
+    state_mismatches,
 )
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace, temporary_hook
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
@@ -73,7 +73,7 @@ class ModuleState:
 
     # -- full or sharded ----------------------------------------------------------------------------------------------
 
-    def shard(self, parts: HeldParts | None) -> None:
+    def shard(self, parts: LocalShards | None) -> None:
         """Note that the module is sharded from now on; its own ``state_dict()`` refuses to emit empty tensors.
 
         Args:
@@ -82,7 +82,7 @@ class ModuleState:
         self.is_full = False
         self._guard = _guarded(self._module, check_gathered)
         if parts is not None:
-            hook = temporary_hook(self._module, parts_instead(parts, self._module))
+            hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
 
     def make_full(self) -> None:
@@ -97,11 +97,11 @@ class ModuleState:
             kept = tensors_kept_by([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
             reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
-            run.parts.make_whole()
+            run.parts.unshard_parameters()
         if run.shards is not None:
             run.shards.forget()
-        run.plan.make_whole()
-        run.setting.averages.make_whole()
+        run.plan.unshard_parameters()
+        run.setting.averages.unshard_parameters()
         self.is_full = True
         for handle in (self._loads_shards, self._guard):
             if handle is not None:
@@ -147,11 +147,11 @@ class ModuleState:
     # -- the module ---------------------------------------------------------------------------------------------------
 
     @property
-    def holdings(self) -> Holdings:
+    def holdings(self) -> LocalState:
         """The local shards of the module and of optimizer states, by FQN."""
         run = self._run
         plan, parts = (None, None) if run is None else (run.plan, run.parts)
-        return Holdings(self._module, self.mesh, plan, parts)
+        return LocalState(self._module, self.mesh, plan, parts)
 
     @property
     def mesh(self) -> Mesh:
@@ -216,7 +216,7 @@ class ModuleState:
         try:
             self._module.load_state_dict(state, strict=strict)
         except RuntimeError as error:
-            if differing := misfits(self._module, state, strict=strict):
+            if differing := state_mismatches(self._module, state, strict=strict):
                 raise CheckpointError(differing) from error
             raise
 
@@ -230,7 +230,7 @@ class ModuleState:
         run, is_cut_off = self._run, self._world.is_cut_off
         for stepped in self._optimization.sharded_steps:
             if stepped.optimizer is optimizer:
-                return {} if is_cut_off else stepped.whole_state()
+                return {} if is_cut_off else stepped.full_state()
         if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
             return optimizer.state_dict()
         if is_cut_off or not self.is_in_first_copy:
@@ -249,16 +249,16 @@ class ModuleState:
             if any(watched is optimizer for watched in made.watched):
                 optimizer.load_state_dict(dict(state))
                 if run is not None and run.global_reads is not None:
-                    run.global_reads.adopt_state(optimizer.state)
+                    run.global_reads.track_state(optimizer.state)
             elif isinstance(state, SavedOptimizer):
                 optimizer.load_state_dict(state.own(optimizer, self.holdings))
             else:
                 parts = None if run is None else run.parts
-                optimizer.load_state_dict(own_optimizer_state(optimizer, state, parts))
+                optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))
             if not made.offloaded:
                 _optimizer_to_device(optimizer, self._world.device)
         for stepped in made.sharded_steps:
-            stepped.cut_states()
+            stepped.shard_states()
         for offloaded in made.offloaded:
             offloaded.adopt()
 

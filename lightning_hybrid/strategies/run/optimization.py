@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.techniques.fused_optimizer_steps import fuse_steps
@@ -29,7 +29,7 @@ from lightning_hybrid.strategies.techniques.zero import (
     step_on_shards,
 )
 from lightning_hybrid.strategies.user_code.user_optimizers import search_by_mean_loss, watch_step, work_on_shards
-from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
 
 
 def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
@@ -53,7 +53,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
         undo.callback(reducer.close)
     own = [p for p in setting.module.parameters() if id(p) in counted]
     if run.parts is not None:
-        counted = {id(p) for p in own if run.parts.holds_first(p)}
+        counted = {id(p) for p in own if run.parts.is_first_owner(p)}
     _connect_precision(run, counted)
     watched = _watch_steps(run, owner, optimizers)
     offloaded = _offload(run, optimizers, watched)
@@ -79,7 +79,7 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
     if setting.shards_module or isinstance(setting.precision, HybridPrecision):
         # With manual optimization replicas have full gradients.
         axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
-        held = None if run.parts is None else run.parts.first_held
+        held = None if run.parts is None else run.parts.first_owned_slices
         setting.mesh_precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=held)
 
 
@@ -101,7 +101,7 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
     return list(watched)
 
 
-def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[StatesAtRest]:
+def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:
     setting = run.setting
     if not setting.options.offloaded:
         return []
@@ -120,27 +120,27 @@ def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optim
             undo.callback(work_on_shards(optimizer, run.guards))
     if run.zero is None:
         return []
-    return step_on_shards(optimizers, setting.module, run.zero_cuts, undo)
+    return step_on_shards(optimizers, setting.module, run.zero_shardings, undo)
 
 
 def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter], counted: set[int]) -> None:
     setting, parts = run.setting, run.parts
     mesh = setting.world.mesh
     check_adascale(setting.layout, parts)
-    before = {id(p) for p in own if parts is None or parts.holds_first(p, beside_replicas=True)}
+    before = {id(p) for p in own if parts is None or parts.is_first_owner(p, within_replica=True)}
     if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
         before = set()
     is_copy = run.zero is not None and run.mesh.rank_in("dp_replicate")
     if (runner := run.plain_runner) is not None:
-        runner.run_whole()  # the gradients of shares are not those of batches
+        runner.run_full_batches()  # the gradients of shares are not those of batches
     connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.zero)
 
 
-def _share_buffers(run: Run) -> ReplicaBuffers | None:
+def _share_buffers(run: Run) -> ReplicaBufferBroadcast | None:
     """From now on replicas have the buffers of the first where DDP has."""
     setting = run.setting
     if run.mesh.size("data") == 1:
         return None
-    buffers = ReplicaBuffers(setting.module, run.mesh.group("data"), setting.device)
+    buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
     run.until_end.callback(hold_in_evaluation(setting.trainer, buffers.share, lambda: None))
     return buffers

@@ -13,13 +13,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
-from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
+from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
+from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute import Recomputation, Recompute
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import Guards
-from lightning_hybrid.parts.local_shards import AxisCut, HeldParts
+from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.replicate.buffer_broadcast import ReplicaBuffers
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.demotion import Demotion
@@ -39,8 +39,8 @@ from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
-from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
-from lightning_hybrid.zero.optimizer_states.sharded_step import SharedSteps
+from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
 from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 
@@ -53,7 +53,7 @@ def shards_module(options: Options, layout: ParallelLayout, *, shards_manual_ste
         shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
     """
     over_replicas = (layout.data_shard_size > 1 and not shards_manual_steps) or layout.expert_parallel_size > 1
-    return layout.pipeline_parallel_size > 1 or layout.shares_layers or over_replicas
+    return layout.pipeline_parallel_size > 1 or layout.shards_layers or over_replicas
 
 
 def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
@@ -156,7 +156,7 @@ class Run:
         shards: How tensor and context ranks shard each layer, if they do.
         parts: The local shards of parameters; None where this rank holds all of those that are here.
         experts: The experts that ranks share, if they do.
-        zero_cuts: How parameters are sharded over replicas.
+        zero_shardings: How parameters are sharded over replicas.
         zero: Gathers them, if they are.
         recomputation: Activation checkpointing, if there is any.
         compiled: Layers that run compiled, if any do.
@@ -172,13 +172,13 @@ class Run:
     runner: MicrobatchRunner | None = None
     metrics: MetricSync | None = None
     shards: ModelShards | None = None
-    parts: HeldParts | None = None
-    experts: SharedExperts | None = None
-    zero_cuts: tuple[AxisCut, ...] = ()
+    parts: LocalShards | None = None
+    experts: ShardedExperts | None = None
+    zero_shardings: tuple[AxisSharding, ...] = ()
     zero: ZeroSharding | None = None
     recomputation: Recomputation | None = None
     compiled: CompiledUnits | None = None
-    global_reads: GlobalReads | None = None
+    global_reads: CrossStageReads | None = None
     hook_reads: HookReads | None = None
     until_end: contextlib.ExitStack
 
@@ -193,7 +193,7 @@ class Run:
         return self.runner if isinstance(self.runner, PlainRunner) else None
 
     @property
-    def guards(self) -> Guards | None:
+    def guards(self) -> ReadGuards | None:
         """Gather on read in steps that were not recorded."""
         return None if self.plain_runner is None else self.plain_runner.guards
 
@@ -227,7 +227,7 @@ class Run:
         """Names of steps of evaluation that every rank runs on all of the batch, so far."""
         if isinstance(self.runner, PlainRunner):
             return frozenset({"validation_step", "test_step", "predict_step"})
-        return frozenset() if self.runner is None else frozenset(self.runner.uncut.names)
+        return frozenset() if self.runner is None else frozenset(self.runner.unpartitioned.names)
 
     @property
     def batch_shares(self) -> int:
@@ -237,12 +237,12 @@ class Run:
     @property
     def shares_batches(self) -> bool:
         """Whether these ranks run training steps on shares of a batch; on all of it otherwise."""
-        return isinstance(self.runner, PlainRunner) and self.runner.is_shared
+        return isinstance(self.runner, PlainRunner) and self.runner.runs_shares
 
     @property
-    def steps_at_once(self) -> frozenset[str]:
+    def unsplit_step_names(self) -> frozenset[str]:
         """Names of steps whose batches are not split into microbatches, so far."""
-        return self.runner.steps_at_once if isinstance(self.runner, StepRunner) else frozenset()
+        return self.runner.unsplit_step_names if isinstance(self.runner, StepRunner) else frozenset()
 
     def close(self) -> Run:
         """Undo what the layout has put on the user's objects.
@@ -271,7 +271,7 @@ class Optimization:
 
     reducers: Reducers = dataclasses.field(default_factory=dict)
     tied: SharedParameters | None = None
-    buffers: ReplicaBuffers | None = None
-    offloaded: tuple[StatesAtRest, ...] = ()
-    sharded_steps: tuple[SharedSteps, ...] = ()
+    buffers: ReplicaBufferBroadcast | None = None
+    offloaded: tuple[OffloadedStates, ...] = ()
+    sharded_steps: tuple[ShardedStep, ...] = ()
     watched: tuple[Optimizer, ...] = ()

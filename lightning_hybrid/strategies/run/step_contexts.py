@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.pipeline.runtime.error_notes import note
+from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.logs.logger_proxies import noted_loggers
@@ -62,7 +62,7 @@ class StepContexts:
                         yield
                 except Exception as error:
                     if name == "training_step":
-                        note(error, f"in training_step {self._when()}")
+                        add_error_note(error, f"in training_step {self._when()}")
                     raise
 
         return context

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.step.deferred_init.deferred_init import InitialValueError, InitialValues, Part
+from lightning_hybrid.step.deferred_init.deferred_init import InitialValueError, InitialValues, StorageView
 from lightning_hybrid.step.deferred_init.reset_parameters import reset
 from lightning_hybrid.step.standins.absent_tensors import fill
 
@@ -23,7 +23,7 @@ class EmptyStart:
         self._device = device
         self._values = InitialValues(device)
         self._unset: list[tuple[str, Tensor, int]] = []
-        self._taken: list[tuple[str, nn.Parameter, Part]] = []
+        self._taken: list[tuple[str, nn.Parameter, StorageView]] = []
 
     @classmethod
     def adopted(cls, root: nn.Module, before: EmptyStart | None, device: torch.device) -> EmptyStart | None:
@@ -50,13 +50,13 @@ class EmptyStart:
         for fqn, module in root.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.is_meta:
-                    if not self._values.knows(parameter):
+                    if not self._values.has_record_of(parameter):
                         strange.add(module)
                     self._values.adopt(module, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_meta:
                     continue
-                if id(buffer) not in buffers and self._values.knows(buffer):
+                if id(buffer) not in buffers and self._values.has_record_of(buffer):
                     buffers[id(buffer)] = self._values.value(self._values.part(buffer)).to(self._device)
                 elif id(buffer) not in buffers:
                     buffers[id(buffer)] = real = torch.empty_like(buffer, device=self._device)
@@ -64,7 +64,7 @@ class EmptyStart:
                     strange.add(module)
                 module._buffers[name] = buffers[id(buffer)]
         if strange:
-            with self._values.noting():
+            with self._values.record_writes():
                 reset(root, strange)
 
     def hide(self, root: nn.Module) -> None:

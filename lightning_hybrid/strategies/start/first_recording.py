@@ -15,18 +15,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.graph.partition import UnfitError
 from lightning_hybrid.pipeline.loss_weights.mixed_objectives import (
-    Weighing,
-    agreed_by,
+    LossWeighting,
+    agree_on_weighting,
     describe_mixing,
+    measure_weighting,
     outside,
-    weighing_of,
 )
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, split, why_whole
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, split, why_unsplit
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.compiled_modules import Uncompiled, compiled_around
+from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch, compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.user_code.hook_context import current_hook, step_arguments
@@ -83,7 +83,7 @@ def record_first_step(
     is_fitting = name == "training_step"
     if is_fitting:  # evaluation takes as many microbatches as there are samples
         check_count(batch, num_microbatches)
-    reason = why_whole(batch, splitter)
+    reason = why_unsplit(batch, splitter)
     if reason and runner.plan.num_ranks > 1:
         rank_zero_warn(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
@@ -106,8 +106,8 @@ def record_first_step(
                     strategy: Any = trainer.strategy
                     if isinstance(reason, UnfitError) and strategy.options.pipeline_cuts:
                         raise
-                    runner.uncut.adopt(name, reason)
-                    runner.plan.cut_by_size()
+                    runner.unpartitioned.add_step(name, reason)
+                    runner.plan.partition_by_size()
                     return None
     finally:
         for part, mode_before in was_training.items():
@@ -144,21 +144,21 @@ def warn_of_mixing(
     some = split(batch, max(1, count // 2))[0][0]
     randomness = KeyedRandomness(0, trainer.strategy.root_device)
     step = partial(_on_batch, module.training_step, rest)
-    uncompiled = Uncompiled()
+    uncompiled = EagerSwitch()
     uncompiled.on()
     try:
         with current_hook(module, "training_step"):
-            found = weighing_of(module, step, some, 2, None, randomness, context)
+            found = measure_weighting(module, step, some, 2, None, randomness, context)
     finally:
         uncompiled.off()
-    if trainer.strategy.reduce_boolean_decision(runner.weighs_means, all=False):
+    if trainer.strategy.reduce_boolean_decision(runner.has_weighted_means, all=False):
         differing = None
         if found.loss is not None:
-            weights = runner.weights_of_terms(module.training_step, [some, *rest], context)
+            weights = runner.candidate_weights(module.training_step, [some, *rest], context)
             differing = outside(found.loss, weights)
-        found = agreed_by(None, Weighing(differing=differing))
+        found = agree_on_weighting(None, LossWeighting(differing=differing))
     else:
-        runner.weighing = found = agreed_by(None, found)
+        runner.weighting = found = agree_on_weighting(None, found)
     if found.mixes and found.differing is not None:
         rank_zero_warn(describe_mixing(found.differing))
     elif found.counts:
@@ -170,7 +170,7 @@ def _on_batch(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:
 
 
 def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> None:
-    around = compiled_around(module, runner.plan.units().values())
+    around = compiled_wrappers(module, runner.plan.units().values())
     if around:
         names = ", ".join(fqn or type(module).__name__ for fqn in around)
         rank_zero_warn(

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import Mesh, as_sent
+from lightning_hybrid.mesh import Mesh, as_sendable
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
-from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 
 def agree_on_start(
@@ -54,14 +54,14 @@ def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
             together.setdefault(tensor.dtype, []).append(tensor)
             continue
         content = tensor.to(device).contiguous()
-        dist.broadcast(as_sent(content), src=0)
+        dist.broadcast(as_sendable(content), src=0)
         if content.data_ptr() != tensor.data_ptr():
             tensor.copy_(content)
     for same in together.values():
         for start in range(0, len(same), _MOST_TOGETHER):
             group = same[start : start + _MOST_TOGETHER]
             content = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
-            dist.broadcast(as_sent(content), src=0)
+            dist.broadcast(as_sendable(content), src=0)
             for tensor, part in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -105,4 +105,4 @@ def left_elsewhere(module: nn.Module) -> list[str]:
 
 def _held_in_parts(module: nn.Module) -> list[str]:
     """FQNs of parameters of which this rank has a part."""
-    return [name for name, parameter in module.named_parameters() if WHOLE_SHAPE in parameter.__dict__]
+    return [name for name, parameter in module.named_parameters() if FULL_SHAPE in parameter.__dict__]

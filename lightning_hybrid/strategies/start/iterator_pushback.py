@@ -48,7 +48,7 @@ class TakenBack:
 
     def __iter__(self) -> Iterator[Any]:
         """Read it, once."""
-        if self._before.still_stand():
+        if self._before.are_unchanged():
             self._after.restore()
         yield from self._items
 

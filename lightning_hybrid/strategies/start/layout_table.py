@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.step.batch_means.linear_terms import terms_of
+from lightning_hybrid.step.batch_means.linear_terms import data_dependent_means
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 
@@ -44,7 +44,7 @@ def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: st
 
 def _means(graph: StepGraph) -> list[str]:
     """The means over the whole batch by which its microbatches weigh: one line, if there are any."""
-    nodes = [graph.nodes[index] for index in sorted(terms_of(graph, sizes_differ=False))]
+    nodes = [graph.nodes[index] for index in sorted(data_dependent_means(graph, sizes_differ=False))]
     if not nodes:
         return []
     shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in nodes]

@@ -13,14 +13,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runtime.transport import transport_of
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -39,10 +39,10 @@ def runner_of_stages(
     *,
     replica: int,
     metrics: MetricSync,
-    parts: Callable[[], HeldParts | None],
+    parts: Callable[[], LocalShards | None],
     agree: Callable[[Any], Any],
     num_processes: int,
-    around_uncut: Callable[[], AbstractContextManager[None]],
+    around_unpartitioned: Callable[[], AbstractContextManager[None]],
 ) -> tuple[StagePlan, MicrobatchRunner]:
     """Plan the stages of a module, and be ready to run its steps on them.
 
@@ -57,28 +57,28 @@ def runner_of_stages(
         parts: What this rank holds of each parameter, later.
         agree: Returns the first rank's argument on every rank.
         num_processes: On this node.
-        around_uncut: Entered around steps of evaluation that are not cut.
+        around_unpartitioned: Entered around steps of evaluation that are not cut.
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
     each, cuts = (options.stages_per_rank, options.pipeline_cuts) if pipeline.size() > 1 else (1, None)
     plan = StagePlan(module, pipeline, randomness, stages_per_rank=each, cuts=cuts, agree=agree)
-    uncut = UncutSteps(
+    unpartitioned = UnpartitionedSteps(
         module,
         plan,
         parts,
         mesh.group("replica"),
         randomness,
         room=partial(_room_to_lend, device, num_processes),
-        tell=_warn_of_uncut,
-        around=around_uncut,
+        tell=_warn_of_unpartitioned,
+        around=around_unpartitioned,
     )
     common: dict[str, Any] = {
         "num_microbatches": options.microbatches,
         "splitter": options.batch_splitter,
         "replica": replica,
         "metrics": metrics,
-        "uncut": uncut,
+        "uncut": unpartitioned,
     }
     if pipeline.size() == 1:
         everyone = mesh.group("data")
@@ -95,7 +95,7 @@ def runner_of_stages(
         return plan, runner
     transport = transport_of(pipeline, device)
     tell = partial(_tell_at_once, pipeline.size(), options.strict_layout)
-    further: dict[str, Any] = {"schedule": options.schedule, "tell_at_once": tell}
+    further: dict[str, Any] = {"schedule": options.schedule, "warn_unsplit": tell}
     return plan, StepRunner(module, plan, transport, pipeline, randomness, **further, **common)
 
 
@@ -121,7 +121,7 @@ def _tell_at_once(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
     )
 
 
-def _warn_of_uncut(name: str, reason: Exception) -> None:
+def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     rank_zero_warn(
         f"{name} cannot be shared by stages, so every rank runs all of it, and is sent parameters of other ranks when"
         f" it reads them: the numbers of one process, in the time of one process. The reason: {reason}"

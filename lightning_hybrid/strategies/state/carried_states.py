@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -37,7 +37,7 @@ class FullGradients:
         self,
         module: nn.Module,
         plan: StagePlan,
-        parts: HeldParts | None,
+        parts: LocalShards | None,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -65,7 +65,7 @@ class FullGradients:
                 self._full[name] = self._gathered(name, parameter, plan, parts, mesh)
 
     def _gathered(
-        self, name: str, parameter: nn.Parameter, plan: StagePlan, parts: HeldParts | None, mesh: Mesh
+        self, name: str, parameter: nn.Parameter, plan: StagePlan, parts: LocalShards | None, mesh: Mesh
     ) -> Tensor:
         holders = plan.ranks_of(name)
         full = None
@@ -74,7 +74,7 @@ class FullGradients:
             full = torch.zeros_like(parameter) if gradient is None else gradient.detach()
             full = full.to_dense() if full.is_sparse else full
             if parts is not None:
-                full = parts.joined(name, full)
+                full = parts.unshard(name, full)
             if self._are_complete and plan.rank != holders[0]:
                 full = torch.zeros_like(full)
         shape = parameter.shape if full is None else full.shape
@@ -88,7 +88,7 @@ class FullGradients:
         return total
 
     @torch.no_grad()
-    def give(self, module: nn.Module, plan: StagePlan | None, parts: HeldParts | None) -> None:
+    def give(self, module: nn.Module, plan: StagePlan | None, parts: LocalShards | None) -> None:
         """Let each rank have what it holds of them.
 
         Args:
@@ -102,7 +102,7 @@ class FullGradients:
                 continue
             if not self._are_complete and plan is not None and plan.ranks_of(name)[0] != plan.rank:
                 continue  # the sum over the pipeline ranks that hold it is still to come
-            own = full if parts is None else parts.part_of(name, parameter, full)
+            own = full if parts is None else parts.shard_of(name, parameter, full)
             parameter.grad = own.to(parameter.device).clone()
 
 

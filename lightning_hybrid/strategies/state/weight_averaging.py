@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.checkpoint.single_file import load_module_state
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -40,7 +40,7 @@ class Averages:
         self._is_resumed = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         self._undo = contextlib.ExitStack()
         self._plan: StagePlan | None = None
-        self._parts: HeldParts | None = None
+        self._parts: LocalShards | None = None
 
     @property
     def copies(self) -> list[nn.Module]:
@@ -51,7 +51,7 @@ class Averages:
         self,
         module: pl.LightningModule,
         plan: StagePlan | None,
-        parts: HeldParts | None,
+        parts: LocalShards | None,
         gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
         """Let the copies be in parts as the module is.
@@ -72,9 +72,9 @@ class Averages:
                 continue
             if isinstance(callback, StochasticWeightAveraging):
                 copy.to(callback._device or module.device)  # as it does when it begins to average
-            plan.drop_as_root(copy)
+            plan.drop_absent_in_copy(copy)
             if parts is not None:
-                parts.cut_parameters(copy)
+                parts.shard_parameters(copy)
             self._in_parts(callback, module, parts, gather)
         self._plan, self._parts = plan, parts
 
@@ -96,7 +96,7 @@ class Averages:
         self,
         callback: Any,
         module: nn.Module,
-        parts: HeldParts | None,
+        parts: LocalShards | None,
         gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
         average = callback._average_model
@@ -127,14 +127,14 @@ class Averages:
         """Let ``owner`` have another function, on this instance alone, until the module is whole."""
         self._undo.callback(replace(owner, name, function))
 
-    def make_whole(self) -> None:
+    def unshard_parameters(self) -> None:
         """Give every rank the whole copies; collective over the pipeline."""
         self._undo.close()
         if self._plan is not None:
             for copy in self.copies:
                 if self._parts is not None:
-                    self._parts.make_whole(copy)
-                self._plan.make_whole(copy)
+                    self._parts.unshard_parameters(copy)
+                self._plan.unshard_parameters(copy)
             self._plan = self._parts = None
 
     def leave(self) -> None:

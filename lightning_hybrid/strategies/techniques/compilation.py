@@ -21,10 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards, unwatched
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import is_absent, whole_shape
-from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.deferred_tensors import materialize_call
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
-from lightning_hybrid.tensor.runtime.compiled_linears import Entered, why_not_traced
+from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, why_not_compiled
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -115,7 +115,7 @@ class CompiledUnits:
                 self.reasons[fqn] = "positions are dealt to ranks"
             elif outside:
                 self.reasons[fqn] = "code outside of layers uses weights that are cut by their vocabulary"
-            elif plan is not None and plan.num_sharded and (reason := why_not_traced(module, plan)):
+            elif plan is not None and plan.num_sharded and (reason := why_not_compiled(module, plan)):
                 self.reasons[fqn] = reason
             else:
                 key = _kind(module) if "forward" not in module.__dict__ else fqn
@@ -138,7 +138,7 @@ class CompiledUnits:
 
     def _keyed(self, fqn: str, run: Callable[..., Any]) -> Callable[..., Any]:
         draws = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing)
-        return run if self._randomness is None or not draws else self._randomness.keyed_as_one(fqn, run)
+        return run if self._randomness is None or not draws else self._randomness.keyed_on_entry(fqn, run)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, **self._options)
@@ -160,7 +160,7 @@ class CompiledUnits:
         total = max(config.accumulated_recompile_limit, 8 * limit)
         randomness = self._randomness
         if randomness is not None:
-            randomness.as_one = self._held
+            randomness.opaque_modules = self._held
         try:
             with (
                 config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
@@ -170,7 +170,7 @@ class CompiledUnits:
                 yield
         finally:
             if randomness is not None:
-                randomness.as_one = ()
+                randomness.opaque_modules = ()
 
     def lines(self) -> list[str]:
         """What is compiled and what is not, in words."""
@@ -191,7 +191,7 @@ def _kind(module: nn.Module) -> Hashable:
 
 def _member_kind(member: tuple[str, torch.Tensor | None]) -> Hashable:
     name, tensor = member
-    return name, None if tensor is None else (whole_shape(tensor), tensor.dtype)
+    return name, None if tensor is None else (full_shape(tensor), tensor.dtype)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -203,7 +203,7 @@ def _settling(run: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler does not know what stands for a whole of which each rank has a slice."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_wholes(args, kwargs)
+        args, kwargs = materialize_call(args, kwargs)
         return run(*args, **kwargs)
 
     return call
@@ -216,7 +216,7 @@ def _call(run: Callable[..., Any], unit: nn.Module, *args: Any, **kwargs: Any) -
 def _function_of_kind(number: int) -> Callable[..., Any]:
     """A function with a cache of its own; torch keeps one for each code object."""
 
-    def run(unit: Any, entered: Entered | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(unit: Any, entered: CompiledRegionInputs | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = type(unit).forward(unit, *args, **kwargs)
         if entered is not None:
             entered.known.clear()

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls, FoundExperts, has_stacked_experts
-from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts, placements_of
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import CutWidths, width_placements
+from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts, placements_of
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, width_placements
 from lightning_hybrid.experts.parallel.experts_summary import by_reason, describe_experts
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import Guards
-from lightning_hybrid.parts.local_shards import AxisCut
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_parallel import check_cut
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, enter, leave, sum_gradients
-from lightning_hybrid.tensor.collectives.sequence_collectives import Dealt, collect, dealt_of
+from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding, gather_sequence, shard_sequence
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 
 
@@ -37,7 +37,7 @@ class ExpertPlanner:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness, guards: Guards
+        self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness, guards: ReadGuards
     ) -> None:
         """Before the recording.
 
@@ -54,8 +54,8 @@ class ExpertPlanner:
         self._size = mesh.layout.expert_parallel_size
         self._calls = ExpertCalls()
         self._drawing: Collection[str] = ()
-        self._widths: CutWidths | None = None
-        self.shared: SharedExperts | None = None
+        self._widths: TensorShardedExperts | None = None
+        self.shared: ShardedExperts | None = None
         self.summary = ""
 
     @staticmethod
@@ -64,17 +64,17 @@ class ExpertPlanner:
         return layout.expert_parallel_size > 1 or (layout.tensor_parallel_size > 1 and has_stacked_experts(module))
 
     @contextmanager
-    def watching(self, variant: Variant) -> Iterator[None]:
+    def watching(self, variant: TraceVariant) -> Iterator[None]:
         """See the modules while the step is recorded inside."""
         with self._calls.watching(variant.recording.units):
             yield
         self._drawing = variant.recording.graph.draws
 
-    def plan(self, cuts: Sequence[AxisCut], shards: ModelShards | None) -> list[AxisCut]:
+    def plan(self, shardings: Sequence[AxisSharding], shards: ModelShards | None) -> list[AxisSharding]:
         """Find the experts on the first rank, and share them; collective over the world.
 
         Args:
-            cuts: What is cut before.
+            shardings: What is cut before.
             shards: Layers that tensor and context ranks share, if they do.
 
         Returns:
@@ -98,8 +98,8 @@ class ExpertPlanner:
         if not isinstance(found, FoundExperts):
             raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {found}")
         if size > 1 and not found.adapters:
-            reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(found.whole))
-            numbers = "a size that divides the number of experts, or " if found.whole else ""
+            reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(found.replicated))
+            numbers = "a size that divides the number of experts, or " if found.replicated else ""
             raise LayoutError(
                 f"expert_parallel_size={size} finds no experts that {size} ranks can share"
                 f" ({reasons or 'no module has stacked experts or a list of them that its tokens choose from'});"
@@ -111,27 +111,29 @@ class ExpertPlanner:
         if found.widths:
             assert shards is not None
             widths = width_placements(self._module, found.widths)
-            shards.cut_elsewhere(widths)
-            further.append(AxisCut(self._mesh.group("tp"), widths, axis="tp"))
-            self._widths = CutWidths(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
+            shards.mark_sharded_elsewhere(widths)
+            further.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
+            self._widths = TensorShardedExperts(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
         elif tensor_size > 1 and shards is not None:
             check_cut(shards.plans, tensor_size)
         if size > 1:
-            further.append(self._share(found, [*cuts, *further], shards))
+            further.append(self._share(found, [*shardings, *further], shards))
         self.summary = describe_experts(found, size, tensor_size)
         if self._compile is not None and (found.adapters or found.widths):
             _check_graphs(self._compile)
             self._uncompiled = {fqn: _Uncompiled() for fqn in {**found.adapters, **found.widths}}
         return further
 
-    def _share(self, found: FoundExperts, cuts: Sequence[AxisCut], shards: ModelShards | None) -> AxisCut:
-        placements = placements_of(self._module, found.adapters, self._size, cuts)
-        cut = AxisCut(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
+    def _share(
+        self, found: FoundExperts, shardings: Sequence[AxisSharding], shards: ModelShards | None
+    ) -> AxisSharding:
+        placements = placements_of(self._module, found.adapters, self._size, shardings)
+        cut = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
         context = None
         if shards is not None and self._mesh.size("cp") > 1:
-            shards.share_experts(placements)
+            shards.set_sharded_experts(placements)
             context = OverContext(self._mesh.group("cp"), shards)
-        self.shared = SharedExperts(
+        self.shared = ShardedExperts(
             self._module,
             found.adapters,
             cut,
@@ -147,14 +149,14 @@ class ExpertPlanner:
         if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
             return "they draw random numbers, which ranks would draw alike for different features"
         names = [f"{fqn}.{name}" for name, _ in self._module.get_submodule(fqn).named_parameters()]
-        return "" if shards is None else next(filter(None, map(shards.why_not_cut_elsewhere, names)), "")
+        return "" if shards is None else next(filter(None, map(shards.why_not_sharded_elsewhere, names)), "")
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Modules run inside with experts that ranks share."""
         with ExitStack() as stack:
             if self._widths is not None:
-                stack.enter_context(self._widths.holding())
+                stack.enter_context(self._widths.local_widths())
             if self.shared is not None:
                 stack.enter_context(self.shared.running())
             if self._widths is not None:
@@ -216,23 +218,23 @@ class OverContext:
         """Args: group: the context ranks. shards: the layers that they share."""
         self._ranks, self._shards = GroupRanks(group), shards
 
-    def _of(self, number: int) -> Dealt:
-        return Dealt(0, number, self._ranks)
+    def _of(self, number: int) -> SequenceSharding:
+        return SequenceSharding(0, number, self._ranks)
 
-    def see_own(self, names: Iterable[str]) -> bool:
+    def sees_local_positions(self, names: Iterable[str]) -> bool:
         """See ``ContextRows``."""
-        return any(map(self._shards.sees_own_positions, names))
+        return any(map(self._shards.sees_local_positions, names))
 
-    def range_of(self, number: int) -> tuple[int, int]:
+    def local_row_range(self, number: int) -> tuple[int, int]:
         """See ``ContextRows``."""
         lengths = self._of(number).lengths
         first = sum(lengths[: self._ranks.rank])
         return first, first + lengths[self._ranks.rank]
 
-    def share(self, rows: Tensor) -> Tensor:
+    def shard_rows(self, rows: Tensor) -> Tensor:
         """See ``ContextRows``."""
-        return dealt_of(rows, self._of(rows.shape[0]))
+        return shard_sequence(rows, self._of(rows.shape[0]))
 
-    def joined(self, share: Tensor, number: int) -> Tensor:
+    def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
         """See ``ContextRows``."""
-        return collect(share, self._of(number))
+        return gather_sequence(shard_rows, self._of(number))

@@ -11,9 +11,9 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.namespaces.converted_objects import move
+from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_names import namespace_of
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
@@ -52,7 +52,7 @@ def connect_gradients(
     """
     parameters = dict(module.named_parameters())
     data = mesh.group("data")
-    if plan is None or not plan.is_cut:
+    if plan is None or not plan.is_partitioned:
         everything = {id(parameter) for parameter in parameters.values()}
         return {None: GradientReducer(list(parameters.items()), data)}, None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}
@@ -122,11 +122,11 @@ def scales_rates(trainer: Any) -> bool:
         trainer: Whose callbacks to look at.
     """
     for callback in trainer.callbacks:
-        move(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
+        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
     return any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
 
 
-def check_adascale(layout: ParallelLayout, parts: HeldParts | None) -> None:
+def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
     """Refuse AdaScale where it cannot see gradients before and after their average, each once.
 
     Args:
@@ -142,7 +142,7 @@ def check_adascale(layout: ParallelLayout, parts: HeldParts | None) -> None:
             f" expert_parallel_size={layout.expert_parallel_size} of them before any replica has them; set"
             " expert_parallel_size=1"
         )
-    if parts is not None and parts.has_repeated:
+    if parts is not None and parts.has_repeated_shards:
         raise ValueError(
             f"AdaScale cannot count gradients of which several of the {layout.tensor_parallel_size} tensor ranks hold"
             " the same part (key heads fewer than ranks); set a smaller tensor_parallel_size"

@@ -15,14 +15,14 @@ from lightning_hybrid.memory.recompute import (
     is_selective,
     layer_policies,
 )
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 
 def recompute_layers(
-    root: nn.Module, recompute: Recompute, variant: Variant, here: Collection[int], *, compiled: bool
+    root: nn.Module, recompute: Recompute, variant: TraceVariant, here: Collection[int], *, compiled: bool
 ) -> Recomputation:
     """The layers of a recorded step that are computed again.
 
@@ -46,7 +46,7 @@ def recompute_layers(
     for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
         if node.unit is not None:
             stages.setdefault(node.unit, set()).add(stage)
-            if recording.templates[node.index].held:
+            if recording.templates[node.index].attribute_inputs:
                 # A second run would find on its modules what the next microbatch left there.
                 policies |= {fqn: "keep" for fqn in layers if _is_in(fqn, node.unit)}
     mine = {
@@ -86,8 +86,8 @@ def lend_parameters(recomputation: Recomputation, zero: ZeroSharding) -> None:
     """
     policies = recomputation.policies
     zero.recomputed = frozenset(fqn for fqn, policy in policies.items() if policy == "full")
-    zero.lent = frozenset(fqn for fqn in zero.freed if is_selective(policies.get(fqn)))
-    recomputation.lend(zero, zero.lent)
+    zero.full_in_backward = frozenset(fqn for fqn in zero.freed if is_selective(policies.get(fqn)))
+    recomputation.gather_on_read(zero, zero.full_in_backward)
 
 
 def _is_in(fqn: str, unit: str) -> bool:

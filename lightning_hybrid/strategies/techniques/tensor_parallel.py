@@ -14,13 +14,13 @@ from torch import nn
 
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.tensor.discovery.unit_calls import Calls, seen_calls
+from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls, record_calls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularyUses
-from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Deal, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import wishes_by_unit
-from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, Wish, wishes_of_model, wishes_of_user
+from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.precedence import requests_by_unit
+from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError, requests_of_model, requests_of_user
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
@@ -48,7 +48,7 @@ class TensorPlanner:
         Args:
             module: The user's, whole.
             mesh: The ranks.
-            sequence_parallel: Deal positions between regions.
+            sequence_parallel: Shard the sequence between regions.
             plan: The user's: pattern -> style.
             folder: Where plans are kept from run to run, if they are.
 
@@ -57,26 +57,26 @@ class TensorPlanner:
         """
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
-        self._deal: Deal = "tensor" if sequence_parallel else None
-        self._yours: dict[str, Wish] = {}
-        self._own: dict[str, Wish] = {}
+        self._deal: SequenceParallel = "tensor" if sequence_parallel else None
+        self._yours: dict[str, Request] = {}
+        self._own: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
-            self._yours, self._own = wishes_of_user(module, plan or {}), wishes_of_model(module)
+            self._yours, self._own = requests_of_user(module, plan or {}), requests_of_model(module)
         self._folder = folder
         self.summary = ""
-        self._calls = Calls()
+        self._calls = UnitCalls()
         self._units: dict[str, nn.Module] = {}
         self._watched: Collection[nn.Module] = ()
         self._read_by_step: dict[str, str] = {}
         self._uses: dict[str, Use] = {}
 
     @contextlib.contextmanager
-    def watching(self, variant: Variant) -> Iterator[None]:
+    def watching(self, variant: TraceVariant) -> Iterator[None]:
         """See the units while the step is recorded inside."""
         units = variant.recording.units
         self._units, self._watched = find_layers(units), list(units.values())
-        self._read_by_step |= variant.recording.read_from_outside()
-        with seen_calls(self._units, units) as self._calls:
+        self._read_by_step |= variant.recording.parameters_read_outside()
+        with record_calls(self._units, units) as self._calls:
             uses = VocabularyUses(self._module, self._units, self._calls.running)
             with uses:
                 yield
@@ -110,7 +110,7 @@ class TensorPlanner:
         if isinstance(box[0], str):
             sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
-        self._calls = Calls()
+        self._calls = UnitCalls()
         if self._size > 1 and not with_experts:
             check_cut(box[0], self._size)
         if self._context > 1:
@@ -129,7 +129,7 @@ class TensorPlanner:
             plan_unit if cache is None else cache.find,
             self._deal,
             self._context,
-            wishes_by_unit(self._module, self._units, self._yours, self._own),
+            requests_by_unit(self._module, self._units, self._yours, self._own),
             self._uses,
             self._watched,
         )
@@ -141,7 +141,9 @@ class TensorPlanner:
 def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
     if any(plan.positions is not None for plan in plans.values()):
         return
-    reasons = "; ".join(f"{fqn}: {plan.undealt}" for fqn, plan in plans.items() if plan.undealt)
+    reasons = "; ".join(
+        f"{fqn}: {plan.full_sequence_reason}" for fqn, plan in plans.items() if plan.full_sequence_reason
+    )
     beside, divisor = "", ""
     if size > 1:
         beside = f" beside tensor_parallel_size={size}"
@@ -171,7 +173,7 @@ def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
     for fqn, plan in plans.items():
         for name, count in plan.uneven.items():
             uneven.setdefault(count, []).append(f"{fqn}.{name}" if name else fqn)
-        for name, reason in plan.kept.items():
+        for name, reason in plan.replicated_reasons.items():
             if reason not in ("no weight of a linear", "added to the sum over ranks") and NOT_A_MULTIPLE not in reason:
                 others.setdefault(reason, []).append(f"{fqn}.{name}")
     listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in uneven.items()]

@@ -15,31 +15,31 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.expert_parallel import SharedExperts
+from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import Guards, can_guard
-from lightning_hybrid.parts.local_shards import AxisCut
-from lightning_hybrid.parts.shard_boxes import part_of
+from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
+from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import Variant
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import is_absent, whole_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_gradient
 from lightning_hybrid.strategies.user_code.hook_reads import steps_on_parts
 from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
-from lightning_hybrid.tensor.discovery.unit_calls import seen_calls
+from lightning_hybrid.tensor.discovery.unit_calls import record_calls
 from lightning_hybrid.verify.copy_memory import free_bytes
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.all_parameters_step import StatesAtOnce
-from lightning_hybrid.zero.optimizer_states.layerwise_step import StatesByLayer, why_at_once
-from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
-from lightning_hybrid.zero.optimizer_states.sharded_step import SharedSteps, numel_of_part
+from lightning_hybrid.zero.optimizer_states.all_parameters_step import AllParametersStep
+from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, why_not_layerwise
+from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep, numel_of_shard
 from lightning_hybrid.zero.parameter_group import ParameterGroup
-from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_parts, shard_placement
-from lightning_hybrid.zero.storage_devices import Homes
+from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shard_placement
+from lightning_hybrid.zero.storage_devices import StorageDevices
 from lightning_hybrid.zero.unshard_policy import Stage, ZeroSharding
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
@@ -60,16 +60,16 @@ def check_shard(stage: int, mesh: Mesh) -> None:
         )
 
 
-def zero_cuts(module: nn.Module, mesh: Mesh, cuts: Sequence[AxisCut]) -> list[AxisCut]:
+def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisSharding]) -> list[AxisSharding]:
     """Where the parts of each parameter lie: over the ranks of a shard, or those of them that have the same experts.
 
     Args:
         module: The user's, before it is cut.
         mesh: The ranks.
-        cuts: What else is cut, from the whole to what these ranks share out.
+        shardings: What else is cut, from the whole to what these ranks share out.
     """
-    experts = {name for cut in cuts if cut.axis == "ep" for name in cut.placements}
-    shapes = {name: part_of(cuts, name, parameter.shape).shape for name, parameter in module.named_parameters()}
+    experts = {name for cut in shardings if cut.axis == "ep" for name in cut.placements}
+    shapes = {name: shard_of(shardings, name, parameter.shape).shape for name, parameter in module.named_parameters()}
     found = []
     for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
         if not names or mesh.size(axis) == 1:
@@ -77,7 +77,7 @@ def zero_cuts(module: nn.Module, mesh: Mesh, cuts: Sequence[AxisCut]) -> list[Ax
         group = mesh.group(axis)
         placements = {name: shard_placement(torch.Size(shapes[name]), group.size()) for name in shapes if name in names}
         cut = {name: placement for name, placement in placements.items() if placement is not None}
-        found.append(AxisCut(group, cut, axis=axis, places=mesh.places(axis)))
+        found.append(AxisSharding(group, cut, axis=axis, places=mesh.places(axis)))
     return found
 
 
@@ -93,10 +93,10 @@ class LayerReads:
         self.names: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
-    def watching(self, variant: Variant) -> Iterator[None]:
+    def watching(self, variant: TraceVariant) -> Iterator[None]:
         """See the layers while the step is recorded inside."""
         units = variant.recording.units
-        with seen_calls(find_layers(units), units) as calls:
+        with record_calls(find_layers(units), units) as calls:
             yield
         self.names = frozenset(f"{layer}.{name}" for layer, names in calls.read_outside.items() for name in names)
 
@@ -105,8 +105,8 @@ def share_out(
     module: nn.Module,
     plan: StagePlan,
     reads: LayerReads,
-    cuts: Sequence[AxisCut],
-    experts: SharedExperts | None,
+    shardings: Sequence[AxisSharding],
+    experts: ShardedExperts | None,
     mesh: Mesh,
     device: torch.device,
     *,
@@ -114,7 +114,7 @@ def share_out(
     reshard_after_forward: bool | str,
     offload: Mapping[str, str],
     agree: Callable[[bool], bool],
-    guards: Guards | None,
+    guards: ReadGuards | None,
 ) -> ZeroSharding:
     """Group the parameters of this rank, which hold its parts already.
 
@@ -122,7 +122,7 @@ def share_out(
         module: The user's.
         plan: Who holds what.
         reads: What other code reads of layers.
-        cuts: Where the parts lie.
+        shardings: Where the parts lie.
         experts: That ranks share.
         mesh: The ranks.
         device: Of this rank.
@@ -139,7 +139,7 @@ def share_out(
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
     layers = find_layers(units)
     layer_of = _layers_of(module, layers, plan, reads.names)
-    placements = {name: placement for cut in cuts for name, placement in cut.placements.items()}
+    placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
     of_experts: Collection[str] = ()
     if experts is not None:
         of_experts = experts.cut.placements.keys()
@@ -155,16 +155,16 @@ def share_out(
         names[id(m.weight)] for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
     }
     groups: dict[Stage, list[ParameterGroup]] = {}
-    homes = Homes.of(offload, device)
-    regions = _regions_for(offload.get("parameters"), [bytes_of_parts(each, placements) for each in members.values()])
+    devices = StorageDevices.of(offload, device)
+    regions = _regions_for(offload.get("parameters"), [bytes_of_shards(each, placements) for each in members.values()])
     for (of, fqn, _, is_expert), parameters in members.items():
         group = ParameterGroup(
             fqn,
             parameters,
             placements,
             expert_ranks if is_expert else ranks,
-            keeps_whole=stage < 3,
-            homes=homes,
+            keeps_full=stage < 3,
+            devices=devices,
             region=next(regions, None),
             sparse=sparse,
         )
@@ -174,7 +174,7 @@ def share_out(
         reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
-        zero.meet_in_rounds(mesh)
+        zero.gather_in_rounds(mesh)
     if guards is not None:
         zero.gather_on_read(guards)
     return zero
@@ -197,7 +197,7 @@ def _layers_of(
     seen_when_read = plan.num_ranks == 1  # they are gathered then
     if not seen_when_read:
         assert plan.first is not None
-        by_step |= plan.first.recording.read_from_outside().keys()
+        by_step |= plan.first.recording.parameters_read_outside().keys()
     by_step |= {name for name, parameter in module.named_parameters() if not can_guard(parameter)}
     found: dict[str, str] = {}
     several: set[str] = set()
@@ -221,7 +221,7 @@ def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str
 
 
 def _whole_bytes(parameter: nn.Parameter) -> int:
-    return math.prod(whole_shape(parameter)) * parameter.element_size()
+    return math.prod(full_shape(parameter)) * parameter.element_size()
 
 
 def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
@@ -249,33 +249,33 @@ def describe_by_hand(stage: int, size: int) -> str:
 
 
 def step_on_shards(
-    optimizers: Sequence[Optimizer], module: nn.Module, cuts: Sequence[AxisCut], until: contextlib.ExitStack
+    optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
 ) -> list[Optimizer]:
     """Let optimizers that the module calls itself step this rank's shards of parameters, which are full meanwhile.
 
     Args:
         optimizers: Of the run.
         module: The user's.
-        cuts: Of its parameters over replicas.
+        shardings: Of its parameters over replicas.
         until: Closed when the run ends.
 
     Returns:
         The optimizers that look at full parameters, or at several: they step those on every rank.
     """
-    placements = {name: placement for cut in cuts for name, placement in cut.placements.items()}
+    placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
     by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
     full = []
     for optimizer in optimizers:
         if looks_at_all(optimizer) or not steps_on_parts(optimizer):
             full.append(optimizer)
-        elif cuts:
-            until.callback(SharedSteps(optimizer, cuts[0].group, by_id).close)
+        elif shardings:
+            until.callback(ShardedStep(optimizer, shardings[0].group, by_id).close)
     return full
 
 
 def share_steps(
     optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
-) -> list[SharedSteps]:
+) -> list[ShardedStep]:
     """Share out the states of optimizers that the module calls itself.
 
     Args:
@@ -294,7 +294,7 @@ def share_steps(
                 f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
                 " optimizer of torch that looks at single numbers, such as AdamW"
             )
-        found.append(SharedSteps(optimizer, ranks))
+        found.append(ShardedStep(optimizer, ranks))
         until.callback(found[-1].close)
     return found
 
@@ -327,7 +327,7 @@ def offload_states(
     until: contextlib.ExitStack,
     zero: ZeroSharding | None,
     shared_by: dist.ProcessGroup | None = None,
-) -> list[StatesAtRest]:
+) -> list[OffloadedStates]:
     """Step layer by layer, if there is anything to bring to where states are, or to leave in a file.
 
     Args:
@@ -340,21 +340,21 @@ def offload_states(
         zero: What shares out parameters, which may be in files too.
         shared_by: Ranks that share out the steps of parameters which each of them holds whole.
     """
-    homes, where = Homes.of(offload, device), offload.get("optimizer_states")
+    devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
-    if where is None and not regions and homes.between_steps == homes.states:
+    if where is None and not regions and devices.between_steps == devices.states:
         return []
     folder = None if where is None or where == "cpu" else where.removeprefix("disk:")
-    found: list[StatesAtRest] = []
+    found: list[OffloadedStates] = []
     for optimizer in optimizers:
         sees_all = any(other is optimizer for other in watched)
-        why = "may look at all of the model" if sees_all else why_at_once(optimizer, in_file=folder is not None)
+        why = "may look at all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
         if not why:
-            numel = Tensor.numel if shared_by is None else partial(numel_of_part, ranks=shared_by)
-            found.append(StatesByLayer(optimizer, layers, folder, regions, states_on=homes.states, numel=numel))
+            numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
+            found.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
         else:
             rank_zero_info(describe_at_once(optimizer, why))
-            found.append(StatesAtOnce(optimizer, folder, regions.values(), states_on=homes.states))
+            found.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
         until.callback(found[-1].close)
     return found
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.checkpoint.owned_shards import Held
+from lightning_hybrid.checkpoint.owned_shards import OwnedShards
 from lightning_hybrid.full_params.cross_stage_mode import SAVING
 from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, Held)
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
 # What `save_hyperparameters` has noted of the module and of the data module.
 _HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
 _DEEPEST = 4  # containers in containers
@@ -113,7 +113,7 @@ class SavedByHooks:
             strategy: Any = self._trainer.strategy
             states = [optimizer.state for optimizer in strategy.optimizers]
             try:
-                with self._reads.following(states, self._copies()):
+                with self._reads.tracking(states, self._copies()):
                     checkpoint = original(*args, **kwargs)
                     if self._is_cut_off:
                         return checkpoint
@@ -151,24 +151,24 @@ class SavedByHooks:
                     objects[id(leaf)] = leaf
                     named.append(name)
                 continue
-            is_here = self._reads.is_here(leaf)
-            if is_here is None:
+            is_on_all_ranks = self._reads.is_on_all_ranks(leaf)
+            if is_on_all_ranks is None:
                 refused.append(
                     f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
                     " a part of the content, and which was made in no hook that follows it"
                 )
-            elif is_here:
+            elif is_on_all_ranks:
                 here[id(leaf)] = _bare(leaf, leaf)
             elif id(leaf) not in tensors:
                 tensors[id(leaf)] = leaf
                 named.append(name)
-        said = self._reads.told((refused, named))
+        said = self._reads.gather_objects((refused, named))
         if problems := [each for others, _ in said for each in others]:
             raise CheckpointError(f"{problems[0]}; {_ADVICE}")
         if lone := [name for _, names in said for name in names if any(name not in others for _, others in said)]:
             raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
         writes = bool(self._trainer.strategy.is_global_zero)
-        wholes = self._reads.for_file(list(tensors.values()), keep=writes)
+        wholes = self._reads.contents_for_file(list(tensors.values()), keep=writes)
         for (key, leaf), whole in zip(tensors.items(), wholes, strict=True):
             here[key] = _bare(leaf, whole)
         if objects:

@@ -25,16 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
-from lightning_hybrid.full_params.gather_on_read import OWN_PROPERTIES, LentParameters
+from lightning_hybrid.full_params.gather_on_read import OWN_PROPERTIES, GatheredParameters
 from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
-from lightning_hybrid.pipeline.unpartitioned_steps import UncutSteps
+from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,
-    as_whole,
+    full_shape,
+    full_shape_meta,
     is_absent,
-    whole_shape,
 )
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import user_line
@@ -67,12 +67,14 @@ class NotedReads(TorchFunctionMode):
 class LoaderReads(TorchFunctionMode):
     """While a batch is fetched, parameters of the module are whole; what reads none of them runs as it is."""
 
-    def __init__(self, module: nn.Module, uncut: UncutSteps, zero: Callable[[], ZeroSharding | None]) -> None:
-        """Args: module: the user's, in parts. uncut: lends its parameters. zero: gathers them from replicas."""
+    def __init__(
+        self, module: nn.Module, unpartitioned: UnpartitionedSteps, zero: Callable[[], ZeroSharding | None]
+    ) -> None:
+        """Args: module: the user's, in parts. unpartitioned: lends its parameters. zero: gathers them from replicas."""
         super().__init__()
-        self._uncut, self._zero, self._meets = uncut, zero, False
+        self._unpartitioned, self._zero, self._meets = unpartitioned, zero, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._lent: LentParameters | None = None
+        self._lent: GatheredParameters | None = None
 
     @contextlib.contextmanager
     def fetching(self, *, meets: bool) -> Iterator[None]:
@@ -91,7 +93,7 @@ class LoaderReads(TorchFunctionMode):
         if lent is not None:
             lent.end(failed=failed)
         if self._meets and not failed and (zero := self._zero()) is not None:
-            zero.rest_apart()
+            zero.free_rank_local_reads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on what this rank is lent where it reads parameters."""
@@ -106,7 +108,7 @@ class LoaderReads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         member = func.__self__.__name__ if name == "__get__" else ""
         if member in SHAPE_PROPERTIES or name in SHAPE_METHODS:
-            return func(as_whole(args[0]), *args[1:], **(kwargs or {}))
+            return func(full_shape_meta(args[0]), *args[1:], **(kwargs or {}))
         if member in OWN_PROPERTIES:
             return func(*args)
         unknown = next((leaf for leaf in found if id(leaf) not in self._names), None)
@@ -117,25 +119,29 @@ class LoaderReads(TorchFunctionMode):
                 " numbers (.item(), .tolist()) in a hook, or set pipeline_parallel_size=1"
             )
         self._gather(name, found)
-        if not any(self._uncut.is_lent(self._names[id(leaf)]) for leaf in found):
+        if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in found):
             return func(*args, **(kwargs or {}))
         if self._lent is None:
-            self._lent = self._uncut.lend("a loader")
+            self._lent = self._unpartitioned.gather_when_read("a loader")
         return self._lent.__torch_function__(func, types, args, kwargs)
 
     def _gather(self, operation: str, found: list[Tensor]) -> None:
         """Have what replicas share out; refuse what cannot be lent here."""
         for leaf in found:
             name = self._names[id(leaf)]
-            is_cut = self._uncut.is_of_replicas(name) and not is_absent(leaf) and tuple(leaf.shape) != whole_shape(leaf)
-            if (is_cut or self._uncut.is_lent(name)) and get_worker_info() is not None:
+            is_cut = (
+                self._unpartitioned.is_sharded_over_replicas(name)
+                and not is_absent(leaf)
+                and tuple(leaf.shape) != full_shape(leaf)
+            )
+            if (is_cut or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, which no"
                     f" other rank can send its part to; set num_workers=0, or {_INSTEAD}"
                 )
             zero = self._zero() if is_cut else None
             if zero is not None and self._meets:
-                zero.read_apart(leaf)
+                zero.gather_for_this_rank(leaf)
             elif is_cut:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but replicas share it"
@@ -147,7 +153,7 @@ class LoaderReads(TorchFunctionMode):
 def serve_loaders(
     trainer: pl.Trainer,
     module: nn.Module,
-    uncut: UncutSteps,
+    unpartitioned: UnpartitionedSteps,
     *,
     in_parts: Callable[[], bool],
     zero: Callable[[], ZeroSharding | None],
@@ -158,7 +164,7 @@ def serve_loaders(
     Args:
         trainer: Whose loaders.
         module: The user's.
-        uncut: Lends its parameters.
+        unpartitioned: Lends its parameters.
         in_parts: Whether the module is not whole now.
         zero: Gathers what replicas share out; None where they do not.
         meets: Whether fetches of a loader meet those of other replicas, given whether it refers to the module here;
@@ -168,7 +174,7 @@ def serve_loaders(
         Undoes it.
     """
     undo = contextlib.ExitStack()
-    reads = LoaderReads(module, uncut, zero)
+    reads = LoaderReads(module, unpartitioned, zero)
     meeting = weakref.WeakSet[_DataFetcher]()
 
     def served(name: str) -> None:

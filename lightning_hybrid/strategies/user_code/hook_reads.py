@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.full_params.cross_stage_mode import GlobalReads
-from lightning_hybrid.full_params.sharded_parameter_mode import CutReads
-from lightning_hybrid.full_params.value_locations import Contents
-from lightning_hybrid.parts.local_shards import HeldParts
+from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
+from lightning_hybrid.full_params.sharded_parameter_mode import ShardedParameterReads
+from lightning_hybrid.full_params.value_locations import ValueLocations
+from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
@@ -30,10 +30,10 @@ class HookReads:
 
     def __init__(
         self,
-        stages: GlobalReads | None,
-        parts: HeldParts | None,
+        stages: CrossStageReads | None,
+        parts: LocalShards | None,
         parameters: Mapping[str, nn.Parameter],
-        contents: Contents,
+        contents: ValueLocations,
         *,
         over_replicas: bool = False,
     ) -> None:
@@ -51,13 +51,13 @@ class HookReads:
         self._contents = contents
         self._cuts = None
         if parts is not None:
-            note = None if stages is None else stages.note_whole
-            self._cuts = CutReads(parts, parameters, note, self._meet)
+            note = None if stages is None else stages.record_full_tensor
+            self._cuts = ShardedParameterReads(parts, parameters, note, self._meet)
         self._depth = 0
         self._hook = ""
 
     def _meet(self, name: str) -> None:
-        self._contents.meet(self._hook, f"reads {name}")
+        self._contents.agree_on(self._hook, f"reads {name}")
 
     def of_optimizers(self, optimizers: Iterable[Optimizer]) -> dict[Optimizer, HookReads]:
         """What the steps of optimizers must run in, but for those that do the same to parts as to the whole."""
@@ -76,7 +76,7 @@ class HookReads:
 
     @contextlib.contextmanager
     def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
-        """As ``GlobalReads.hook``."""
+        """As ``CrossStageReads.hook``."""
         outer = self._depth == 0
         self._depth += 1
         if outer:
@@ -87,18 +87,18 @@ class HookReads:
                     stack.enter_context(self._stages.hook(name, is_complete=is_complete))
                 if self._cuts is not None and outer:
                     if not (self._over_replicas and name.endswith(_PER_EVALUATED_BATCH)):
-                        stack.enter_context(self._contents.compared(name))
+                        stack.enter_context(self._contents.checked_hook(name))
                     stack.enter_context(self._cuts)
                 yield
         finally:
             self._depth -= 1
 
     def known(self, value: Any) -> Any:
-        """As ``GlobalReads.known``."""
+        """As ``CrossStageReads.known``."""
         return value if self._stages is None else self._stages.known(value)
 
     @contextlib.contextmanager
-    def following(self, states: Sequence[Mapping[Any, Any]], copies: Sequence[nn.Module]) -> Iterator[None]:
+    def tracking(self, states: Sequence[Mapping[Any, Any]], copies: Sequence[nn.Module]) -> Iterator[None]:
         """What runs inside also reads whole states of optimizers, and whole copies of the module.
 
         Args:
@@ -107,34 +107,34 @@ class HookReads:
         """
         if self._stages is not None:
             for state in states:
-                self._stages.adopt_state(state)
+                self._stages.track_state(state)
             for other in copies:
-                self._stages.adopt_copy(other)
-        with contextlib.nullcontext() if self._cuts is None else self._cuts.following(states, copies):
+                self._stages.track_copy(other)
+        with contextlib.nullcontext() if self._cuts is None else self._cuts.tracking(states, copies):
             yield
 
-    def is_here(self, tensor: Tensor) -> bool | None:
+    def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
         """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""
-        if self._cuts is not None and (known := self._cuts.is_part(tensor)) is not False:
+        if self._cuts is not None and (known := self._cuts.is_shard(tensor)) is not False:
             return None if known is None else False
-        return not is_absent(tensor) if self._stages is None else self._stages.is_here(tensor)
+        return not is_absent(tensor) if self._stages is None else self._stages.is_on_all_ranks(tensor)
 
-    def told(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """What each rank says that has a part of this copy of the module; collective over them."""
-        said = self._contents.told(mine)
-        return said if self._stages is None else [each for row in self._stages.told(said) for each in row]
+        said = self._contents.gather_objects(mine)
+        return said if self._stages is None else [each for row in self._stages.gather_objects(said) for each in row]
 
-    def for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """As ``GlobalReads.for_file``."""
-        wholes = [tensor if self._cuts is None else self._cuts.whole(tensor) for tensor in tensors]
-        return wholes if self._stages is None else self._stages.for_file(wholes, keep=keep)
+    def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
+        """As ``CrossStageReads.contents_for_file``."""
+        wholes = [tensor if self._cuts is None else self._cuts.full_tensor(tensor) for tensor in tensors]
+        return wholes if self._stages is None else self._stages.contents_for_file(wholes, keep=keep)
 
-    def adopt_state(self, state: Mapping[Any, Any]) -> None:
-        """As ``GlobalReads.adopt_state``."""
+    def track_state(self, state: Mapping[Any, Any]) -> None:
+        """As ``CrossStageReads.track_state``."""
         if self._cuts is not None:
-            self._cuts.make_state_whole(state)
+            self._cuts.unshard_state(state)
         if self._stages is not None:
-            self._stages.adopt_state(state)
+            self._stages.track_state(state)
 
 
 def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
@@ -151,12 +151,12 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
 def steps_on_parts(optimizer: Optimizer) -> bool:
     """Whether an optimizer does to the parts of a parameter what it does to the whole; tried on a small one."""
     generator = torch.Generator().manual_seed(0)
-    whole = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
+    full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
     gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
     try:
-        expected = _stepped(optimizer, [whole], [[gradient] for gradient in gradients])[0]
+        expected = _stepped(optimizer, [full_tensor], [[gradient] for gradient in gradients])[0]
         for dim in (0, 1):
-            parts = [part.contiguous() for part in whole.chunk(2, dim)]
+            parts = [part.contiguous() for part in full_tensor.chunk(2, dim)]
             given = [[part.contiguous() for part in gradient.chunk(2, dim)] for gradient in gradients]
             if not torch.allclose(torch.cat(_stepped(optimizer, parts, given), dim), expected, rtol=1e-9, atol=1e-12):
                 return False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.parts.gather_on_read import Guards
+from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
@@ -96,7 +96,7 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
     return replace_step(optimizer, step)
 
 
-def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
+def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
     """Let an optimizer that the user's step calls see shards of parameters, which the step itself sees in full.
 
     Args:
@@ -109,8 +109,8 @@ def work_on_shards(optimizer: Optimizer, guards: Guards) -> Callable[[], None]:
     original, zero_grad = optimizer.step, optimizer.zero_grad
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(guards.users(arg) if callable(arg) else arg for arg in args)
-        kwargs = {name: guards.users(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        args = tuple(guards.as_user_code(arg) if callable(arg) else arg for arg in args)
+        kwargs = {name: guards.as_user_code(arg) if callable(arg) else arg for name, arg in kwargs.items()}
         with guards.off():
             return original(*args, **kwargs)
 
@@ -147,7 +147,7 @@ def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()
 
     That is its state, and lists of tensors like its parameters, in their order, as slow weights are.
     """
-    reads.adopt_state(optimizer.state)
+    reads.track_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in list(vars(optimizer).values()):
         if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
@@ -164,7 +164,7 @@ def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> N
     if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
         return  # they are no copies
     state = {parameter: {"copy": copy} for parameter, copy in zip(parameters, copies, strict=True)}
-    reads.adopt_state(state)
+    reads.track_state(state)
     adopted = iter(state.values())
     for inner in lists:
         inner[:] = [next(adopted)["copy"] for _ in inner]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.mesh import Mesh, is_lost_connection
-from lightning_hybrid.pipeline.runtime.error_notes import note, notes
-from lightning_hybrid.shared_memory.streams import close_streams
+from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
+from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.graceful_stop import Stopping
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.run_callbacks import RunCallback
@@ -92,7 +92,7 @@ class Failures(RunCallback):
         first = self._tell(mine)
         if lost:
             reason = "another rank of the job has died without a word" if first == mine else first
-            note(error, f"{here} had to stop: {reason}")
+            add_error_note(error, f"{here} had to stop: {reason}")
             self._close(reason)
         elif not self._all_reported(_SECONDS_FOR_PEERS):
             self._close(first)
@@ -136,7 +136,7 @@ class Failures(RunCallback):
         """This rank, its stage and what it was doing."""
         size = self._mesh.size("pp")
         rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
-        for text in notes(error):
+        for text in error_notes_of(error):
             place = re.match(r"on pipeline rank \d+, (.*)", text)
             if place:
                 return f"{rank} in {place[1]}"
@@ -177,7 +177,7 @@ def warn_of_missing_checkpoint(path: Any) -> None:
 
 
 def _close_group(group: dist.ProcessGroup) -> None:
-    close_streams(group)
+    close_peer_sockets(group)
     if dist.get_backend(group) != "gloo":
         with contextlib.suppress(RuntimeError):
             group.abort()

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import reduced_as
-from lightning_hybrid.replicate.forbid_communication import refused_communication
+from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
@@ -107,7 +107,7 @@ def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractCont
 
     world = dist.group.WORLD
     assert world is not None
-    return refused_communication(refusal, [mesh.group("data"), world])
+    return collectives_forbidden(refusal, [mesh.group("data"), world])
 
 
 class _KeptBatchSampler(BatchSampler):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.parts.placement import Shard, cut, join, padded, spread
+from lightning_hybrid.parts.placement import Shard, embed_in_zeros, join, padded, shard_tensor
 from lightning_hybrid.shared_memory.collectives import shared_memory
 
 
@@ -213,7 +213,7 @@ class _SumGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ranks = ctx.ranks
         full = [
-            grad if placement is None else spread(grad, placement, ranks.rank, ranks.size)
+            grad if placement is None else embed_in_zeros(grad, placement, ranks.rank, ranks.size)
             for grad, placement in zip(grads, ctx.placements, strict=True)
         ]
         # One message for all of them: they are small.
@@ -223,7 +223,7 @@ class _SumGradients(torch.autograd.Function):
             None,
             None,
             *(
-                total if placement is None else cut(total, placement, ranks.rank, ranks.size)
+                total if placement is None else shard_tensor(total, placement, ranks.rank, ranks.size)
                 for total, placement in zip(sums, ctx.placements, strict=True)
             ),
         )
@@ -277,7 +277,7 @@ class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, placement: Shard, ranks: Ranks) -> Tensor:
         ctx.placement, ctx.ranks = placement, ranks
-        return cut(full, placement, ranks.rank, ranks.size)
+        return shard_tensor(full, placement, ranks.rank, ranks.size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.parts.placement import Shard, cut
+from lightning_hybrid.parts.placement import Shard, shard_tensor
 from lightning_hybrid.step.instrument.activation_checkpointing import SAVES_EACH
-from lightning_hybrid.step.standins.deferred_tensors import whole_of
-from lightning_hybrid.step.standins.lazy_full_tensor import Later
+from lightning_hybrid.step.standins.deferred_tensors import materialize
+from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
 from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
 
 
 @dataclass(frozen=True)
-class Dealt:
+class SequenceSharding:
     """The sharding of a sequence over ranks: one contiguous range of positions for each.
 
     Attributes:
@@ -54,15 +54,15 @@ class Dealt:
         """Number of positions of this rank."""
         return self.lengths[self.ranks.rank]
 
-    def is_same(self, other: Dealt | TwoLevelSharding) -> bool:
+    def is_same(self, other: SequenceSharding | TwoLevelSharding) -> bool:
         """Whether the other sharding gives this rank the same positions."""
         return (
-            isinstance(other, Dealt)
+            isinstance(other, SequenceSharding)
             and (self.dim, self.length) == (other.dim, other.length)
             and self.ranks is other.ranks
         )
 
-    def own(self, full: Tensor) -> Tensor:
+    def local_positions(self, full: Tensor) -> Tensor:
         """This rank's positions of a tensor with ``length`` positions in ``dim``, as a contiguous tensor."""
         lengths = self.lengths
         return full.narrow(self.dim, sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank]).contiguous()
@@ -100,14 +100,14 @@ class TwoLevelSharding:
         inner: The shard of this context rank over its tensor ranks.
     """
 
-    outer: Dealt
-    inner: Dealt
+    outer: SequenceSharding
+    inner: SequenceSharding
 
     @classmethod
     def of(cls, dim: int, length: int, context: ExchangingRanks, ranks: ExchangingRanks) -> TwoLevelSharding:
         """Shards ``length`` positions in ``dim`` over the context ranks, then over the tensor ranks."""
-        outer = Dealt(dim, length, context)
-        return cls(outer, Dealt(dim, outer.local_length, ranks))
+        outer = SequenceSharding(dim, length, context)
+        return cls(outer, SequenceSharding(dim, outer.local_length, ranks))
 
     @property
     def dim(self) -> int:
@@ -124,15 +124,15 @@ class TwoLevelSharding:
         """Number of positions of this rank."""
         return self.inner.local_length
 
-    def is_same(self, other: Dealt | TwoLevelSharding) -> bool:
+    def is_same(self, other: SequenceSharding | TwoLevelSharding) -> bool:
         """Whether the other sharding gives this rank the same positions."""
-        if isinstance(other, Dealt):
+        if isinstance(other, SequenceSharding):
             return False
         return self.outer.is_same(other.outer) and self.inner.is_same(other.inner)
 
-    def own(self, full: Tensor) -> Tensor:
+    def local_positions(self, full: Tensor) -> Tensor:
         """This rank's positions of a tensor with ``length`` positions in ``dim``."""
-        return self.inner.own(self.outer.own(full))
+        return self.inner.local_positions(self.outer.local_positions(full))
 
     def gathered(self, local: Tensor) -> Tensor:
         """All-gathers the full sequence from each rank's ``local_length`` positions."""
@@ -143,14 +143,14 @@ class TwoLevelSharding:
         return self.inner.summed(self.outer.summed(addend))
 
 
-AnySharding = Dealt | TwoLevelSharding
+AnySharding = SequenceSharding | TwoLevelSharding
 
 
 class _ShardSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, sharding: AnySharding) -> Tensor:
         ctx.sharding = sharding
-        return sharding.own(full)
+        return sharding.local_positions(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -187,10 +187,10 @@ class _Leave(torch.autograd.Function):
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, sharding: Dealt, features: Shard) -> Tensor:
+    def forward(ctx: Any, local: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
         ctx.sharding, ctx.features = sharding, features
         ranks = sharding.ranks
-        shards = [cut(local, features, rank, ranks.size) for rank in range(ranks.size)]
+        shards = [shard_tensor(local, features, rank, ranks.size) for rank in range(ranks.size)]
         shapes = []
         for length in sharding.lengths:
             shape = list(shards[ranks.rank].shape)
@@ -205,7 +205,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inside: Tensor, sharding: Dealt, features: Shard) -> Tensor:
+    def forward(ctx: Any, inside: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
         ctx.sharding, ctx.features = sharding, features
         received = sharding.scatter(inside)
         shape = list(received[0].shape)
@@ -229,17 +229,17 @@ def leave(addend: Tensor, sharding: AnySharding) -> Tensor:
     return _Leave.apply(addend, sharding)
 
 
-def to_heads(local: Tensor, sharding: Dealt, features: Shard) -> Tensor:
+def to_heads(local: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
     """All positions of this rank's features (the last dim), from this rank's positions of all features."""
     return _ToHeads.apply(local, sharding, features)
 
 
-def to_positions(inside: Tensor, sharding: Dealt, features: Shard) -> Tensor:
+def to_positions(inside: Tensor, sharding: SequenceSharding, features: Shard) -> Tensor:
     """This rank's positions of all features, from all positions of this rank's features, which no other rank has."""
     return _ToPositions.apply(inside, sharding, features)
 
 
-class SequenceShard(Later):
+class SequenceShard(LazyFullTensor):
     """A lazy tensor of the full sequence's shape that holds this rank's positions; all are gathered when read.
 
     Attributes:
@@ -258,13 +258,13 @@ class SequenceShard(Later):
         """The tensor of the full shape that stands for the ranks' local positions."""
         value: SequenceShard = _RepresentSequence.apply(local, sharding)
         value.local, value.sharding = local, sharding
-        value._entered = value._made = value._regathered = None
+        value._entered = value._gathered = value._regathered = None
         value._saved = 0
         return value
 
-    def make(self) -> Tensor:
+    def gather_shards(self) -> Tensor:
         """All positions, for code that does the same with them on every rank."""
-        return collect(self.local, self.sharding)
+        return gather_sequence(self.local, self.sharding)
 
     def entered(self) -> Tensor:
         """All positions, for a region, of whose work each rank does a share; gathered once."""
@@ -301,7 +301,7 @@ class SequenceShard(Later):
     @property
     def is_current(self) -> bool:
         """Whether the gathered tensor has not been written in place."""
-        return self._made is None or self._made._version == 0
+        return self._gathered is None or self._gathered._version == 0
 
 
 class _RepresentSequence(torch.autograd.Function):
@@ -321,16 +321,16 @@ class _RepresentSequence(torch.autograd.Function):
         return _ShardSequence.apply(grad, ctx.sharding), None
 
 
-def collect(local: Tensor, sharding: AnySharding) -> Tensor:
+def gather_sequence(local: Tensor, sharding: AnySharding) -> Tensor:
     """All-gathers the full sequence, for code that does the same with it on every rank."""
     return _GatherSequence.apply(local, sharding)
 
 
-def dealt_of(value: Tensor, sharding: AnySharding) -> Tensor:
+def shard_sequence(value: Tensor, sharding: AnySharding) -> Tensor:
     """This rank's positions of a value that every rank has in full; a `SequenceShard` that matches needs no gather."""
     if isinstance(value, SequenceShard) and value.sharding.is_same(sharding) and value.is_current:
         return value.local
-    return _ShardSequence.apply(whole_of(value), sharding)
+    return _ShardSequence.apply(materialize(value), sharding)
 
 
 def save_local_shard(x: Tensor) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.recording.unit_dedup import each_alone
+from lightning_hybrid.step.recording.unit_dedup import without_deduplication
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
 from lightning_hybrid.step.tracing.step_mode import VIEW_PROPERTIES
 
@@ -23,7 +23,7 @@ _SHAPE_OR_VIEW_PROPERTIES = VIEW_PROPERTIES | SHAPE_PROPERTIES
 
 
 @dataclass
-class Calls:
+class UnitCalls:
     """The calls of the tensor units in a recorded step, and reads of their parameters outside of them.
 
     Attributes:
@@ -38,14 +38,14 @@ class Calls:
 
 
 @contextlib.contextmanager
-def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[Calls]:
+def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[UnitCalls]:
     """Record the calls of units while a step is recorded in this context.
 
     Args:
         units: The tensor units.
         pipeline_units: Modules that the recording runs as one operation; reads inside of them are recorded here.
     """
-    calls = Calls()
+    calls = UnitCalls()
     running = calls.running
 
     def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,14 +72,18 @@ def seen_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.M
 
         return recorded
 
-    with each_alone(units), replaced_forwards(units, wrap), replaced_forwards(pipeline_units, wrap_pipeline_unit):
+    with (
+        without_deduplication(units),
+        replaced_forwards(units, wrap),
+        replaced_forwards(pipeline_units, wrap_pipeline_unit),
+    ):
         yield calls
 
 
 class _OutsideReads(TorchFunctionMode):
     """A function mode that records parameters which are read while their unit does not run."""
 
-    def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: Calls) -> None:
+    def __init__(self, owners: Mapping[int, tuple[str, str]], running: list[str], calls: UnitCalls) -> None:
         super().__init__()
         self._owners, self._running, self._calls = owners, running, calls
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.step.objects.pytree import flatten_call
-from lightning_hybrid.step.standins.absent_tensors import whole_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.step_mode import _METADATA, user_line
 from lightning_hybrid.tensor.runtime.region_mode import tensors_in
 
@@ -225,7 +225,7 @@ class VocabularySharding:
     is_head: bool
 
 
-def choose_cuts(
+def choose_vocabulary_shardings(
     root: nn.Module, uses: Mapping[str, Use], size: int
 ) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
     """Choose the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
@@ -236,10 +236,10 @@ def choose_cuts(
     parameters = dict(root.named_parameters())
     shardings: dict[str, VocabularySharding] = {}
     reasons: dict[str, str] = {}
-    tables = [whole_shape(parameters[name]) for name, use in uses.items() if use.is_table]
+    tables = [full_shape(parameters[name]) for name, use in uses.items() if use.is_table]
     largest = max(tables, key=prod, default=(0, 0))
     for name, use in uses.items():
-        shape = whole_shape(parameters[name])
+        shape = full_shape(parameters[name])
         if not (use.is_table or use.is_head) or len(shape) != 2:
             continue
         if use.is_table and not use.is_head:
@@ -265,7 +265,7 @@ def choose_cuts(
         for bias in use.biases:
             bias_use = uses[bias]
             is_bias_alone = not (bias_use.other or bias_use.is_table or bias_use.is_head)
-            if is_bias_alone and whole_shape(parameters[bias]) == (shape[dim],):
+            if is_bias_alone and full_shape(parameters[bias]) == (shape[dim],):
                 shardings[bias] = VocabularySharding(0, bias_use.outside, is_head=True)
     return shardings, reasons
 

@@ -8,14 +8,14 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_hybrid.parts.placement import Placement, Replicated, Shard, over_two
+from lightning_hybrid.parts.placement import Placement, Replicated, Shard, split_over_two_axes
 
 Role = Literal["column", "row", "gathered", "attention", "vocabulary"]
 Site = tuple[object, ...]  # name of the operation, then file and line of the user's innermost calls
 Rule = tuple[object, ...] | None
 Axis = Literal["tensor", "context"]
 SequenceAxes = Literal["tensor", "context", "both"]
-Deal = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
+SequenceParallel = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
 NOT_A_MULTIPLE = "not a multiple of"  # in each reason that names a size which the number of ranks does not divide
 
 
@@ -81,7 +81,7 @@ class PositionsPlan:
             it (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": sharded over context ranks
             throughout; regions that mix positions exchange them for features (all-to-all). "both": the shard of a
             context rank is sharded again over its tensor ranks, between regions.
-        place: Index of the sequence among the leaves of the arguments.
+        leaf_index: Index of the sequence among the leaves of the arguments.
         dim: Dim of the sequence that holds the positions.
         num_dims: Number of dims of the sequence; in calls with another number nothing is sharded.
         outputs: Indices of the leaves of the unit's result that come out sharded.
@@ -91,11 +91,11 @@ class PositionsPlan:
         summed_over_context: The same for context ranks.
         features: For context ranks, how the features of each linear of an exchanging region are sharded over all ranks,
             tensor ranks times context ranks, by FQN; other linears run on the local positions of a context rank.
-        parts: Parameters sharded over all ranks in such a region, over tensor ranks in storage.
+        parameter_shards: Parameters sharded over all ranks in such a region, over tensor ranks in storage.
     """
 
     by: SequenceAxes
-    place: int = field(metadata={"key": "place"})
+    leaf_index: int = field(metadata={"key": "place"})
     dim: int
     num_dims: int
     outputs: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class PositionsPlan:
     summed_over_tensor: tuple[str, ...] = ()
     summed_over_context: tuple[str, ...] = ()
     features: Mapping[str, Shard] = field(default_factory=dict)
-    parts: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
+    parameter_shards: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class UnitPlan:
         outputs: Results of the unit that come out sharded: index among the leaves of its output -> dim; all-gathered.
         vocabulary: Vocabulary-parallel parameters, of which each rank has its rows: FQN -> dim.
         outside: Those of them that code outside of the unit uses too.
-        watched: Whether the unit runs under `RegionWatch`, which rewrites sizes and lets captured values enter.
-        quiet: Indices of the leaves of the example's arguments that may need a gradient without `RegionWatch`.
-        kept: Parameters that stay replicated, each with the reason.
+        watched: Whether the unit runs under `RegionMode`, which rewrites sizes and lets captured values enter.
+        grad_inputs: Indices of the leaves of the example's arguments that may need a gradient without `RegionMode`.
+        replicated_reasons: Parameters that stay replicated, each with the reason.
         positions: How the sequence is sharded, if it is.
-        undealt: Why the sequence is not sharded, if that was requested.
-        otherwise: For tensor ranks with context ranks: the plan for calls whose sequence is not sharded.
+        full_sequence_reason: Why the sequence is not sharded, if that was requested.
+        full_sequence_plan: For tensor ranks with context ranks: the plan for calls whose sequence is not sharded.
         uneven: Linears that are in no pair because of a size: FQN -> size, and what it counts.
         notes: Further lines for the user.
         calls: The lines of the user's code that called torch in trials, as `proved_calls` compares them.
@@ -154,11 +154,11 @@ class UnitPlan:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
     watched: bool = False
-    quiet: frozenset[int] = field(default=frozenset(), metadata={"key": "quiet"})
-    kept: Mapping[str, str] = field(default_factory=dict, metadata={"key": "kept"})
+    grad_inputs: frozenset[int] = field(default=frozenset(), metadata={"key": "quiet"})
+    replicated_reasons: Mapping[str, str] = field(default_factory=dict, metadata={"key": "kept"})
     positions: PositionsPlan | None = None
-    undealt: str = field(default="", metadata={"key": "undealt"})
-    otherwise: UnitPlan | None = field(default=None, metadata={"key": "otherwise"})
+    full_sequence_reason: str = field(default="", metadata={"key": "undealt"})
+    full_sequence_plan: UnitPlan | None = field(default=None, metadata={"key": "otherwise"})
     uneven: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     calls: frozenset[int] = frozenset()
@@ -171,7 +171,7 @@ class UnitPlan:
         parameters = [fqn for fqn, _ in unit.named_parameters()]
         buffers = [fqn for fqn, _ in unit.named_buffers()]
         placements = dict.fromkeys((*parameters, *buffers), Replicated())
-        return cls(size=size, placements=placements, kept=dict.fromkeys(parameters, reason))
+        return cls(size=size, placements=placements, replicated_reasons=dict.fromkeys(parameters, reason))
 
     @property
     def num_sharded(self) -> int:
@@ -194,11 +194,11 @@ class UnitPlan:
             where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
             further = ", and over the tensor ranks of each between these" if self.positions.by == "both" else ""
             lines.append(f"sequence sharded over {self.context} context ranks{further}{where}")
-        elif self.undealt:
-            lines.append(f"full sequence on every rank ({self.undealt})")
+        elif self.full_sequence_reason:
+            lines.append(f"full sequence on every rank ({self.full_sequence_reason})")
         lines += self.notes
         reasons: dict[str, list[str]] = {}
-        for fqn, reason in self.kept.items():
+        for fqn, reason in self.replicated_reasons.items():
             reasons.setdefault(reason, []).append(fqn)
         lines += [f"replicated ({reason}): {', '.join(fqns)}" for reason, fqns in reasons.items()]
         return [f"warning: {line}" if NOT_A_MULTIPLE in line else line for line in lines]
@@ -213,10 +213,12 @@ def local_positions(plan: UnitPlan) -> PositionsPlan | None:
     def of_context(placements: Mapping[str, Shard]) -> dict[str, Shard]:
         found = {}
         for fqn, placement in placements.items():
-            cuts = over_two(placement, plan.size, plan.context)
+            cuts = split_over_two_axes(placement, plan.size, plan.context)
             if cuts is None:
                 raise ValueError(f"{fqn} is not sharded over {plan.size} tensor ranks and {plan.context} context ranks")
             found[fqn] = cuts[1]
         return found
 
-    return replace(positions, features=of_context(positions.features), parts=of_context(positions.parts))
+    return replace(
+        positions, features=of_context(positions.features), parameter_shards=of_context(positions.parameter_shards)
+    )

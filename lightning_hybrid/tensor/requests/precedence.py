@@ -15,13 +15,13 @@ from torch import nn
 
 from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, Wish
+from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError
 
 Origin = Literal["your plan", "the model's own plan", "found"]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class UnitRequests:
     """The requests for the modules of one unit.
 
     Attributes:
@@ -31,14 +31,15 @@ class Wishes:
     """
 
     unit: str = ""
-    by_user: Mapping[str, Wish] = field(default_factory=dict)
-    by_model: Mapping[str, Wish] = field(default_factory=dict)
+    by_user: Mapping[str, Request] = field(default_factory=dict)
+    by_model: Mapping[str, Request] = field(default_factory=dict)
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for units with the same requests."""
         return tuple(
-            tuple((fqn, wish.wanted) for fqn, wish in requested.items()) for requested in (self.by_user, self.by_model)
+            tuple((fqn, request.wanted) for fqn, request in requested.items())
+            for requested in (self.by_user, self.by_model)
         )
 
     def named(self, fqn: str) -> str:
@@ -48,16 +49,16 @@ class Wishes:
     def replicated(self, unit: nn.Module) -> dict[str, str]:
         """Return the parameters that the user wants replicated, each with the reason, by FQN inside the unit."""
         return {
-            f"{fqn}.{name}" if fqn else name: f"your plan has {wish.entry}"
-            for fqn, wish in self.by_user.items()
-            if wish.wanted == "replicated"
+            f"{fqn}.{name}" if fqn else name: f"your plan has {request.entry}"
+            for fqn, request in self.by_user.items()
+            if request.wanted == "replicated"
             for name, _ in unit.get_submodule(fqn).named_parameters(recurse=False)
         }
 
 
-def wishes_by_unit(
-    root: nn.Module, units: Mapping[str, nn.Module], by_user: Mapping[str, Wish], by_model: Mapping[str, Wish]
-) -> dict[str, Wishes]:
+def requests_by_unit(
+    root: nn.Module, units: Mapping[str, nn.Module], by_user: Mapping[str, Request], by_model: Mapping[str, Request]
+) -> dict[str, UnitRequests]:
     """Assign the requests to units.
 
     Args:
@@ -71,31 +72,31 @@ def wishes_by_unit(
     """
     locations = {id(module): (fqn, inside) for fqn, unit in units.items() for inside, module in unit.named_modules()}
     modules = dict(root.named_modules(remove_duplicate=False))
-    requested: dict[str, tuple[dict[str, Wish], dict[str, Wish]]] = {fqn: ({}, {}) for fqn in units}
-    for fqn, wish in by_user.items():
+    requested: dict[str, tuple[dict[str, Request], dict[str, Request]]] = {fqn: ({}, {}) for fqn in units}
+    for fqn, request in by_user.items():
         unit, inside = locations.get(id(modules[fqn]), (None, ""))
         if unit is not None:
-            requested[unit][0][inside] = wish
-        elif wish.wanted != "replicated":
+            requested[unit][0][inside] = request
+        elif request.wanted != "replicated":
             raise TensorPlanError(
-                f"tensor_parallel_plan has {wish.entry}, which names {fqn}; the step does not call it inside of a"
+                f"tensor_parallel_plan has {request.entry}, which names {fqn}; the step does not call it inside of a"
                 " layer, so it stays replicated; leave it out of the plan"
             )
-    for fqn, wish in by_model.items():
+    for fqn, request in by_model.items():
         unit, inside = locations.get(id(modules[fqn]), (None, ""))
         if unit is not None and inside not in requested[unit][0]:
-            requested[unit][1][inside] = wish
-    return {fqn: Wishes(fqn, *both) for fqn, both in requested.items()}
+            requested[unit][1][inside] = request
+    return {fqn: UnitRequests(fqn, *both) for fqn, both in requested.items()}
 
 
 def requested_pairs(
-    found: Discovery, wishes: Mapping[str, Wish], assigned: Collection[str] = ()
+    found: Discovery, plan_requests: Mapping[str, Request], assigned: Collection[str] = ()
 ) -> tuple[list[Pair], dict[str, str]]:
     """Find the pairs that a plan requests, with the linears that it does not name and they need.
 
     Args:
         found: The dataflow of the unit.
-        wishes: The requests, by FQN inside the unit.
+        plan_requests: The requests, by FQN inside the unit.
         assigned: Linears whose role another plan has fixed.
 
     Returns:
@@ -105,10 +106,10 @@ def requested_pairs(
     free = [fqn for fqn in order if fqn not in assigned]
 
     def wanted(fqn: str) -> str | None:
-        return wishes[fqn].wanted if fqn in wishes else None
+        return plan_requests[fqn].wanted if fqn in plan_requests else None
 
     def entries(fqns: list[str]) -> str:
-        words = [f"{fqn} ({wishes[fqn].entry})" if fqn in wishes else fqn for fqn in fqns]
+        words = [f"{fqn} ({plan_requests[fqn].entry})" if fqn in plan_requests else fqn for fqn in fqns]
         return ", ".join(words) or "no linear of its layer"
 
     problems: dict[str, str] = {}
@@ -148,22 +149,25 @@ def requested_pairs(
     return sorted(pairs, key=lambda pair: order.index(pair[1][0])), problems
 
 
-def check_followed(wishes: Wishes, plan: UnitPlan) -> None:
+def check_followed(plan_requests: UnitRequests, plan: UnitPlan) -> None:
     """Check that a unit's plan follows the user's requests.
 
     Raises:
         TensorPlanError: A linear has another role.
     """
-    for fqn, wish in wishes.by_user.items():
-        if wish.wanted == "replicated" or plan.roles.get(fqn) == wish.wanted:
+    for fqn, request in plan_requests.by_user.items():
+        if request.wanted == "replicated" or plan.roles.get(fqn) == request.wanted:
             continue
         prefix = f"{fqn}." if fqn else ""
-        reason = next((why for name, why in plan.kept.items() if name.startswith(prefix)), "its region was not proved")
+        reason = next(
+            (why for name, why in plan.replicated_reasons.items() if name.startswith(prefix)),
+            "its region was not proved",
+        )
         if any(fqn.startswith(f"{other}.") for other, role in plan.roles.items() if role == "attention"):
             reason = "it belongs to an nn.MultiheadAttention, which is sharded by heads as one"
         elif reason == "no weight of a linear":
             reason = "it did not run, or did not multiply its input by its weight"
         raise TensorPlanError(
-            f"tensor_parallel_plan has {wish.entry}, but {wishes.named(fqn)} cannot be sharded like that:"
+            f"tensor_parallel_plan has {request.entry}, but {plan_requests.named(fqn)} cannot be sharded like that:"
             f" {reason}; leave it out of the plan, or make it replicated"
         )

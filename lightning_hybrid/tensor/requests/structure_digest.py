@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.source_folders import TENSOR
-from lightning_hybrid.tensor.plan.unit_plan import Deal
-from lightning_hybrid.tensor.requests.precedence import Wishes
+from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel
+from lightning_hybrid.tensor.requests.precedence import UnitRequests
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
@@ -32,9 +32,9 @@ def digest_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     sizes: tuple[int, int],
-    whole: Mapping[str, str],
-    requested: Wishes,
-    deal: Deal = None,
+    keep_replicated: Mapping[str, str],
+    requested: UnitRequests,
+    sequence_parallel: SequenceParallel = None,
 ) -> str:
     """Compute the key of a unit's plan.
 
@@ -43,16 +43,16 @@ def digest_of(
         args: Positional arguments of one call.
         kwargs: Keyword arguments.
         sizes: Numbers of tensor ranks and of context ranks.
-        whole: Parameters that stay replicated, each with the reason.
+        keep_replicated: Parameters that stay replicated, each with the reason.
         requested: Requests of plans for its modules.
-        deal: Whether the sequence is sharded over tensor ranks.
+        sequence_parallel: Whether the sequence is sharded over tensor ranks.
     """
     classes = {base for module in unit.modules() for base in type(module).__mro__}
     described = (
         [(name, _module(module)) for name, module in unit.named_modules()],
         sorted(_class(base) for base in classes if not f"{base.__module__}.".startswith(_LIBRARIES)),
         _value((args, dict(kwargs))),
-        (sizes, deal, sorted(whole.items()), requested.key),
+        (sizes, sequence_parallel, sorted(keep_replicated.items()), requested.key),
         (torch.__version__, sys.version_info[:3], _search_source()),
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()

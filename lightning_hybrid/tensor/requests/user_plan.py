@@ -36,7 +36,7 @@ class TensorPlanError(ValueError):
     """A `tensor_parallel_plan` names no module, or requests what cannot be done or is not proved."""
 
 
-class Wish(NamedTuple):
+class Request(NamedTuple):
     """The request of a plan for one module.
 
     Attributes:
@@ -67,7 +67,7 @@ def check_styles(plan: Any) -> None:
             )
 
 
-def wishes_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Wish]:
+def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Request]:
     """Resolve the user's plan to requests, by FQN in the root of each module that has parameters of its own.
 
     Args:
@@ -78,26 +78,26 @@ def wishes_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Wish]:
         TensorPlanError: A pattern matches no module, or none that could be sharded so.
     """
     modules = {fqn: module for fqn, module in root.named_modules(remove_duplicate=False) if fqn}
-    found: dict[str, Wish] = {}
+    found: dict[str, Request] = {}
     for pattern, style in plan.items():
-        wish = Wish(STYLES[style], f"{pattern!r}: {style!r}")
+        request = Request(STYLES[style], f"{pattern!r}: {style!r}")
         matched = _matching(pattern, modules)
         if not matched:
             linears = [fqn for fqn, module in modules.items() if may_be_linear(module)]
             names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn) for fqn in linears))
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise TensorPlanError(f"tensor_parallel_plan names {pattern!r}, which is no module; nearest: {near}")
-        if wish.wanted == "replicated":
+        if request.wanted == "replicated":
             named = [fqn for fqn in modules if any(fqn == top or fqn.startswith(top + ".") for top in matched)]
         else:
             named = [fqn for fqn in matched if may_be_linear(modules[fqn])]
             if not named:
                 first = modules[matched[0]]
                 raise TensorPlanError(
-                    f"tensor_parallel_plan has {wish.entry}, which names {len(matched)} modules, such as"
+                    f"tensor_parallel_plan has {request.entry}, which names {len(matched)} modules, such as"
                     f" {matched[0]} ({type(first).__name__}), and none that multiplies by one weight; name the linears"
                 )
-        found |= {fqn: wish for fqn in named if next(modules[fqn].parameters(recurse=False), None) is not None}
+        found |= {fqn: request for fqn in named if next(modules[fqn].parameters(recurse=False), None) is not None}
     return found
 
 
@@ -117,13 +117,13 @@ def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
     return fnmatchcase(name[0], pattern[0]) and _covers(pattern[1:], name[1:])
 
 
-def wishes_of_model(root: nn.Module) -> dict[str, Wish]:
+def requests_of_model(root: nn.Module) -> dict[str, Request]:
     """Resolve the plans that modules carry (those of transformers' models) to requests, by FQN in the root.
 
     Their names are relative to the module that has the plan, and ``*`` stands for a number. The outermost plan counts.
     Styles that are not for one linear (experts, sequences, fused ones, embeddings) are left to the search.
     """
-    found: dict[str, Wish] = {}
+    found: dict[str, Request] = {}
     for owner, module in root.named_modules():
         plan = _plan_of_module(module)
         if not plan:
@@ -133,7 +133,7 @@ def wishes_of_model(root: nn.Module) -> dict[str, Wish]:
             wanted = STYLES.get(style) if isinstance(style, str) else None
             if wanted not in (None, "replicated") and may_be_linear(inner):
                 full = f"{owner}.{fqn}" if owner else fqn
-                found.setdefault(full, Wish(wanted, f"{fqn!r}: {style!r}"))
+                found.setdefault(full, Request(wanted, f"{fqn!r}: {style!r}"))
     return found
 
 

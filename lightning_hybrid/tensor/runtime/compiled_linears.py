@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 
 
-def why_not_traced(unit: nn.Module, plan: UnitPlan) -> str:
+def why_not_compiled(unit: nn.Module, plan: UnitPlan) -> str:
     """The reason why a sharded unit cannot be compiled; empty if it can.
 
     Args:
@@ -42,7 +42,7 @@ def why_not_traced(unit: nn.Module, plan: UnitPlan) -> str:
     return ""
 
 
-class Entered:
+class CompiledRegionInputs:
     """The values that have entered a region in the current call, each once, however many linears read it."""
 
     def __init__(self) -> None:
@@ -65,7 +65,9 @@ class Entered:
 class CompiledLinear:
     """A sharded linear: its methods replace the module's forward while a compiled unit runs."""
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, fqn: str, group: dist.ProcessGroup, inputs: Entered) -> None:
+    def __init__(
+        self, module: nn.Module, plan: UnitPlan, fqn: str, group: dist.ProcessGroup, inputs: CompiledRegionInputs
+    ) -> None:
         """Reads the plan of the linear ``fqn`` of a unit; ``inputs`` are shared by the linears of the unit."""
         linear = plan.linears[fqn]
         self.module, self.inputs = module, inputs
@@ -97,13 +99,13 @@ class CompiledLinear:
 
 
 def compiled_forwards(
-    modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, inputs: Entered
+    modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, inputs: CompiledRegionInputs
 ) -> dict[str, Callable[..., Tensor]]:
     """Makes the forwards that replace those of sharded linears, by FQN inside the unit.
 
     Args:
         modules: All modules of the unit, by FQN.
-        plan: A plan that `why_not_traced` allows.
+        plan: A plan that `why_not_compiled` allows.
         group: The tensor ranks.
         inputs: The values that have entered the region; cleared at the end of each call.
     """

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from math import prod
 
 
-def place_of_positions(
+def find_positions(
     old: tuple[int, ...], sizes: tuple[int, ...], lengths: Collection[int], local: int, *, same_dims: bool
 ) -> tuple[int, int] | None:
     """Finds the index in ``sizes`` that means positions, and the dim of the value that has all positions.

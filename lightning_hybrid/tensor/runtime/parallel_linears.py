@@ -18,29 +18,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.placement import Shard, cut
+from lightning_hybrid.parts.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard, dealt_of, save_local_shard
+from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
 from lightning_hybrid.tensor.runtime.partial_products import convolution_of, product_of
-from lightning_hybrid.tensor.runtime.region_inputs import Entrances
-from lightning_hybrid.tensor.runtime.region_mode import RegionWatch
-from lightning_hybrid.tensor.runtime.sequence_sharding import Dealing
+from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
+from lightning_hybrid.tensor.runtime.region_mode import RegionMode
+from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 from lightning_hybrid.tensor.shard_state.shard_marks import mark, tensors_in
 
 Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
 
 
-class Linears:
+class ParallelLinears:
     """The linears of one unit on one rank.
 
     Attributes:
         forwards: The replacements of forwards, by FQN inside the unit.
         region_mode: The function mode of the current forward, if there is one.
-        dealing: The sharded sequence of the current forward, if it is sharded.
+        sequence: The sharded sequence of the current forward, if it is sharded.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Linears:
         plan: UnitPlan,
         positions: PositionsPlan | None,
         ranks: tuple[Ranks, Ranks, Ranks],
-        entrances: Entrances,
+        entrances: RegionInputs,
         around_draw: AroundDraw,
     ) -> None:
         """Makes the forwards.
@@ -64,9 +64,9 @@ class Linears:
         """
         self._modules, self._plan, self._positions = modules, plan, positions
         self._ranks, self._context, self._all = ranks
-        self._entrances, self._around_draw = entrances, around_draw
-        self.region_mode: RegionWatch | None = None
-        self.dealing: Dealing | None = None
+        self._region_inputs, self._around_draw = entrances, around_draw
+        self.region_mode: RegionMode | None = None
+        self.sequence: ShardedSequence | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
         if positions is not None:
             shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
@@ -77,7 +77,7 @@ class Linears:
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
         """Lets a replicated value enter a region of ``ranks``, for one more reader."""
-        return self._entrances.enter(tensor, ranks, fresh=fresh)
+        return self._region_inputs.enter(tensor, ranks, fresh=fresh)
 
     def _forward_of(self, fqn: str) -> Callable[..., Any]:
         module, role = self._modules[fqn], self._plan.roles[fqn]
@@ -102,52 +102,52 @@ class Linears:
 
     def _on_full_shape(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module whose code reads the length of the sequence."""
-        if self.dealing is not None:
-            args, kwargs = self._bypass_mode(self.dealing.module_inputs, fqn, args, kwargs)
-            self.dealing.is_local = False
+        if self.sequence is not None:
+            args, kwargs = self._bypass_mode(self.sequence.module_inputs, fqn, args, kwargs)
+            self.sequence.is_local = False
         return forward(*args, **kwargs)
 
     def _input(self, linear: LinearLike, x: Tensor) -> tuple[Tensor, bool]:
         """The input of a linear, and whether it is this rank's positions."""
-        return (x, False) if self.dealing is None else self.dealing.linear_input(linear.fqn, x)
+        return (x, False) if self.sequence is None else self.sequence.linear_input(linear.fqn, x)
 
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
         """The product with the input in the region, at the positions that tensor ranks have together."""
-        if is_sharded and self.dealing is not None and self.dealing.inner is not None:
-            x = self.dealing.in_region(x)
+        if is_sharded and self.sequence is not None and self.sequence.inner is not None:
+            x = self.sequence.in_region(x)
         with save_local_shard(x):
             return run(self.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        dealing, over, placement = self.dealing, self._ranks, self._plan.placements[linear.parameter("weight")]
+        sequence, over, placement = self.sequence, self._ranks, self._plan.placements[linear.parameter("weight")]
         x, is_sharded = self._input(linear, x)
-        if dealing is not None and dealing.exchanges(linear.fqn):
+        if sequence is not None and sequence.exchanges(linear.fqn):
             # Positions are exchanged for features after the linear, which has those of the tensor rank.
             assert self._plan.positions is not None and self._positions is not None
             over, placement = self._all, self._plan.positions.features[linear.fqn]
             if is_sharded:
-                out = dealing.to_heads(self._product(run, x, True), linear.fqn)
+                out = sequence.to_heads(self._product(run, x, True), linear.fqn)
             else:  # another sequence, replicated on every rank
                 features = self._positions.features[linear.fqn]
-                out = cut(run(self.enter(x, over), True), features, self._context.rank, self._context.size)
-            dealing.is_local = False
+                out = shard_tensor(run(self.enter(x, over), True), features, self._context.rank, self._context.size)
+            sequence.is_local = False
         else:
             out = self._product(run, x, is_sharded, *args, **kwargs)
-            if dealing is not None and dealing.inner is not None:
-                dealing.is_local = False
+            if sequence is not None and sequence.inner is not None:
+                sequence.is_local = False
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
         return mark(out, over.size, column)
 
     def _row(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        dealing = self.dealing
-        if dealing is not None and dealing.exchanges(linear.fqn):
-            x = dealing.to_positions(x, linear.fqn)
+        sequence = self.sequence
+        if sequence is not None and sequence.exchanges(linear.fqn):
+            x = sequence.to_positions(x, linear.fqn)
         if self._ranks.size == 1:
             return run(x, True, *args, **kwargs)
         out = run(x, False, *args, **kwargs)
-        if dealing is not None and dealing.inner is not None:
-            out = dealing.leave_region(out)
+        if sequence is not None and sequence.inner is not None:
+            out = sequence.leave_region(out)
         else:
             out = leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
@@ -159,15 +159,15 @@ class Linears:
         x, is_sharded = self._input(linear, x)
         out = self._product(run, x, is_sharded, *args, **kwargs)
         out = gather(out, out.dim() + linear.feature_dim, self._ranks)
-        inner = None if self.dealing is None else self.dealing.inner
-        return dealt_of(out, inner) if inner is not None and is_sharded and not has_full_shape else out
+        inner = None if self.sequence is None else self.sequence.inner
+        return shard_sequence(out, inner) if inner is not None and is_sharded and not has_full_shape else out
 
     def _attention(
         self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if self.dealing is not None:
-            args, kwargs = self.dealing.module_inputs(fqn, args, kwargs)
-            self.dealing.is_local = False
+        if self.sequence is not None:
+            args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
+            self.sequence.is_local = False
         ranks = self._all  # the ranks of one axis where the sequence is not sharded over the other
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):
@@ -177,7 +177,7 @@ class Linears:
 
     def _leave(self, addend: Tensor) -> Tensor:
         """The sum over all ranks, at this rank's positions where the sequence is sharded."""
-        if self.dealing is None:
+        if self.sequence is None:
             return leave(addend, self._ranks)
-        addend = self.dealing.leave(addend)
-        return leave(addend, self._ranks) if self.dealing.inner is None else addend
+        addend = self.sequence.leave(addend)
+        return leave(addend, self._ranks) if self.sequence.inner is None else addend

@@ -23,19 +23,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_hybrid.equivalence.output_differences import difference_of
 from lightning_hybrid.step.module_state.snapshot import (
     PLAIN,
-    Content,
+    AttributePath,
     ModuleState,
-    Place,
-    can_be_put_back,
+    TensorSnapshot,
+    can_restore,
     is_state,
-    reachable,
+    reachable_leaves,
 )
 from lightning_hybrid.step.objects.deep_copy import copied
-from lightning_hybrid.step.objects.lru_cache import Recent
+from lightning_hybrid.step.objects.lru_cache import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.recording.guards import plain_state
-from lightning_hybrid.step.standins.deferred_tensors import Deferred, whole_of, with_wholes
-from lightning_hybrid.step.tracing.call_trace import CodePath, Step, calls_of, is_of_user
+from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor, materialize, materialize_call
+from lightning_hybrid.step.tracing.call_trace import CallTrace, Step, is_user_frame, user_call_sites
 
 _VALUE_READS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal", "allclose"}
@@ -51,10 +51,10 @@ def value_read_in(steps: Iterable[Step]) -> str:
     """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
 
     Args:
-        steps: The steps that a ``CodePath`` has recorded.
+        steps: The steps that a ``CallTrace`` has recorded.
     """
     for function, frames in steps:
-        if frames and is_of_user(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
+        if frames and is_user_frame(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
             return f"{frames[0][0].co_filename}:{frames[0][1]}"
     return ""
 
@@ -69,7 +69,7 @@ class _Trial(NamedTuple):
     """
 
     results: list[Any]
-    kept: dict[Place, tuple[int, ...]]
+    kept: dict[AttributePath, tuple[int, ...]]
     drew: bool
 
 
@@ -85,23 +85,23 @@ class ProvedCalls:
         unit: nn.Module,
         calls: frozenset[int],
         *,
-        note: Callable[[CodePath | None], None],
+        note: Callable[[CallTrace | None], None],
         agree: Callable[[bool], bool],
     ) -> None:
         """Begins without results.
 
         Args:
             unit: The user's module.
-            calls: The lines that called torch in trials, as from ``calls_of``.
+            calls: The lines that called torch in trials, as from ``user_call_sites``.
             note: Sets the path on which the next sharded forwards record their calls; None ends that.
             agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
         """
         self._unit, self._calls, self._set_path, self._agree = unit, calls, note, agree
-        self._checked: Recent[Hashable, str] = Recent(_MOST_KEYS)
+        self._checked: LRUCache[Hashable, str] = LRUCache(_MOST_KEYS)
         self._num_compared = 0
         self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
 
-    def otherwise_at(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def first_deviation(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Where a forward does something that was not proved, in words; "" if it does not.
 
         Args:
@@ -132,7 +132,7 @@ class ProvedCalls:
         return inputs, switches, kinds, tuple(filter(None, attributes)), tuple(plain_state(modules))
 
     def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        path, failure, found = CodePath(), "", None
+        path, failure, found = CallTrace(), "", None
         self._set_path(path)
         try:
             found = self._trial(sharded, args, kwargs)
@@ -140,7 +140,7 @@ class ProvedCalls:
             failure = f"{type(error).__name__}: {error}"
         finally:
             self._set_path(None)
-        new = (line for call, line in calls_of(path.steps).items() if call not in self._calls)
+        new = (line for call, line in user_call_sites(path.steps).items() if call not in self._calls)
         where = next(new, "") or value_read_in(path.steps) or failure
         if self._agree(bool(where)):
             return where or "a line that only another rank has reached"
@@ -165,7 +165,7 @@ class ProvedCalls:
                 except Exception as error:
                     return f"{type(error).__name__}: {error}"
             try:
-                wanted = self._trial(full, *with_wholes(args, kwargs))
+                wanted = self._trial(full, *materialize_call(args, kwargs))
             except Exception:  # such as for a cache that holds this rank's shards
                 return ""
         finally:
@@ -181,18 +181,18 @@ class ProvedCalls:
     def _trial(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trial:
         """Runs a forward, and restores the state of the unit."""
         state = ModuleState(self._unit)
-        tensors = [leaf for _, leaf in reachable(self._unit, plain=False) if isinstance(leaf, Tensor)]
-        contents = [Content(leaf) for leaf in tensors if can_be_put_back(leaf)]
+        tensors = [leaf for _, leaf in reachable_leaves(self._unit, plain=False) if isinstance(leaf, Tensor)]
+        contents = [TensorSnapshot(leaf) for leaf in tensors if can_restore(leaf)]
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked
         try:
             # The user's saved-tensor hooks do not run. Detached: a node that holds its own result is never freed.
             with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, _identity):
                 drawn = torch.get_rng_state()
                 args, kwargs = copied((args, kwargs), _copy_of, modules=False)
-                leaves = [whole_of(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
+                leaves = [materialize(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
                 leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                state_after = reachable(self._unit, plain=False)
-                kept = {path: tuple(whole_of(leaf).shape) for path, leaf in state_after if isinstance(leaf, Tensor)}
+                state_after = reachable_leaves(self._unit, plain=False)
+                kept = {path: tuple(materialize(leaf).shape) for path, leaf in state_after if isinstance(leaf, Tensor)}
                 drew = not torch.equal(drawn, torch.get_rng_state()) or on_device
             return _Trial(leaves, kept, drew)
         finally:
@@ -214,7 +214,7 @@ def _attribute_key(value: Any) -> Any:
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Deferred | nn.Parameter):
+    if isinstance(tensor, DeferredTensor | nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 

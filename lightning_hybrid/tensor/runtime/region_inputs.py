@@ -12,7 +12,7 @@ from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, Readers,
 from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard
 
 
-class Entrances:
+class RegionInputs:
     """The values that have entered in the current forward; the backward sums over ranks once for each."""
 
     def __init__(self, ranks: Ranks, every: Ranks, *, gathers: bool) -> None:

@@ -28,7 +28,7 @@ from lightning_hybrid.randomness.keyed_draws import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
-from lightning_hybrid.tensor.runtime.local_lengths import place_of_positions
+from lightning_hybrid.tensor.runtime.local_lengths import find_positions
 from lightning_hybrid.tensor.runtime.local_offsets import CannotShard, local_index, local_offset, local_sections
 from lightning_hybrid.tensor.shard_state.shard_marks import mark, mark_all, sharded_over, tensors_in
 
@@ -64,7 +64,7 @@ _ATTENTION = "scaled_dot_product_attention"
 _BATCHED = "baddbmm"  # its addend has batch and heads in one dim
 
 
-class RegionWatch(TorchFunctionMode):
+class RegionMode(TorchFunctionMode):
     """The function mode that is active while one rank runs a unit sharded.
 
     Attributes:
@@ -265,7 +265,7 @@ class RegionWatch(TorchFunctionMode):
         lengths, local = self._positions
         key = self._site(name, "positions", str(len(sizes)))
         if self._learning:
-            found = place_of_positions(old, sizes, lengths, local, same_dims=name == "expand")
+            found = find_positions(old, sizes, lengths, local, same_dims=name == "expand")
             self._add_rule(key, None if found is None else ("positions", *found))
         rule = self.rules.get(key)
         if rule is None:

@@ -20,21 +20,21 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.randomness.keyed_draws import draws
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.deferred_tensors import whole_of
+from lightning_hybrid.step.standins.deferred_tensors import materialize
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
 from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
 from lightning_hybrid.tensor.collectives.sequence_collectives import (
     AnySharding,
-    Dealt,
     SequenceShard,
+    SequenceSharding,
     TwoLevelSharding,
-    dealt_of,
+    shard_sequence,
 )
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
 from lightning_hybrid.tensor.runtime.local_offsets import CannotShard
 
 
-class Dealing:
+class ShardedSequence:
     """The sharded sequence of one forward of a unit.
 
     Attributes:
@@ -49,8 +49,8 @@ class Dealing:
     def __init__(self, plan: PositionsPlan, sharding: AnySharding, batch: tuple[int, ...], *, learning: bool) -> None:
         """Takes the plan of the unit and the sizes ``batch`` before the positions; ``learning`` in a trial."""
         self._plan, self.sharding, self._batch, self._learning = plan, sharding, batch, learning
-        self.outer: Dealt | None = None
-        self.inner: Dealt | None = None
+        self.outer: SequenceSharding | None = None
+        self.inner: SequenceSharding | None = None
         if isinstance(sharding, TwoLevelSharding):
             self.outer, self.inner = sharding.outer, sharding.inner
         elif plan.by == "tensor":
@@ -74,10 +74,10 @@ class Dealing:
         kwargs: dict[str, Any],
         *,
         learning: bool,
-    ) -> Dealing | None:
+    ) -> ShardedSequence | None:
         """The sharded sequence of a call of the unit; None for another kind of call, or fewer positions than ranks."""
         leaves, _ = flatten_call(args, kwargs)
-        full = leaves[plan.place] if plan.place < len(leaves) else None
+        full = leaves[plan.leaf_index] if plan.leaf_index < len(leaves) else None
         if not isinstance(full, Tensor) or full.dim() != plan.num_dims:
             return None
         length = full.shape[plan.dim]
@@ -88,7 +88,7 @@ class Dealing:
         if plan.by == "both":
             sharding = TwoLevelSharding.of(plan.dim, length, context, ranks)
         else:
-            sharding = Dealt(plan.dim, length, ranks if plan.by == "tensor" else context)
+            sharding = SequenceSharding(plan.dim, length, ranks if plan.by == "tensor" else context)
         return cls(plan, sharding, tuple(full.shape[: plan.dim]), learning=learning)
 
     @property
@@ -100,8 +100,10 @@ class Dealing:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The unit's arguments with this rank's positions of the sequence; other lazy tensors are gathered."""
         leaves, plain = flatten_call(args, kwargs)
-        index = self._plan.place
-        leaves = [dealt_of(leaf, self.sharding) if k == index else whole_of(leaf) for k, leaf in enumerate(leaves)]
+        index = self._plan.leaf_index
+        leaves = [
+            shard_sequence(leaf, self.sharding) if k == index else materialize(leaf) for k, leaf in enumerate(leaves)
+        ]
         if "" in self._plan.shown:
             leaves[index] = self._represent(leaves[index], of_region="" in self._of_region)
         return rebuild_call(leaves, args, kwargs, plain)
@@ -115,10 +117,10 @@ class Dealing:
             if index >= len(leaves) or not self._fits(leaves[index]):
                 raise CannotShard(f"result {index} of the unit has no positions in dim {self.sharding.dim}")
             shard = SequenceShard.of(leaves[index], self.sharding)
-            leaves[index] = shard if keep_sharded else shard.whole()
+            leaves[index] = shard if keep_sharded else shard.full_tensor()
         for _, value, _ in self._shards.values():
             value.release()
-        return unflatten([leaf if keep_sharded else whole_of(leaf) for leaf in leaves], spec)
+        return unflatten([leaf if keep_sharded else materialize(leaf) for leaf in leaves], spec)
 
     def _fits(self, value: Any) -> bool:
         """Whether a value could be this rank's positions."""
@@ -168,7 +170,7 @@ class Dealing:
         if not isinstance(value, SequenceShard):
             return value
         is_of_region = self.inner is not None and value.sharding.is_same(self.inner)
-        return dealt_of(value, self.inner if is_of_region and self.inner is not None else self.sharding)
+        return shard_sequence(value, self.inner if is_of_region and self.inner is not None else self.sharding)
 
     def _represent(self, local: Tensor, *, of_region: bool = False) -> SequenceShard:
         """The lazy tensor of the full shape for a sharded value; the same object for the same value."""
@@ -227,10 +229,10 @@ def _check_length(value: Tensor, sharding: AnySharding) -> None:
 class LocalPositionDraws(TorchFunctionMode):
     """The function mode by which ranks draw different random numbers for their positions, and equal ones elsewhere."""
 
-    def __init__(self, dealing: Dealing, around_draw: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, sequence: ShardedSequence, around_draw: Callable[[], AbstractContextManager[Any]]) -> None:
         """Takes the sharded sequence of the forward, and a context that makes draws differ by rank."""
         super().__init__()
-        self._sequence, self._around_draw = dealing, around_draw
+        self._sequence, self._around_draw = sequence, around_draw
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Enters the context for a draw for local positions."""

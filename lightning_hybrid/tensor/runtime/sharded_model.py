@@ -17,16 +17,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.gather_on_read import Guards
-from lightning_hybrid.parts.local_shards import AxisCut
+from lightning_hybrid.parts.gather_on_read import ReadGuards
+from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.randomness.keyed_draws import replaced_forwards
-from lightning_hybrid.step.standins.absent_tensors import WHOLE_SHAPE, is_absent
-from lightning_hybrid.step.standins.deferred_tensors import with_wholes
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.deferred_tensors import materialize_call
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.compiled_linears import Entered, compiled_forwards
+from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
@@ -38,7 +38,7 @@ class ModelShards:
 
     Attributes:
         plans: The plans by FQN of the unit.
-        cuts: The sharding of parameters over each axis: of some over tensor ranks, of none over context ranks.
+        shardings: The sharding of parameters over each axis: of some over tensor ranks, of none over context ranks.
     """
 
     def __init__(
@@ -78,8 +78,11 @@ class ModelShards:
                 if isinstance(placement, Shard) and name in tensors:
                     key = id(tensors[name])
                     (placements if key in parameters else buffers)[names[key]] = placement
-        axes = [AxisCut(group, placements, buffers, "tp"), AxisCut(context, {}, axis="cp", places=context_places or {})]
-        self.cuts = [axis for axis in axes if axis.group.size() > 1]
+        axes = [
+            AxisSharding(group, placements, buffers, "tp"),
+            AxisSharding(context, {}, axis="cp", places=context_places or {}),
+        ]
+        self.shardings = [axis for axis in axes if axis.group.size() > 1]
 
     def be_ready(
         self,
@@ -116,7 +119,7 @@ class ModelShards:
                     context=context,
                     tensors=buffers,
                     around_draw=around_draw,
-                    around_own=around_local,
+                    around_local_draw=around_local,
                 )
                 self._runners[fqn].keeps_sharded = keeps_sharded
                 if isolated is not None and (calls := self._runners[fqn].proved) is not None:
@@ -125,7 +128,7 @@ class ModelShards:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
                     self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
 
-    def why_not_cut_elsewhere(self, name: str) -> str:
+    def why_not_sharded_elsewhere(self, name: str) -> str:
         """The reason why another technique cannot shard a parameter over tensor ranks; "" if it can.
 
         Args:
@@ -141,17 +144,19 @@ class ModelShards:
                 return "tensor ranks have different positions there (sequence_parallel)"
         return ""
 
-    def cut_elsewhere(self, names: Collection[str]) -> None:
+    def mark_sharded_elsewhere(self, names: Collection[str]) -> None:
         """Removes parameters that another technique shards over tensor ranks from the plans' replicated ones.
 
         Args:
             names: FQNs in the root.
         """
         for fqn, plan in self.plans.items():
-            kept = {name: reason for name, reason in plan.kept.items() if f"{fqn}.{name}" not in names}
-            self.plans[fqn] = replace(plan, kept=kept)
+            replicated_reasons = {
+                name: reason for name, reason in plan.replicated_reasons.items() if f"{fqn}.{name}" not in names
+            }
+            self.plans[fqn] = replace(plan, replicated_reasons=replicated_reasons)
 
-    def share_experts(self, names: Collection[str]) -> None:
+    def set_sharded_experts(self, names: Collection[str]) -> None:
         """Sets the experts that are sharded over context ranks, whose gradients are summed elsewhere.
 
         It is called before `be_ready`.
@@ -166,11 +171,11 @@ class ModelShards:
             return plan
         if all(f"{fqn}.{name}" in self._expert_parameters for name, _ in unit.named_parameters()):
             # A unit that is an expert: its rows come from all context ranks, so it cannot exchange with them.
-            return plan.otherwise or replace(plan, positions=None)
+            return plan.full_sequence_plan or replace(plan, positions=None)
         summed = tuple(n for n in plan.positions.summed_over_context if f"{fqn}.{n}" not in self._expert_parameters)
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
-    def sees_own_positions(self, name: str) -> bool:
+    def sees_local_positions(self, name: str) -> bool:
         """Whether the unit that uses a parameter in the current forward works on this context rank's positions alone.
 
         Args:
@@ -180,7 +185,7 @@ class ModelShards:
         return runner is not None and runner.has_local_positions
 
     def compile(self, fqn: str, run: Callable[..., Any]) -> None:
-        """Sets the compiled forward of a unit that this rank holds and that `why_not_traced` allows.
+        """Sets the compiled forward of a unit that this rank holds and that `why_not_compiled` allows.
 
         Args:
             fqn: FQN of the unit.
@@ -189,7 +194,7 @@ class ModelShards:
         runner = self._runners.get(fqn)
         if runner is None:
             return
-        unit, entered = self._root.get_submodule(fqn), Entered()
+        unit, entered = self._root.get_submodule(fqn), CompiledRegionInputs()
         forwards = compiled_forwards(dict(unit.named_modules()), self.plans[fqn], self._group, entered)
         self._compiled[runner] = lambda *args, **kwargs: run(unit, entered, args, kwargs), forwards
 
@@ -215,18 +220,18 @@ class ModelShards:
             unit = self._root.get_submodule(fqn)
             for inner in plan.outside:
                 parameter = unit.get_parameter(inner)
-                if WHOLE_SHAPE in parameter.__dict__:
-                    found[id(parameter)] = self.cuts[0].placements[names[id(parameter)]]
+                if FULL_SHAPE in parameter.__dict__:
+                    found[id(parameter)] = self.shardings[0].placements[names[id(parameter)]]
         return OutsideVocabularyMode(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
-    def gather_on_read(self, guards: Guards) -> None:
+    def gather_on_read(self, guards: ReadGuards) -> None:
         """Gathers parameters when code outside of units reads them, where no recording shows what it reads.
 
         Args:
             guards: The guards of the run.
         """
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
-        cut = next((axis for axis in self.cuts if axis.axis == "tp" and axis.placements), None)
+        cut = next((axis for axis in self.shardings if axis.axis == "tp" and axis.placements), None)
         self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards)
 
     @contextlib.contextmanager
@@ -249,7 +254,7 @@ class ModelShards:
     ) -> Any:
         """A unit's forward; calls that its plan was not proved for run full on each rank, as code outside of units."""
         proved = self._runners[fqn].proved
-        where = "" if proved is None else proved.otherwise_at(sharded, full, args, kwargs)
+        where = "" if proved is None else proved.first_deviation(sharded, full, args, kwargs)
         if not where:
             return sharded(*args, **kwargs)
         if fqn not in self._warned:
@@ -258,7 +263,7 @@ class ModelShards:
                 f"{fqn} does something that its tensor plan was not proved for ({where}); where it does, it runs full"
                 " on every tensor rank"
             )
-        args, kwargs = with_wholes(args, kwargs)
+        args, kwargs = materialize_call(args, kwargs)
         return full(*args, **kwargs)
 
     def forget(self) -> None:

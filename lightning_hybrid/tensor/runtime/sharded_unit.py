@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.placement import Placement, Shard, cut
+from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.standins.absent_tensors import whole_shape
-from lightning_hybrid.step.standins.deferred_tensors import with_wholes
-from lightning_hybrid.step.tracing.call_trace import CodePath
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.deferred_tensors import materialize_call
+from lightning_hybrid.step.tracing.call_trace import CallTrace
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.tensor.collectives.rank_collectives import (
     ExchangingRanks,
@@ -43,12 +43,12 @@ from lightning_hybrid.tensor.collectives.rank_collectives import (
     sum_gradients,
 )
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
-from lightning_hybrid.tensor.runtime.parallel_linears import Linears
+from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.runtime.proved_calls import ProvedCalls
-from lightning_hybrid.tensor.runtime.region_inputs import Entrances
-from lightning_hybrid.tensor.runtime.region_mode import RegionWatch
-from lightning_hybrid.tensor.runtime.sequence_sharding import Dealing, LocalPositionDraws
-from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, OwnDraws
+from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
+from lightning_hybrid.tensor.runtime.region_mode import RegionMode
+from lightning_hybrid.tensor.runtime.sequence_sharding import LocalPositionDraws, ShardedSequence
+from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, RankDraws
 from lightning_hybrid.tensor.shard_state.shard_marks import sharded_over
 from lightning_hybrid.tensor.shard_state.swapped_members import find_slots, put_attributes, put_forwards, put_tensors
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary
@@ -66,7 +66,7 @@ def sharded(
     context: dist.ProcessGroup | ExchangingRanks | None = None,
     tensors: Callable[[], Tensors] | None = None,
     around_draw: AroundDraw | None = None,
-    around_own: AroundDraw | None = None,
+    around_local_draw: AroundDraw | None = None,
 ) -> Iterator[ShardedUnit]:
     """Within this context the unit's forward runs sharded.
 
@@ -79,10 +79,16 @@ def sharded(
             missing, and by default all, are those that the unit holds at that time.
         around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the draws
             of the ranks differ. By default each rank has a separate generator state for these.
-        around_own: The same around draws for a rank's local positions.
+        around_local_draw: The same around draws for a rank's local positions.
     """
     runner = ShardedUnit(
-        unit, plan, ranks, context=context, tensors=tensors, around_draw=around_draw, around_own=around_own
+        unit,
+        plan,
+        ranks,
+        context=context,
+        tensors=tensors,
+        around_draw=around_draw,
+        around_local_draw=around_local_draw,
     )
     with replaced(unit, "forward", runner.run_sharded):
         yield runner
@@ -94,8 +100,8 @@ class ShardedUnit:
     Attributes:
         learning: Whether the region mode makes rules instead of following them; set by trials.
         keeps_sharded: Whether results of a sharded sequence go to the next unit as shards.
-        last_watch: The region mode of the last forward, if there was one.
-        last_dealing: While learning, the sharded sequence of the last forward.
+        last_region_mode: The region mode of the last forward, if there was one.
+        last_sequence: While learning, the sharded sequence of the last forward.
         vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
         num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
         compiled: If set, runs the user's forward compiled where no mode is needed, with forwards for its linears.
@@ -110,7 +116,7 @@ class ShardedUnit:
         context: dist.ProcessGroup | ExchangingRanks | None = None,
         tensors: Callable[[], Tensors] | None = None,
         around_draw: AroundDraw | None = None,
-        around_own: AroundDraw | None = None,
+        around_local_draw: AroundDraw | None = None,
     ) -> None:
         """Takes the arguments of `sharded`."""
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
@@ -125,8 +131,8 @@ class ShardedUnit:
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
         self.learning = False
         self.keeps_sharded = False
-        self.last_watch: RegionWatch | None = None
-        self.last_dealing: Dealing | None = None
+        self.last_region_mode: RegionMode | None = None
+        self.last_sequence: ShardedSequence | None = None
         self.num_gathers = 0
         self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
@@ -134,31 +140,35 @@ class ShardedUnit:
         has_code = plan.calls and not is_of_torch
         agree = self._on_any_rank
         self._proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=agree) if has_code else None
-        self._path: CodePath | None = None  # of a forward that is checked
+        self._path: CallTrace | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
         self._forward = unit.forward
         self._slots = find_slots(self._modules, plan.placements)
         self._originals = {fqn: members[name] for fqn, ((members, name), *_) in self._slots.items()}
         device = next((p.device for p in unit.parameters()), torch.device("cpu"))
-        self._around_draw = around_draw or OwnDraws(self._all.rank, device)
+        self._around_draw = around_draw or RankDraws(self._all.rank, device)
         if by == "context":  # tensor ranks have the same positions
-            if around_own is None and self._ranks.size > 1:
-                around_own = OwnDraws(self._all.size + self._context.rank, device)
-            self._around_local_draw = around_own or self._around_draw
+            if around_local_draw is None and self._ranks.size > 1:
+                around_local_draw = RankDraws(self._all.size + self._context.rank, device)
+            self._around_local_draw = around_local_draw or self._around_draw
         else:
             self._around_local_draw = self._around_draw
         self._fallback: Callable[..., Any] = self._run_full
-        if plan.otherwise is not None:
-            other = ShardedUnit(unit, plan.otherwise, self._ranks, tensors=tensors, around_draw=self._around_draw)
+        if plan.full_sequence_plan is not None:
+            other = ShardedUnit(
+                unit, plan.full_sequence_plan, self._ranks, tensors=tensors, around_draw=self._around_draw
+            )
             self._fallback, self._fallback_unit = other.run_sharded, other
         self.vocabularies = {
             fqn: Vocabulary(plan.placements[fqn].length, self._ranks)  # type: ignore[union-attr]
             for fqn in plan.vocabulary
         }
-        self._entrances = Entrances(self._ranks, self._all, gathers=by != "context")
+        self._region_inputs = RegionInputs(self._ranks, self._all, gathers=by != "context")
         axes = self._ranks, self._context, self._all
-        self._linears = Linears(self._modules, plan, self._positions, axes, self._entrances, self._around_draw)
+        self._linears = ParallelLinears(
+            self._modules, plan, self._positions, axes, self._region_inputs, self._around_draw
+        )
 
     # --- one forward --------------------------------------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class ShardedUnit:
                 ranks.all_reduce(votes)
         return bool(votes)
 
-    def _set_path(self, path: CodePath | None) -> None:
+    def _set_path(self, path: CallTrace | None) -> None:
         self._path = path
         if self._fallback_unit is not None:
             self._fallback_unit._path = path
@@ -183,36 +193,38 @@ class ShardedUnit:
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, sharded; arguments and results are those of the unit."""
         linears = self._linears
-        outer, linears.region_mode, linears.dealing = (linears.region_mode, linears.dealing), None, None
+        outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, None
         try:
-            with self._entrances.of_forward():
+            with self._region_inputs.of_forward():
                 return self._run_sharded(args, kwargs)
         finally:
-            linears.region_mode, linears.dealing = outer
+            linears.region_mode, linears.sequence = outer
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        linears, dealing = self._linears, None
+        linears, sequence = self._linears, None
         if (positions := self._positions) is not None:
-            dealing = Dealing.of_call(positions, self._ranks, self._context, args, kwargs, learning=self.learning)
-            if dealing is None and positions.by != "tensor":
+            sequence = ShardedSequence.of_call(
+                positions, self._ranks, self._context, args, kwargs, learning=self.learning
+            )
+            if sequence is None and positions.by != "tensor":
                 return self._fallback(*args, **kwargs)
-            linears.dealing = dealing
-            self.last_dealing = dealing if self.learning else None
-        if dealing is not None:
-            args, kwargs = dealing.begin(args, kwargs)
+            linears.sequence = sequence
+            self.last_sequence = sequence if self.learning else None
+        if sequence is not None:
+            args, kwargs = sequence.begin(args, kwargs)
         else:  # in the unit, values that are no shards may differ between ranks
-            args, kwargs = with_wholes(args, kwargs)
+            args, kwargs = materialize_call(args, kwargs)
         with contextlib.ExitStack() as undo:
             names, cut_ids = self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
-            compiled = None if is_watched or dealing is not None or self._path is not None else self.compiled
+            compiled = None if is_watched or sequence is not None or self._path is not None else self.compiled
             forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
             for fqn in self._plan.roles:
                 _check_forward(fqn, self._modules[fqn])
             put_attributes(self._modules, self._plan.attributes, undo)
             put_forwards(self._modules, forwards, undo)
             if is_watched:
-                linears.region_mode = self.last_watch = RegionWatch(
+                linears.region_mode = self.last_region_mode = RegionMode(
                     learning=self.learning,
                     rules=self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules),
                     enter=linears.enter,
@@ -221,25 +233,25 @@ class ShardedUnit:
                     regions=(self._ranks, self._all),
                     batch=next((len(x) for x in flatten_call(args, kwargs)[0] if isinstance(x, Tensor) and x.dim()), 1),
                     around_draw=self._around_draw,
-                    positions=None if dealing is None else dealing.lengths,
+                    positions=None if sequence is None else sequence.lengths,
                 )
                 undo.enter_context(linears.region_mode)
-            if dealing is not None and self._unit.training:
-                undo.enter_context(LocalPositionDraws(dealing, self._around_local_draw))
+            if sequence is not None and self._unit.training:
+                undo.enter_context(LocalPositionDraws(sequence, self._around_local_draw))
             with self._path or contextlib.nullcontext():
                 output = forward(*args, **kwargs)
         self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
         output = self._gathered_output(output) if self._plan.outputs else output
-        return output if dealing is None else dealing.end(output, keep_sharded=self.keeps_sharded)
+        return output if sequence is None else sequence.end(output, keep_sharded=self.keeps_sharded)
 
     @property
     def has_local_positions(self) -> bool:
         """Whether the current forward works on a sequence shard."""
-        return self._linears.dealing is not None
+        return self._linears.sequence is not None
 
     def _run_full(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward, unsharded."""
-        args, kwargs = with_wholes(args, kwargs)
+        args, kwargs = materialize_call(args, kwargs)
         with self._path or contextlib.nullcontext():
             return self._forward(*args, **kwargs)
 
@@ -255,7 +267,7 @@ class ShardedUnit:
         """Replaces parameters and buffers by local ones; returns names, and numbers of ranks of shards, by id."""
         provided = {} if self._tensors is None else self._tensors()
         plan = self._plan
-        positions = None if self._linears.dealing is None else self._positions
+        positions = None if self._linears.sequence is None else self._positions
         local = {}
         for fqn, ((members, name), *_) in self._slots.items():
             tensor = provided.get(fqn, members[name])
@@ -274,10 +286,10 @@ class ShardedUnit:
                 self._sum_gradients(local, inside, self._all)
                 self._sum_gradients(local, [*pieces, *over_tensor], self._ranks)
             self._sum_gradients(local, over_context, self._context)
-        over_both = {} if positions is None else positions.parts
+        over_both = {} if positions is None else positions.parameter_shards
         for fqn, placement in over_both.items():
-            local[fqn] = cut(local[fqn], placement, self._context.rank, self._context.size)
-            self._entrances.remember(local[fqn])
+            local[fqn] = shard_tensor(local[fqn], placement, self._context.rank, self._context.size)
+            self._region_inputs.remember(local[fqn])
         for fqn, vocabulary in self.vocabularies.items():
             if fqn in local:
                 local[fqn] = represent(local[fqn], plan.vocabulary[fqn], vocabulary)
@@ -301,7 +313,7 @@ class ShardedUnit:
         placements = [placement if isinstance(placement, Shard) else None for _, placement in summed]
         totals = sum_gradients([local[fqn] for fqn, _ in summed], placements, ranks)
         for (fqn, _), tensor in zip(summed, totals, strict=True):
-            self._entrances.remember(tensor)
+            self._region_inputs.remember(tensor)
             local[fqn] = tensor
 
     def _has_new_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -309,8 +321,10 @@ class ShardedUnit:
         if not torch.is_grad_enabled():
             return False
         leaves, _ = flatten_call(args, kwargs)
-        quiet = self._plan.quiet
-        return any(isinstance(leaf, Tensor) and leaf.requires_grad and k not in quiet for k, leaf in enumerate(leaves))
+        grad_inputs = self._plan.grad_inputs
+        return any(
+            isinstance(leaf, Tensor) and leaf.requires_grad and k not in grad_inputs for k, leaf in enumerate(leaves)
+        )
 
 
 def _check_forward(fqn: str, module: nn.Module) -> None:
@@ -333,10 +347,10 @@ def _local_substitute(
     """This rank's shard of a tensor that replaces a parameter for one call (``torch.func.functional_call``)."""
     if original is None or substitute.shape == original.shape:
         return substitute
-    if isinstance(placement, Shard) and substitute.shape == whole_shape(original):
+    if isinstance(placement, Shard) and substitute.shape == full_shape(original):
         return local_shard(substitute, placement, ranks)
     raise StepError(
         f"{fqn} of a layer that tensor ranks share has another tensor in its place, of shape"
-        f" {tuple(substitute.shape)} and not {tuple(original.shape)} or {whole_shape(original)}; use one of the"
+        f" {tuple(substitute.shape)} and not {tuple(original.shape)} or {full_shape(original)}; use one of the"
         " parameter's shape, or set tensor_parallel_size=1"
     )

@@ -19,8 +19,8 @@ from functools import partial
 
 from torch import nn
 
-from lightning_hybrid.parts.placement import Placement, Shard, over_two
-from lightning_hybrid.tensor.plan.unit_plan import Deal, LinearLike, PositionsPlan, SequenceAxes, UnitPlan
+from lightning_hybrid.parts.placement import Placement, Shard, split_over_two_axes
+from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.group_plan import GroupPlan, merged_plan
 from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
 from lightning_hybrid.tensor.trial.equivalence_proof import Proof
@@ -51,7 +51,9 @@ class ShardedGroups:
 _ExchangedGroup = tuple[GroupPlan, dict[str, Shard], dict[str, Shard]]
 
 
-def shard_over_context(unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, proof: Proof, deal: Deal) -> UnitPlan:
+def shard_over_context(
+    unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, proof: Proof, sequence_parallel: SequenceParallel
+) -> UnitPlan:
     """Shard the sequence over context ranks, with exchanges where positions are mixed; or say why not in the plan.
 
     Args:
@@ -59,24 +61,24 @@ def shard_over_context(unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, p
         plan: The proved plan over tensor ranks; with one tensor rank, a plan that replicates everything.
         groups: Its groups.
         proof: Of the unit, on tensor ranks times context ranks.
-        deal: Whether the shard of a context rank is sharded again over its tensor ranks.
+        sequence_parallel: Whether the shard of a context rank is sharded again over its tensor ranks.
     """
     candidates = [_exchanged_group(each, groups.linears, plan.size, proof.ranks.context) for each in groups.over_all]
     reasons = [groups.not_exchanged_reason, *(found for found in candidates if isinstance(found, str))]
     exchanged = [found for found in candidates if not isinstance(found, str)]
     sequence = find_sequence(proof)
     failures: dict[SequenceAxes, str] = {}
-    for by in _AXES[deal]:
+    for by in _AXES[sequence_parallel]:
         found = _with_fewest_exchanges(partial(_sharded, unit, plan, groups, proof, sequence, by), exchanged, proof)
         if isinstance(found, UnitPlan):
             note = f"positions of a context rank on each of its tensor ranks ({failures.get('both')})"
             return replace(found, notes=(*found.notes, *([note] if failures else [])))
         failures[by] = found
     reason = "; ".join(dict.fromkeys(text for text in (*reasons, failures["context"]) if text))
-    return replace(plan, context=proof.ranks.context, undealt=reason)
+    return replace(plan, context=proof.ranks.context, full_sequence_reason=reason)
 
 
-_AXES: Mapping[Deal, tuple[SequenceAxes, ...]] = {"tensor": ("both", "context"), None: ("context",)}
+_AXES: Mapping[SequenceParallel, tuple[SequenceAxes, ...]] = {"tensor": ("both", "context"), None: ("context",)}
 
 
 def _with_fewest_exchanges(
@@ -133,15 +135,15 @@ def _sharded(
     candidate = replace(
         merged,
         context=context,
-        kept=plan.kept,
+        replicated_reasons=plan.replicated_reasons,
         uneven=plan.uneven,
         notes=plan.notes,
-        positions=PositionsPlan(by=by, place=0, dim=1, num_dims=3, features=features, parts=others),
+        positions=PositionsPlan(by=by, leaf_index=0, dim=1, num_dims=3, features=features, parameter_shards=others),
     )
     sharded = shard_sequence(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, same_as=same_as)
-    if sharded.undealt:
-        return sharded.undealt
-    return sharded if size == 1 else replace(sharded, otherwise=plan)
+    if sharded.full_sequence_reason:
+        return sharded.full_sequence_reason
+    return sharded if size == 1 else replace(sharded, full_sequence_plan=plan)
 
 
 def stored_placements(placements: Mapping[str, Placement], size: int, context: int) -> dict[str, Placement] | str:
@@ -151,7 +153,9 @@ def stored_placements(placements: Mapping[str, Placement], size: int, context: i
     """
     found: dict[str, Placement] = {}
     for fqn, placement in placements.items():
-        shards = over_two(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
+        shards = (
+            split_over_two_axes(placement, size, context) if isinstance(placement, Shard) else (placement, placement)
+        )
         if shards is None:
             return f"{fqn} is not sharded over {size} tensor ranks and {context} context ranks"
         found[fqn] = shards[0]

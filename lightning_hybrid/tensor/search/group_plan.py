@@ -26,7 +26,7 @@ class GroupPlan:
         rules: Rewrites of calls.
         summed: Replicated parameters whose gradients are summed.
         outputs: Results of the unit that come out sharded: leaf index -> dim.
-        watched: Whether it must run under `RegionWatch`.
+        watched: Whether it must run under `RegionMode`.
         avoidable: Whether only because of sizes and offsets, so that another variant may run without.
         vocabulary: Vocabulary-parallel parameters: FQN -> dim.
     """
@@ -94,7 +94,7 @@ def merged_plan(
     roles = {fqn: role for group in groups for fqn, role in group.roles().items()}
     sharded = {fqn for fqn, placement in placements.items() if isinstance(placement, Shard)}
     repeated = [fqn for fqn, p in placements.items() if isinstance(p, Shard) and p.is_repeated(size)]
-    quiet = (k for k, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    grad_inputs = (k for k, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
     return UnitPlan(
         size=size,
         groups=tuple(group.group for group in groups),
@@ -106,11 +106,13 @@ def merged_plan(
         attributes=attributes,
         rules=merged if rules is None else rules,
         offsets=frozenset(fqn for group in groups if group.offsets for fqn in group.group.columns),
-        outputs={place: dim for group in groups for place, dim in group.outputs.items()},
+        outputs={leaf_index: dim for group in groups for leaf_index, dim in group.outputs.items()},
         vocabulary={fqn: dim for group in groups for fqn, dim in group.vocabulary.items()},
         watched=any(group.watched for group in groups),
-        quiet=frozenset(quiet),
-        kept={fqn: _reason(fqn, roles, reasons) for fqn, _ in unit.named_parameters() if fqn not in sharded},
+        grad_inputs=frozenset(grad_inputs),
+        replicated_reasons={
+            fqn: _reason(fqn, roles, reasons) for fqn, _ in unit.named_parameters() if fqn not in sharded
+        },
     )
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair, discover
-from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Deal, Group, LinearLike, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Origin, Wishes, requested_pairs
+from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.precedence import Origin, UnitRequests, requested_pairs
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.runtime.parallel_attention import attention_placements
 from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK
@@ -24,7 +24,7 @@ from lightning_hybrid.tensor.trial.equivalence_proof import Proof
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01
-# Once a variant is found that needs `RegionWatch`: how many more are tried for one that does not.
+# Once a variant is found that needs `RegionMode`: how many more are tried for one that does not.
 _EXTRA_TRIALS = 6
 
 
@@ -42,8 +42,8 @@ class GroupSearch:
         unit: nn.Module,
         proof: Proof,
         excluded: Mapping[str, str],
-        wishes: Wishes,
-        deal: Deal,
+        plan_requests: UnitRequests,
+        sequence_parallel: SequenceParallel,
         vocabulary: Mapping[str, int],
         found: Discovery | None = None,
         stored: StoredPlacements | None = None,
@@ -51,13 +51,18 @@ class GroupSearch:
     ) -> None:
         """Bind the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
-        `unit`, `wishes`, `deal` and `vocabulary` are those of `plan_unit`; `found` is the
+        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `found` is the
         dataflow of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
         `check_gradients` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
         self.proof_failed = False
-        self._user_unit, self._replicated, self._wishes, self._sequence_parallel = unit, excluded, wishes, deal
+        self._user_unit, self._replicated, self._wishes, self._sequence_parallel = (
+            unit,
+            excluded,
+            plan_requests,
+            sequence_parallel,
+        )
         self._vocabulary, self._only_with_heads = vocabulary, False
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
         self._found = discover(proof.unit, proof.run_unit) if found is None else found
@@ -85,7 +90,7 @@ class GroupSearch:
         `proof` is on all ranks; `placements` are those of the stored parameters over tensor ranks.
         """
         stored = StoredPlacements(placements, size, context)
-        return GroupSearch(self._user_unit, proof, self._replicated, Wishes(), None, {}, self._found, stored)
+        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._found, stored)
 
     def with_gradients(self) -> GroupSearch:
         """Make the same search with trials that compare gradients too."""
@@ -104,7 +109,7 @@ class GroupSearch:
             sequence = find_sequence(self._proof)
             shard = partial(shard_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
             guessed = shard(guess=True, prove=False)
-            is_right = guessed.undealt or self._proof.first_failure(guessed) is None
+            is_right = guessed.full_sequence_reason or self._proof.first_failure(guessed) is None
             plan = guessed if is_right else shard(guess=False)
         return replace(plan, num_trials=self._ranks.num_trials)
 
@@ -280,7 +285,7 @@ class GroupSearch:
 
     def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:
         """Linears in no pair, column-parallel with their outputs gathered."""
-        wishes = self._wishes
+        plan_requests = self._wishes
         total = sum(p.numel() for p in self._unit.parameters())
         groups = []
         for fqn, linear in self._found.linears.items():
@@ -288,7 +293,7 @@ class GroupSearch:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
             numel = sum(self._unit.get_parameter(name).numel() for name in names)
-            is_small = numel < _SMALL_SHARE * total and fqn not in wishes.by_user
+            is_small = numel < _SMALL_SHARE * total and fqn not in plan_requests.by_user
             if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
                 self._replicate(names, self._unpaired[fqn])
             elif is_small:
@@ -305,7 +310,10 @@ class GroupSearch:
                 }
                 requested = [
                     name
-                    for name, plan in (("your plan", wishes.by_user), ("the model's own plan", wishes.by_model))
+                    for name, plan in (
+                        ("your plan", plan_requests.by_user),
+                        ("the model's own plan", plan_requests.by_model),
+                    )
                     if fqn in plan and plan[fqn].wanted == "gathered"
                 ]
                 how = "output gathered" if requested else f"output gathered: {self._why_unpaired(fqn)}"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.unit_dedup import UnitKinds
-from lightning_hybrid.step.standins.absent_tensors import whole_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
-from lightning_hybrid.tensor.discovery.unit_calls import Calls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularySharding, choose_cuts
-from lightning_hybrid.tensor.plan.unit_plan import Deal, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Wishes, check_followed
+from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls
+from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularySharding, choose_vocabulary_shardings
+from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.precedence import UnitRequests, check_followed
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
@@ -33,13 +33,13 @@ _FEW_SHARE = 8  # unless all such linears together are more than this share of i
 def plan_units(
     root: nn.Module,
     units: Mapping[str, nn.Module],
-    calls: Calls,
+    calls: UnitCalls,
     read_by_step: Mapping[str, str],
     size: int,
     find: Callable[..., UnitPlan] = plan_unit,
-    deal: Deal = None,
+    sequence_parallel: SequenceParallel = None,
     context: int = 1,
-    wishes: Mapping[str, Wishes] | None = None,
+    plan_requests: Mapping[str, UnitRequests] | None = None,
     uses: Mapping[str, Use] | None = None,
     step_units: Collection[nn.Module] = (),
 ) -> dict[str, UnitPlan]:
@@ -52,46 +52,50 @@ def plan_units(
         read_by_step: Parameters that the step reads outside of units, each with the line of code, by FQN in the root.
         size: Number of tensor ranks.
         find: Plans one unit.
-        deal: As for `plan_unit`.
+        sequence_parallel: As for `plan_unit`.
         context: Number of context ranks.
-        wishes: The requests of plans, by FQN of the unit.
+        plan_requests: The requests of plans, by FQN of the unit.
         uses: The uses of each parameter in the step, by its first FQN in the root; they select vocabulary sharding.
         step_units: The step's units; modules that the user compiled around them run uncompiled.
 
     Raises:
         TensorPlanError: The user's plan cannot be followed, or is not proved.
     """
-    shardings, kept = choose_cuts(root, uses or {}, size)
-    named = _named_by_user(root, units, wishes or {})
-    kept |= {name: reason for name, reason in _small_linears(root, units).items() if name not in {*named, *shardings}}
+    shardings, replicated_reasons = choose_vocabulary_shardings(root, uses or {}, size)
+    named = _named_by_user(root, units, plan_requests or {})
+    replicated_reasons |= {
+        name: reason for name, reason in _small_linears(root, units).items() if name not in {*named, *shardings}
+    }
     shardings = {name: sharding for name, sharding in shardings.items() if name not in named}
     parameters = dict(root.named_parameters())
     heads = {name: parameters[name].shape[sharding.dim] for name, sharding in shardings.items() if sharding.is_head}
     compiled = compiled_modules(root, step_units)
     failures = {length: cross_entropy_failure(length, size) for length in set(heads.values())}
     wrong = {name: failures[length] for name, length in heads.items()}
-    kept |= {name: failure for name, failure in wrong.items() if failure is not None}
-    shardings = {name: sharding for name, sharding in shardings.items() if name not in kept}
+    replicated_reasons |= {name: failure for name, failure in wrong.items() if failure is not None}
+    shardings = {name: sharding for name, sharding in shardings.items() if name not in replicated_reasons}
     while True:
-        finder = partial(find, deal=deal, context=context)
-        plans = _plan_each_unit(root, units, calls, read_by_step, size, finder, wishes or {}, shardings, kept, compiled)
+        finder = partial(find, sequence_parallel=sequence_parallel, context=context)
+        plans = _plan_each_unit(
+            root, units, calls, read_by_step, size, finder, plan_requests or {}, shardings, replicated_reasons, compiled
+        )
         refused = _refused(root, units, calls, plans, shardings)
         if not refused:
             return plans
         # A weight is sharded in all of its units or in none.
-        kept |= refused
+        replicated_reasons |= refused
         shardings = {name: sharding for name, sharding in shardings.items() if name not in refused}
 
 
 def _small_linears(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
     """Weights of unpaired linears that are too small to shard with a gathered output; by first FQN in the root."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    all_numbers = sum(prod(whole_shape(parameter)) for parameter in root.parameters())
+    all_numbers = sum(prod(full_shape(parameter)) for parameter in root.parameters())
     # Not `unit.weight`: where that is computed, asking for it may write buffers (spectral_norm's).
     weights = [unit._parameters.get("weight") for unit in units.values() if isinstance(unit, nn.Linear)]
     present = [weight for weight in weights if weight is not None]
-    small = [weight for weight in present if prod(whole_shape(weight)) * _SMALL_SHARE < all_numbers]
-    if sum(prod(whole_shape(weight)) for weight in small) * _FEW_SHARE > all_numbers:
+    small = [weight for weight in present if prod(full_shape(weight)) * _SMALL_SHARE < all_numbers]
+    if sum(prod(full_shape(weight)) for weight in small) * _FEW_SHARE > all_numbers:
         return {}
     return {names[id(weight)]: f"less than 1/{_SMALL_SHARE} of the module, and alone" for weight in small}
 
@@ -99,13 +103,13 @@ def _small_linears(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
 def _plan_each_unit(
     root: nn.Module,
     units: Mapping[str, nn.Module],
-    calls: Calls,
+    calls: UnitCalls,
     read_by_step: Mapping[str, str],
     size: int,
     find: Callable[..., UnitPlan],
-    wishes: Mapping[str, Wishes],
+    plan_requests: Mapping[str, UnitRequests],
     shardings: Mapping[str, VocabularySharding],
-    kept: Mapping[str, str],
+    replicated_reasons: Mapping[str, str],
     compiled: Collection[int],
 ) -> dict[str, UnitPlan]:
     shared = _used_by_several(root, units)
@@ -115,7 +119,7 @@ def _plan_each_unit(
     plan_of_key: dict[Hashable, UnitPlan] = {}
     kinds = UnitKinds()
     for fqn, unit in units.items():
-        requested = wishes.get(fqn, Wishes(fqn))
+        requested = plan_requests.get(fqn, UnitRequests(fqn))
         replicated: dict[str, str] = {}
         vocabulary: dict[str, int] = {}
         for name, parameter in unit.named_parameters():
@@ -123,8 +127,8 @@ def _plan_each_unit(
             first = names[id(parameter)]
             if first in shardings:
                 vocabulary[name] = shardings[first].dim
-            elif first in kept:
-                replicated[name] = kept[first]
+            elif first in replicated_reasons:
+                replicated[name] = replicated_reasons[first]
             elif id(parameter) in shared:
                 replicated[name] = "used by several units"
             elif full_name in read_by_step:
@@ -141,7 +145,7 @@ def _plan_each_unit(
             continue
         args, kwargs = calls.arguments[fqn]
         extra = {"vocabulary": vocabulary} if vocabulary else {}
-        find_unit = partial(find, whole=replicated, wishes=requested, **extra)
+        find_unit = partial(find, keep_replicated=replicated, plan_requests=requested, **extra)
         key = (
             *(kinds.kind_of(fqn, unit), _call_key(args, kwargs), requested.key),
             *(tuple(replicated.items()), tuple(vocabulary.items())),
@@ -158,11 +162,13 @@ def _plan_each_unit(
     return plans
 
 
-def _named_by_user(root: nn.Module, units: Mapping[str, nn.Module], wishes: Mapping[str, Wishes]) -> set[str]:
+def _named_by_user(
+    root: nn.Module, units: Mapping[str, nn.Module], plan_requests: Mapping[str, UnitRequests]
+) -> set[str]:
     """First FQNs in the root of parameters that the user's plan names."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found: set[str] = set()
-    for fqn, requested in wishes.items():
+    for fqn, requested in plan_requests.items():
         inside = dict(units[fqn].named_parameters())
         found |= {names[id(inside[name])] for name in requested.replicated(units[fqn]) if name in inside}
         for inner in requested.by_user:
@@ -173,7 +179,7 @@ def _named_by_user(root: nn.Module, units: Mapping[str, nn.Module], wishes: Mapp
 def _refused(
     root: nn.Module,
     units: Mapping[str, nn.Module],
-    calls: Calls,
+    calls: UnitCalls,
     plans: Mapping[str, UnitPlan],
     shardings: Mapping[str, VocabularySharding],
 ) -> dict[str, str]:
@@ -186,7 +192,7 @@ def _refused(
         for fqn, unit in units.items():
             for inner, other in unit.named_parameters():
                 if other is parameter and fqn in calls.arguments and inner not in plans[fqn].vocabulary:
-                    reason = plans[fqn].kept.get(inner, "it has another sharding there")
+                    reason = plans[fqn].replicated_reasons.get(inner, "it has another sharding there")
                     refused[name] = f"used by several units, and by {fqn} not by its vocabulary: {reason}"
     return refused
 
@@ -196,8 +202,10 @@ def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping
     shardings = {
         name: Shard.unevenly(dim, unit.get_parameter(name).shape[dim], plan.size) for name, dim in vocabulary.items()
     }
-    kept = {name: reason for name, reason in plan.kept.items() if name not in shardings}
-    return replace(plan, placements={**plan.placements, **shardings}, vocabulary=vocabulary, kept=kept)
+    replicated_reasons = {name: reason for name, reason in plan.replicated_reasons.items() if name not in shardings}
+    return replace(
+        plan, placements={**plan.placements, **shardings}, vocabulary=vocabulary, replicated_reasons=replicated_reasons
+    )
 
 
 def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int) -> UnitPlan:

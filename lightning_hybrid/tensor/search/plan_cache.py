@@ -19,8 +19,8 @@ from torch import nn
 
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
-from lightning_hybrid.tensor.plan.unit_plan import Deal, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Wishes
+from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.precedence import UnitRequests
 from lightning_hybrid.tensor.requests.structure_digest import digest_of
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.equivalence_proof import prove_cached
@@ -53,18 +53,20 @@ class PlanCache:
         kwargs: dict[str, Any],
         size: int,
         *,
-        whole: Mapping[str, str],
-        wishes: Wishes,
+        keep_replicated: Mapping[str, str],
+        plan_requests: UnitRequests,
         context: int = 1,
-        deal: Deal = None,
+        sequence_parallel: SequenceParallel = None,
         vocabulary: Mapping[str, int] | None = None,
     ) -> UnitPlan:
         """Return a unit's plan, from the file if its proof passes and else from `plan_unit`; arguments as there."""
         by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
-        key = digest_of(unit, args, kwargs, (size, context), {**whole, **by_rows}, wishes, deal)
+        key = digest_of(
+            unit, args, kwargs, (size, context), {**keep_replicated, **by_rows}, plan_requests, sequence_parallel
+        )
         with contextlib.suppress(Exception):
             read = from_json(self._plans[key]["plan"])
-            if not _fits_unit(read, unit, size, context, whole):
+            if not _fits_unit(read, unit, size, context, keep_replicated):
                 raise ValueError("a plan for another unit")
             # A plan that shards nothing is right, and may be for a unit that cannot be tried.
             shards_something = read.num_sharded or read.positions is not None
@@ -73,7 +75,15 @@ class PlanCache:
                 self.num_read += 1
                 return plan
         plan = plan_unit(
-            unit, args, kwargs, size, whole=whole, context=context, deal=deal, wishes=wishes, vocabulary=vocabulary
+            unit,
+            args,
+            kwargs,
+            size,
+            keep_replicated=keep_replicated,
+            context=context,
+            sequence_parallel=sequence_parallel,
+            plan_requests=plan_requests,
+            vocabulary=vocabulary,
         )
         self.num_searched += 1
         with contextlib.suppress(TypeError):
@@ -112,14 +122,14 @@ class PlanCache:
         return plans if isinstance(plans, dict) else {}
 
 
-def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, whole: Collection[str]) -> bool:
+def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, keep_replicated: Collection[str]) -> bool:
     """Whether a plan fits a unit; one that shards parameters which others read does not, although it is proved."""
     names = {name for name, _ in (*unit.named_parameters(), *unit.named_buffers())}
     sharded = {name for name, placement in plan.placements.items() if isinstance(placement, Shard)}
-    if plan.size != size or plan.placements.keys() != names or sharded & set(whole):
+    if plan.size != size or plan.placements.keys() != names or sharded & set(keep_replicated):
         return False
     if plan.positions is None or plan.positions.by == "tensor":
-        return plan.otherwise is None
-    otherwise = plan.otherwise
-    same_storage = otherwise.placements == plan.placements if otherwise is not None else size == 1
+        return plan.full_sequence_plan is None
+    full_sequence_plan = plan.full_sequence_plan
+    same_storage = full_sequence_plan.placements == plan.placements if full_sequence_plan is not None else size == 1
     return plan.context == context and same_storage

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.output_differences import are_alike, difference_of, difference_of_sum
+from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of, difference_of_sum
 from lightning_hybrid.parts.placement import Replicated
 from lightning_hybrid.tensor.plan.unit_plan import Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
 from lightning_hybrid.tensor.trial.equivalence_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
-from lightning_hybrid.tensor.trial.threaded_ranks import Outcome, local_and_expected, run_whole
+from lightning_hybrid.tensor.trial.threaded_ranks import Outcome, local_and_expected, run_unsharded
 
 # The largest number of choices of modules that see the full length that are tried.
 _MAX_TRIALS = 16
@@ -49,49 +49,51 @@ def shard_sequence(
             same in both see the same lengths.
     """
     if sequence is None:
-        return replace(plan, undealt="no argument of the unit has the shape of its result")
-    place, dim = sequence
+        return replace(plan, full_sequence_reason="no argument of the unit has the shape of its result")
+    leaf_index, dim = sequence
     reason = ""
     for shown in itertools.islice(_full_length_choices(unit, plan, by, same_as), _MAX_TRIALS):
-        positions = PositionsPlan(by=by, place=place, dim=dim, num_dims=_num_dims(proof, place), shown=shown)
+        positions = PositionsPlan(
+            by=by, leaf_index=leaf_index, dim=dim, num_dims=_num_dims(proof, leaf_index), shown=shown
+        )
         sharded = _sharded(plan, positions, proof, guess=guess, prove=prove)
         if isinstance(sharded, UnitPlan):
             return sharded
         reason = reason or sharded
-    return replace(plan, undealt=reason)
+    return replace(plan, full_sequence_reason=reason)
 
 
 def find_sequence(proof: Proof) -> tuple[int, int] | None:
     """Find the leaf index of the sequence among the arguments, and its dim of positions; None if there is none."""
     results = {tuple(out.shape) for out in proof.reference(proof.first).outputs if isinstance(out, Tensor)}
-    for place, leaf in enumerate(proof.example.leaves):
+    for leaf_index, leaf in enumerate(proof.example.leaves):
         # The first such argument is the hidden state; others are additional inputs.
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and tuple(leaf.shape) in results:
             if leaf.dim() != 3:
-                return (place, 0) if leaf.dim() == 2 else None
-            return place, 0 if _mixes(proof, place, 0) and not _mixes(proof, place, 1) else 1
+                return (leaf_index, 0) if leaf.dim() == 2 else None
+            return leaf_index, 0 if _mixes(proof, leaf_index, 0) and not _mixes(proof, leaf_index, 1) else 1
     return None
 
 
-def _mixes(proof: Proof, place: int, dim: int) -> bool:
+def _mixes(proof: Proof, leaf_index: int, dim: int) -> bool:
     """Whether the unit mixes values along a dim: samples of a batch are not mixed, positions mostly are.
 
     One index in the middle is changed; where values are mixed, results before or after it change too.
     """
     setting = replace(proof.first, grad=False)
-    leaf = proof.example.leaves[place]
+    leaf = proof.example.leaves[leaf_index]
     middle, leaves = leaf.shape[dim] // 2, list(proof.example.leaves)
-    leaves[place] = leaf.detach().clone()
-    leaves[place].select(dim, middle).mul_(-0.5)
-    changed = run_whole(proof.unit, replace(proof.example, leaves=tuple(leaves)), setting)
+    leaves[leaf_index] = leaf.detach().clone()
+    leaves[leaf_index].select(dim, middle).mul_(-0.5)
+    changed = run_unsharded(proof.unit, replace(proof.example, leaves=tuple(leaves)), setting)
     others = [index for index in range(leaf.shape[dim]) if index != middle]
     pairs = zip(proof.reference(setting).outputs, changed.outputs, strict=True)
     compared = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == leaf.shape == b.shape]
     return not all(torch.equal(a.select(dim, i), b.select(dim, i)) for a, b in compared for i in others)
 
 
-def _num_dims(proof: Proof, place: int) -> int:
-    return int(proof.example.leaves[place].dim())
+def _num_dims(proof: Proof, leaf_index: int) -> int:
+    return int(proof.example.leaves[leaf_index].dim())
 
 
 def _full_length_choices(
@@ -121,7 +123,9 @@ def _modules_around(group: Group, unit: nn.Module) -> list[str | None]:
 def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: bool, prove: bool) -> UnitPlan | str:
     """Complete the plan by what a trial with these positions shows; or return what is wrong with it."""
     if plan.positions is not None:
-        positions = replace(positions, features=plan.positions.features, parts=plan.positions.parts)
+        positions = replace(
+            positions, features=plan.positions.features, parameter_shards=plan.positions.parameter_shards
+        )
     rules = dict(plan.rules)
     candidate = replace(plan, positions=positions, rules=rules)
     inputs: dict[str, tuple[int, ...]] = {}
@@ -202,7 +206,7 @@ def _find_summed(
 def _difference(addends: list[Tensor], shard: Tensor, tolerance: float, wanted: Tensor) -> str | None:
     if len(addends) > 1:
         return difference_of_sum(addends, shard, tolerance, whole=wanted)
-    return None if are_alike(addends[0], shard, tolerance, whole=wanted) else "another one on each rank"
+    return None if are_equal_within(addends[0], shard, tolerance, whole=wanted) else "another one on each rank"
 
 
 def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:

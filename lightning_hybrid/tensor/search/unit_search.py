@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.tensor.plan.unit_plan import Deal, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Wishes, check_followed
+from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.precedence import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.context_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.group_search import GroupSearch
 from lightning_hybrid.tensor.trial.equivalence_proof import Proof, proof_of
@@ -23,10 +23,10 @@ def plan_unit(
     example_kwargs: dict[str, Any] | None,
     size: int,
     *,
-    whole: Mapping[str, str] | None = None,
+    keep_replicated: Mapping[str, str] | None = None,
     context: int = 1,
-    deal: Deal = None,
-    wishes: Wishes | None = None,
+    sequence_parallel: SequenceParallel = None,
+    plan_requests: UnitRequests | None = None,
     vocabulary: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> UnitPlan:
@@ -40,11 +40,11 @@ def plan_unit(
         example_args: Arguments of one call as in training, with ``requires_grad`` as there. Fake tensors will do.
         example_kwargs: Its keyword arguments.
         size: Number of tensor ranks.
-        whole: Parameters that must stay replicated, each with the reason, by FQN inside the unit.
+        keep_replicated: Parameters that must stay replicated, each with the reason, by FQN inside the unit.
         context: Number of context ranks, over which the sequence is sharded.
-        deal: "tensor" to shard the sequence, or the shard of a context rank, over tensor ranks
+        sequence_parallel: "tensor" to shard the sequence, or the shard of a context rank, over tensor ranks
             between regions (sequence parallelism).
-        wishes: The requests of plans for its modules.
+        plan_requests: The requests of plans for its modules.
         vocabulary: Weights and biases to shard by vocabulary, by FQN inside the unit, each with its dim of rows.
         seed: Seed of the random weights.
 
@@ -57,17 +57,17 @@ def plan_unit(
     began = time.perf_counter()
     if size < 1 or context < 1:
         raise ValueError(f"tensor_parallel_size={size} and context_parallel_size={context}; they must be at least 1")
-    wishes = wishes or Wishes()
+    plan_requests = plan_requests or UnitRequests()
     with torch.random.fork_rng(devices=[]):
-        least = size * context if deal == "tensor" else 1
+        least = size * context if sequence_parallel == "tensor" else 1
         arguments = unit, example_args, example_kwargs or {}, size, seed, vocabulary
         proof = proof_of(*arguments, context=context, least=least)
         if isinstance(proof, str):
             plan = UnitPlan.unsharded(unit, size, proof)
         else:
-            excluded = {**(whole or {}), **wishes.replicated(unit)}
-            plan = _search(unit, proof, size, excluded, deal, wishes, vocabulary or {})
-    check_followed(wishes, plan)
+            excluded = {**(keep_replicated or {}), **plan_requests.replicated(unit)}
+            plan = _search(unit, proof, size, excluded, sequence_parallel, plan_requests, vocabulary or {})
+    check_followed(plan_requests, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 
 
@@ -76,36 +76,38 @@ def _search(
     proof: Proof,
     size: int,
     excluded: Mapping[str, str],
-    deal: Deal,
-    wishes: Wishes,
+    sequence_parallel: SequenceParallel,
+    plan_requests: UnitRequests,
     vocabulary: Mapping[str, int],
 ) -> UnitPlan:
     """Search over tensor ranks, then over context ranks; the result is proved."""
     context = proof.ranks.context
-    on_tensor, on_tensor_deal = (proof, deal) if context == 1 else (proof.on(size), None)
-    search = GroupSearch(unit, on_tensor, excluded, wishes, on_tensor_deal, vocabulary)
+    on_tensor, on_tensor_deal = (proof, sequence_parallel) if context == 1 else (proof.on(size), None)
+    search = GroupSearch(unit, on_tensor, excluded, plan_requests, on_tensor_deal, vocabulary)
     plan = search.run()
     if search.proof_failed:  # outputs were right in trials where gradients are not
         search = search.with_gradients()
         plan = search.run()
     if context > 1:
-        plan = _with_context(plan, search, proof, deal)
+        plan = _with_context(plan, search, proof, sequence_parallel)
     if plan.num_sharded and not plan.vocabulary and (line := proof.value_read):
         plan = UnitPlan.unsharded(unit, size, f"it reads values of tensors ({line}), of which ranks would have shards")
     return replace(plan, calls=proof.calls)
 
 
-def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, deal: Deal) -> UnitPlan:
+def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_parallel: SequenceParallel) -> UnitPlan:
     """Shard the sequence of a plan over tensor ranks over context ranks as well."""
     size, context = proof.ranks.size, proof.ranks.context
     if plan.vocabulary:
-        return replace(plan, context=context, undealt="vocabulary-parallel lookups and products need all positions")
+        return replace(
+            plan, context=context, full_sequence_reason="vocabulary-parallel lookups and products need all positions"
+        )
     wide = search.over_all_ranks(proof.on(size * context), plan.placements, size, context)
     over_tensor = plan
     for with_heads in (True, False):  # groups that mix positions mostly have heads
         exchanged, why = wide.exchanged(None if size == 1 else search.groups, with_heads=with_heads)
         groups = ShardedGroups(wide.linears, search.groups, exchanged, search.reasons, why)
-        plan = shard_over_context(proof.unit, over_tensor, groups, proof, deal)
+        plan = shard_over_context(proof.unit, over_tensor, groups, proof, sequence_parallel)
         if plan.positions is not None:
             break
     return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.placement import Shard, cut, join
+from lightning_hybrid.parts.placement import Shard, join, shard_tensor
 from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE
 from lightning_hybrid.tensor.trial.threaded_ranks import ThreadRanks, TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary
@@ -41,7 +41,7 @@ def cross_entropy_failure(length: int, size: int) -> str | None:
 
     def one(ranks: ThreadRanks) -> list[Tensor]:
         vocabulary = Vocabulary(rows, ranks)
-        local = [cut(full, vocabulary.shard(0), ranks.rank, size) for full in (weight, bias)]
+        local = [shard_tensor(full, vocabulary.shard(0), ranks.rank, size) for full in (weight, bias)]
         return _run(local[0], local[1], x, tokens, targets, vocabulary)
 
     try:

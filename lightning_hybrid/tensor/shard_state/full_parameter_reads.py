@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.gather_on_read import Gather, Guards, OutsideLayers
-from lightning_hybrid.parts.local_shards import AxisCut
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
+from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.step.instrument.autograd_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 class FullParameterReads:
     """Gathers on read the parameters of one module that are sharded over tensor ranks, while a step runs."""
 
-    def __init__(self, root: nn.Module, cut: AxisCut, without: Collection[str], guards: Guards) -> None:
+    def __init__(self, root: nn.Module, cut: AxisSharding, without: Collection[str], guards: ReadGuards) -> None:
         """Selects the sharded parameters.
 
         Args:
@@ -41,9 +41,9 @@ class FullParameterReads:
         }
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
         self._copies: list[_FullCopy] = []
-        gather = Gather(guards, self._full, self._record_copy, self._gradient, self._set_gradient)
-        self._outside = OutsideLayers("tensor", gather)
-        guards.before_shards.append(self._write_back)
+        gather = GatherCallbacks(guards, self._full, self._record_copy, self._gradient, self._set_gradient)
+        self._outside = OutsideLayerGuard("tensor", gather)
+        guards.before_shard_access.append(self._write_back)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class FullParameterReads:
             for copy in self._copies:
                 if copy.local is local and copy.local_version == local._version:
                     return copy.full
-            full = self._cut.joined(local, self._placement(parameter))
+            full = self._cut.unshard(local, self._placement(parameter))
         self._copies.append(_FullCopy(parameter, local, full, full._version, None))
         return full
 
@@ -101,7 +101,7 @@ class FullParameterReads:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if any(copy.full is full and copy.local is parameter.grad for copy in self._copies):
                 return
-            parameter.grad = self._cut.part(full.detach(), self._placement(parameter)).contiguous()
+            parameter.grad = self._cut.shard(full.detach(), self._placement(parameter)).contiguous()
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -112,7 +112,7 @@ class FullParameterReads:
                 continue
             copy.version = full._version
             with torch._C.DisableTorchFunctionSubclass():
-                now = self._cut.part(full, self._placement(copy.parameter))
+                now = self._cut.shard(full, self._placement(copy.parameter))
                 if copy.before is not None:
                     if torch.equal(now, copy.before):
                         continue
@@ -147,12 +147,12 @@ class _FullCopy:
         self.local_version = self.local._version
 
 
-class _Joined(Unwatched, torch.autograd.Function):
+class _Joined(NotIntercepted, torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cut: AxisCut, placement: Shard) -> Tensor:
+    def forward(ctx: Any, local: Tensor, cut: AxisSharding, placement: Shard) -> Tensor:
         ctx.cut, ctx.placement = cut, placement
-        return cut.joined(local, placement)
+        return cut.unshard(local, placement)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.cut.part(gradients[0], ctx.placement).contiguous(), None, None
+        return ctx.cut.shard(gradients[0], ctx.placement).contiguous(), None, None

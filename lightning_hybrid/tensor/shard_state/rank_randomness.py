@@ -13,7 +13,7 @@ from torch import Tensor
 AroundDraw = Callable[[], AbstractContextManager[Any]]
 
 
-class OwnDraws:
+class RankDraws:
     """Random numbers that differ by rank in sharded regions, for dropout; those outside stay equal.
 
     The region's generator state is separate from the default one, which therefore advances equally on all ranks.

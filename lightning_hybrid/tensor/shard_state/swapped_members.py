@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replace
-from lightning_hybrid.randomness.keyed_draws import AROUND
+from lightning_hybrid.randomness.keyed_draws import FORWARD_WRAPPER
 
 Slot = tuple[dict[str, Tensor | None], str]  # a module's parameters or buffers, and the key in them
 Modules = Mapping[str, nn.Module]
@@ -60,7 +60,7 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
     for fqn, forward in forwards.items():
         if fqn:
             attributes = modules[fqn].__dict__
-            around = getattr(attributes.get("forward"), AROUND, None)  # keys the random numbers of the module
+            around = getattr(attributes.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
             if around is not None:
                 undo.callback(replace(modules[fqn], "forward", around(forward)))
                 continue

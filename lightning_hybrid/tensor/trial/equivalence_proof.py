@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import Exact, random_copy
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, random_copy
 from lightning_hybrid.equivalence.output_differences import difference_of
-from lightning_hybrid.step.tracing.call_trace import calls_of
+from lightning_hybrid.step.tracing.call_trace import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.proved_calls import value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
@@ -25,7 +25,7 @@ from lightning_hybrid.tensor.trial.threaded_ranks import (
     TrialFailed,
     TrialRanks,
     local_and_expected,
-    run_whole,
+    run_unsharded,
 )
 
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
@@ -96,7 +96,10 @@ class Proof:
         key = f"{setting} {setting.exact}"
         cached = self._references.get(key)
         if cached is None or not cached[1] <= set(without):
-            cached = self._references[key] = run_whole(self.unit, self.example, setting, without), frozenset(without)
+            cached = self._references[key] = (
+                run_unsharded(self.unit, self.example, setting, without),
+                frozenset(without),
+            )
         return cached[0]
 
     def difference(
@@ -204,7 +207,7 @@ class Proof:
         cached = self._same_as_first.get(str(setting))
         if cached is None:
             first = self.reference(self.first)
-            forward = partial(run_whole, self.unit, self.example, setting, backward=False)
+            forward = partial(run_unsharded, self.unit, self.example, setting, backward=False)
             here = forward() if setting.grad else self.reference(setting)
             cached = self._same_as_first[str(setting)] = (
                 here.path == first.path
@@ -217,7 +220,7 @@ class Proof:
     @property
     def calls(self) -> frozenset[int]:
         """The lines of the unit's code that called torch in its unsharded runs so far, for `proved_calls`."""
-        return frozenset(call for outcome, _ in self._references.values() for call in calls_of(outcome.path))
+        return frozenset(call for outcome, _ in self._references.values() for call in user_call_sites(outcome.path))
 
     @property
     def value_read(self) -> str:
@@ -287,7 +290,7 @@ def _parameter_written_by(proof: Proof) -> str:
         for name, parameter in parameters.items():
             parameter.data = large[name].clone()
         with contextlib.suppress(Exception):  # large numbers may overflow
-            run_whole(proof.unit, proof.example, proof.first, backward=False)
+            run_unsharded(proof.unit, proof.example, proof.first, backward=False)
         return next((name for name, p in parameters.items() if not torch.equal(p.data, large[name])), "")
     finally:
         for name, parameter in parameters.items():
@@ -302,7 +305,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _run(unit: nn.Module, example: Example, dtype: torch.dtype) -> None:
     args, kwargs, _ = example.call()
-    with Exact(dtype):
+    with DeterministicMode(dtype):
         unit(*args, **kwargs)
 
 
@@ -345,9 +348,9 @@ def prove_cached(
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials
-        if plan.otherwise is not None:
+        if plan.full_sequence_plan is not None:
             proof = proof.on(plan.size)
-            if proof.first_failure(plan.otherwise) is not None:
+            if proof.first_failure(plan.full_sequence_plan) is not None:
                 return None
             num_trials += proof.ranks.num_trials
     return replace(plan, calls=proof.calls, num_trials=num_trials, seconds=time.perf_counter() - began)

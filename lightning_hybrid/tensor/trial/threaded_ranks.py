@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import Exact
-from lightning_hybrid.parts.placement import Placement, Shard, cut
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.deferred_tensors import whole_of
-from lightning_hybrid.step.tracing.call_trace import CodePath, Step
+from lightning_hybrid.step.standins.deferred_tensors import materialize
+from lightning_hybrid.step.tracing.call_trace import CallTrace, Step
 from lightning_hybrid.step.tracing.side_outputs import taking_asides
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.region_mode import RegionWatch
-from lightning_hybrid.tensor.runtime.sequence_sharding import Dealing
+from lightning_hybrid.tensor.runtime.region_mode import RegionMode
+from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
 from lightning_hybrid.tensor.runtime.sharded_unit import sharded
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 from lightning_hybrid.tensor.trial.example_inputs import Example
@@ -62,7 +62,7 @@ class Setting:
     Attributes:
         training: Train mode instead of eval mode.
         grad: With gradients, of outputs weighted by `_cotangent`.
-        exact: Under `Exact`.
+        exact: Under `DeterministicMode`.
         dtype: Dtype of all floating values.
     """
 
@@ -75,7 +75,7 @@ class Setting:
         return f"{'train' if self.training else 'eval'} mode, {'with' if self.grad else 'without'} gradients"
 
 
-def run_whole(
+def run_unsharded(
     unit: nn.Module, example: Example, setting: Setting, without: Collection[str] = (), *, backward: bool = True
 ) -> Outcome:
     """Run a unit unsharded, and its backward if the setting has gradients; arguments as for `TrialRanks.run`."""
@@ -83,7 +83,7 @@ def run_whole(
     before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
     unit.train(setting.training)
     try:
-        path = CodePath()
+        path = CallTrace()
         outputs, inputs = _forward(unit, example, setting, path if setting.exact else None)
         outcome = Outcome(outputs, {}, {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}, path.steps)
         if setting.grad and backward:
@@ -101,12 +101,15 @@ def _forward(
     around: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """Run the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name."""
-    with torch.set_grad_enabled(setting.grad), Exact(setting.dtype) if setting.exact else contextlib.nullcontext():
+    with (
+        torch.set_grad_enabled(setting.grad),
+        DeterministicMode(setting.dtype) if setting.exact else contextlib.nullcontext(),
+    ):
         args, kwargs, inputs = example.call()
         with taking_asides() as asides, around or contextlib.nullcontext():
             result = unit(*args, **kwargs)
-        outputs = [whole_of(output) for output in flatten((result, asides))[0]]
-    return outputs, {f"input {place}": tensor for place, tensor in inputs.items()}
+        outputs = [materialize(output) for output in flatten((result, asides))[0]]
+    return outputs, {f"input {leaf_index}": tensor for leaf_index, tensor in inputs.items()}
 
 
 def _gradients(outputs: list[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -233,7 +236,7 @@ class TrialRanks:
     Attributes:
         copies: Copies of the unit, at least one for each rank; they hold the same parameter objects.
         num_trials: Number of sharded runs.
-        watches: The `RegionWatch` of each rank in the last trial.
+        watches: The `RegionMode` of each rank in the last trial.
         sequence_shardings: The sharding of the sequence on each rank in the last trial.
         num_gathers: Number of full vocabulary tensors that were gathered in the last trial.
     """
@@ -253,8 +256,8 @@ class TrialRanks:
             self.copies.append(copy.deepcopy(unit, {id(p): p for p in unit.parameters()}))
         self.num_trials = 0
         self._shards: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
-        self.watches: list[RegionWatch | None] = []
-        self.sequence_shardings: list[Dealing | None] = []
+        self.watches: list[RegionMode | None] = []
+        self.sequence_shardings: list[ShardedSequence | None] = []
         self.num_gathers = 0
 
     def run(
@@ -301,10 +304,10 @@ class TrialRanks:
     def _shard_of(self, fqn: str, full: Tensor, placement: Placement, rank: int) -> Tensor:
         """A rank's shard of a parameter; weights, which units do not write, are sharded once for all trials."""
         if full.dim() < 2:
-            return cut(full, placement, rank, self.size).clone()
+            return shard_tensor(full, placement, rank, self.size).clone()
         cached = self._shards.get((fqn, rank))
         if cached is None or cached[0] != placement:
-            cached = self._shards[fqn, rank] = placement, cut(full, placement, rank, self.size)
+            cached = self._shards[fqn, rank] = placement, shard_tensor(full, placement, rank, self.size)
         return cached[1].detach()
 
     def _one(
@@ -325,20 +328,20 @@ class TrialRanks:
             needs = tensor.requires_grad and (learning or fqn not in without)
             local[fqn] = self._shard_of(fqn, tensor.detach(), plan.placements[fqn], rank).requires_grad_(needs)
         for fqn, buffer in self._unsharded.named_buffers():
-            local[fqn] = cut(buffer, plan.placements[fqn], rank, self.size).clone()
+            local[fqn] = shard_tensor(buffer, plan.placements[fqn], rank, self.size).clone()
         parameters = {fqn: tensor for fqn, tensor in local.items() if tensor.requires_grad and fqn not in without}
         # Nothing is drawn; and threads that access torch's generator can deadlock: its lock's owner waits for the
         # interpreter's lock if garbage is collected at that moment.
         around: AroundDraw = contextlib.nullcontext
         running = sharded(
-            unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_own=around
+            unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_local_draw=around
         )
         with running as runner:
             runner.learning = learning
             try:
                 outputs, inputs = _forward(unit, example, setting)
             finally:
-                self.watches[index], self.sequence_shardings[index] = runner.last_watch, runner.last_dealing
+                self.watches[index], self.sequence_shardings[index] = runner.last_region_mode, runner.last_sequence
                 self.num_gathers = runner.num_gathers
         buffers = {fqn: local[fqn] for fqn, _ in self._unsharded.named_buffers()}
         return Outcome(outputs, buffers=buffers), {**inputs, **parameters}
@@ -368,5 +371,5 @@ def local_and_expected(
             [local.narrow(placement.dim, local_start, length) for local in found[rank * context :][:context]],
             wanted.narrow(placement.dim, start, length),
         )
-        for rank, local_start, start, length in placement.places(plan.size)
+        for rank, local_start, start, length in placement.shard_ranges(plan.size)
     ]

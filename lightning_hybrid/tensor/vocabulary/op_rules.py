@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import VocabularyShard
 
 Rule = Callable[..., Any]
 aten = torch.ops.aten
@@ -37,10 +37,10 @@ def rule_of(func: Any) -> Rule | None:
 _POINTWISE = {aten.copy_, aten.fill_, aten.zero_, aten.masked_fill_}
 
 
-def _reference(args: Any, kwargs: Any) -> Slice | None:
+def _reference(args: Any, kwargs: Any) -> VocabularyShard | None:
     """The first shard, if all others have the same rows, and no operand would get a shard as its gradient."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    shards = [tensor for tensor in tensors if isinstance(tensor, Slice)]
+    shards = [tensor for tensor in tensors if isinstance(tensor, VocabularyShard)]
     first = shards[0]
     if any(not first.has_same_rows(other) for other in shards):
         return None
@@ -49,15 +49,15 @@ def _reference(args: Any, kwargs: Any) -> Slice | None:
     return first
 
 
-def _is_full_operand(value: Any, reference: Slice) -> bool:
+def _is_full_operand(value: Any, reference: VocabularyShard) -> bool:
     """Whether a plain operand has all rows of a vocabulary."""
-    if isinstance(value, Slice) or not isinstance(value, Tensor) or value.dim() < -reference.from_right:
+    if isinstance(value, VocabularyShard) or not isinstance(value, Tensor) or value.dim() < -reference.from_right:
         return False
     return value.shape[reference.from_right] != 1
 
 
-def _operand(value: Any, reference: Slice) -> Any:
-    if isinstance(value, Slice):
+def _operand(value: Any, reference: VocabularyShard) -> Any:
+    if isinstance(value, VocabularyShard):
         return value.local
     if _is_full_operand(value, reference):
         return reference.vocabulary.local_rows(value, reference.from_right % value.dim())
@@ -75,7 +75,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     reference = _reference(args, kwargs)
-    if reference is None or not isinstance(args[0], Slice) or "out" in kwargs:
+    if reference is None or not isinstance(args[0], VocabularyShard) or "out" in kwargs:
         return NotImplemented
     func(*[_operand(value, reference) for value in args], **{k: _operand(v, reference) for k, v in kwargs.items()})
     args[0].mark_written()
@@ -90,7 +90,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _filled_like(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    return x.like(func(x.local, *args[1:], **kwargs)) if isinstance(x, Slice) else NotImplemented
+    return x.like(func(x.local, *args[1:], **kwargs)) if isinstance(x, VocabularyShard) else NotImplemented
 
 
 def _new_filled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = tensors[0]
-    if not isinstance(first, Slice) or dim % first.dim() == first.cut_dim:
+    if not isinstance(first, VocabularyShard) or dim % first.dim() == first.cut_dim:
         return NotImplemented
     if any(not first.has_same_rows(other) for other in tensors):
         return NotImplemented
@@ -233,11 +233,11 @@ def _slice_backward(func: Any, args: Any, kwargs: Any) -> Any:
 # --- positions chosen by indices --------------------------------------------------------------------------------------
 
 
-def _dims_indexed(indices: Any, x: Slice) -> int | None:
+def _dims_indexed(indices: Any, x: VocabularyShard) -> int | None:
     """The number of first dims that are indexed, if all are before the sharded one; None otherwise."""
     while indices and indices[-1] is None:
         indices = indices[:-1]
-    if not indices or any(not isinstance(i, Tensor) or isinstance(i, Slice) for i in indices):
+    if not indices or any(not isinstance(i, Tensor) or isinstance(i, VocabularyShard) for i in indices):
         return None
     count = sum(index.dim() if index.dtype in (torch.bool, torch.uint8) else 1 for index in indices)
     return count if count <= x.cut_dim else None
@@ -245,7 +245,7 @@ def _dims_indexed(indices: Any, x: Slice) -> int | None:
 
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
     x, indices = args
-    if not isinstance(x, Slice) or _dims_indexed(indices, x) is None:
+    if not isinstance(x, VocabularyShard) or _dims_indexed(indices, x) is None:
         return NotImplemented
     out = func(x.local, indices)
     return x.like(out, out.dim() + x.from_right)
@@ -253,7 +253,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     x, indices, values, *rest = args
-    if not isinstance(x, Slice) or _dims_indexed(indices, x) is None:
+    if not isinstance(x, VocabularyShard) or _dims_indexed(indices, x) is None:
         return NotImplemented
     if _reference((x, values), {}) is None:
         return NotImplemented
@@ -266,7 +266,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, index = args
-    if not isinstance(x, Slice) or dim % x.dim() == x.cut_dim:
+    if not isinstance(x, VocabularyShard) or dim % x.dim() == x.cut_dim:
         return NotImplemented
     return x.like(func(x.local, dim, index))
 
@@ -292,32 +292,32 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
     """``a @ b``: a shard if an outer dim is sharded, a sum over ranks if the contracted dim is."""
     a, b = args
-    if isinstance(a, Slice) and a.cut_dim == 0 and not isinstance(b, Slice):
+    if isinstance(a, VocabularyShard) and a.cut_dim == 0 and not isinstance(b, VocabularyShard):
         return a.like(func(a.local, b))
-    if isinstance(b, Slice) and b.cut_dim == 1 and not isinstance(a, Slice):
+    if isinstance(b, VocabularyShard) and b.cut_dim == 1 and not isinstance(a, VocabularyShard):
         return b.like(func(a, b.local))
     left, right = _contracted(a, 1, b), _contracted(b, 0, a)
     if left is None or right is None:
         return NotImplemented
-    vocabulary = a.vocabulary if isinstance(a, Slice) else b.vocabulary
+    vocabulary = a.vocabulary if isinstance(a, VocabularyShard) else b.vocabulary
     return vocabulary.summed(func(left, right))
 
 
 def _contracted(x: Tensor, dim: int, other: Tensor) -> Tensor | None:
     """This rank's shard of a factor along the contracted ``dim``, if it is or can be sharded along it."""
-    if isinstance(x, Slice):
+    if isinstance(x, VocabularyShard):
         return x.local if x.cut_dim == dim else None
-    assert isinstance(other, Slice)
+    assert isinstance(other, VocabularyShard)
     return None if x.requires_grad else other.vocabulary.local_rows(x, dim)
 
 
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     bias, a, b = args
-    if isinstance(a, Slice) or not isinstance(b, Slice) or b.cut_dim != 1:
+    if isinstance(a, VocabularyShard) or not isinstance(b, VocabularyShard) or b.cut_dim != 1:
         return NotImplemented
-    if not isinstance(bias, Slice) and bias.requires_grad and bias.shape[-1] != 1:
+    if not isinstance(bias, VocabularyShard) and bias.requires_grad and bias.shape[-1] != 1:
         return NotImplemented
-    if isinstance(bias, Slice) and bias.from_right != -1:
+    if isinstance(bias, VocabularyShard) and bias.from_right != -1:
         return NotImplemented
     return b.like(func(_operand(bias, b), a, b.local, **kwargs))
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.instrument.autograd_functions import Unwatched
+from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 from lightning_hybrid.tensor.vocabulary.op_rules import Rule
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import VocabularyShard
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 # --- softmax ----------------------------------------------------------------------------------------------------------
 
 
-def _log_sum(x: Slice, local: Tensor) -> Tensor:
+def _log_sum(x: VocabularyShard, local: Tensor) -> Tensor:
     """The logarithm of the sum of exponentials over the full vocabulary; the sharded dim stays, with size 1."""
     of_rank = torch.logsumexp(local, x.cut_dim, keepdim=True)
     return torch.logsumexp(torch.stack(x.vocabulary.ranks.all_gather(of_rank.contiguous())), 0)
@@ -42,16 +42,16 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, out, dim, dtype = args
-    if not isinstance(out, Slice) or (isinstance(grad, Slice) and not out.has_same_rows(grad)):
+    if not isinstance(out, VocabularyShard) or (isinstance(grad, VocabularyShard) and not out.has_same_rows(grad)):
         return NotImplemented
-    local_grad = grad.local if isinstance(grad, Slice) else out.vocabulary.local_rows(grad, out.cut_dim)
+    local_grad = grad.local if isinstance(grad, VocabularyShard) else out.vocabulary.local_rows(grad, out.cut_dim)
     if dim % out.dim() != out.cut_dim:
         return out.like(func(local_grad, out.local, dim, dtype))
     wide = torch.promote_types(local_grad.dtype, torch.float32)
     local_grad, local = local_grad.to(wide), out.local.to(wide)
     is_log = func.overloadpacket is aten._log_softmax_backward_data
     addend = local_grad if is_log else local_grad * local
-    total = grad.sums if is_log and isinstance(grad, Slice) else None
+    total = grad.sums if is_log and isinstance(grad, VocabularyShard) else None
     if total is None:
         total = out.vocabulary.summed(addend.sum(out.cut_dim, keepdim=True))
     result = addend - (local.exp() if is_log else local) * total
@@ -69,13 +69,13 @@ def _logsumexp(func: Any, args: Any, kwargs: Any) -> Any:
 # --- the target's logit -----------------------------------------------------------------------------------------------
 
 
-def _logits_at(x: Slice, rows: Tensor) -> Tensor:
+def _logits_at(x: VocabularyShard, rows: Tensor) -> Tensor:
     """The values at these rows along the last dim, which is the sharded one; the shape is that of ``rows``."""
     local, foreign = x.vocabulary.located(rows)
     return x.vocabulary.summed(x.local.gather(-1, local).masked_fill_(foreign, 0))
 
 
-def _vocabulary_last(x: Slice) -> tuple[Slice, int]:
+def _vocabulary_last(x: VocabularyShard) -> tuple[VocabularyShard, int]:
     """Moves the vocabulary to the last dim; returns the dim that it was in, too."""
     return x.view_of(x.local.movedim(x.cut_dim, -1), x.dim() - 1), x.cut_dim
 
@@ -88,7 +88,7 @@ def _weights(target: Tensor, weight: Tensor | None, ignored: Tensor, like: Tenso
 def _nll(func: Any, args: Any, kwargs: Any) -> Any:
     """Negative log likelihood: the same sums as torch's, of logits that their owner ranks send."""
     x, target, weight, reduction, ignore = args
-    if not isinstance(x, Slice) or isinstance(target, Slice) or isinstance(weight, Slice):
+    if not isinstance(x, VocabularyShard) or isinstance(target, VocabularyShard) or isinstance(weight, VocabularyShard):
         return NotImplemented
     x, _ = _vocabulary_last(x)
     ignored = target == ignore
@@ -103,7 +103,9 @@ def _nll(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _nll_backward(func: Any, args: Any, kwargs: Any) -> Any:
     grad, x, target, weight, reduction, ignore, total = args
-    if not isinstance(x, Slice) or any(isinstance(other, Slice) for other in (grad, target, weight)):
+    if not isinstance(x, VocabularyShard) or any(
+        isinstance(other, VocabularyShard) for other in (grad, target, weight)
+    ):
         return NotImplemented
     x, dim = _vocabulary_last(x)
     ignored = target == ignore
@@ -152,11 +154,11 @@ LOSS_RULES: dict[Any, Rule] = {
 # --- autograd functions for operations whose backward would gather the full tensor ------------------------------------
 
 
-class _Lookup(torch.autograd.Function, Unwatched):
+class _Lookup(torch.autograd.Function, NotIntercepted):
     """Looks up rows of an embedding's weight: each rank those that it holds, summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Slice, rows: Tensor, padding: int | None) -> Tensor:
+    def forward(ctx: Any, weight: VocabularyShard, rows: Tensor, padding: int | None) -> Tensor:
         vocabulary = weight.vocabulary
         local, foreign = vocabulary.located(rows)
         ctx.save_for_backward(local, foreign)
@@ -166,7 +168,7 @@ class _Lookup(torch.autograd.Function, Unwatched):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Slice, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard, None, None]:
         local, foreign = ctx.saved_tensors
         vocabulary, kind = ctx.weight_like
         padding = -1
@@ -178,11 +180,11 @@ class _Lookup(torch.autograd.Function, Unwatched):
         return kind(dense, 0, vocabulary), None, None
 
 
-class _Gather(torch.autograd.Function, Unwatched):
+class _Gather(torch.autograd.Function, NotIntercepted):
     """``torch.gather`` along the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, x: Slice, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, x: VocabularyShard, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.like = x.vocabulary, type(x), x.local.shape, x.cut_dim
         last, dim = _vocabulary_last(x)
@@ -190,7 +192,7 @@ class _Gather(torch.autograd.Function, Unwatched):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Slice, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard, None]:
         (rows,) = ctx.saved_tensors
         vocabulary, kind, shape, dim = ctx.like
         local, foreign = vocabulary.located(rows)
@@ -208,7 +210,7 @@ def embedding_rows(
     sparse: bool = False,
 ) -> Any:
     """``F.embedding`` on a weight sharded by rows; ``NotImplemented`` where an option needs the rows of all ranks."""
-    if not isinstance(weight, Slice) or weight.cut_dim != 0 or isinstance(rows, Slice):
+    if not isinstance(weight, VocabularyShard) or weight.cut_dim != 0 or isinstance(rows, VocabularyShard):
         return NotImplemented
     if max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
@@ -217,7 +219,7 @@ def embedding_rows(
 
 def gather_rows(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     """``torch.gather`` along the sharded dim; ``NotImplemented`` along another dim."""
-    if not isinstance(x, Slice) or not isinstance(dim, int) or dim % x.dim() != x.cut_dim or sparse_grad:
+    if not isinstance(x, VocabularyShard) or not isinstance(dim, int) or dim % x.dim() != x.cut_dim or sparse_grad:
         return NotImplemented
     same = all(index.shape[k] == x.shape[k] for k in range(x.dim()) if k != x.cut_dim)
     return _Gather.apply(x, index) if same and prod(index.shape) else NotImplemented

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, join, padded
-from lightning_hybrid.step.standins.deferred_tensors import Deferred
+from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
 
 
@@ -90,7 +90,7 @@ class _Memory:
     exposed: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
-class Slice(Deferred):
+class VocabularyShard(DeferredTensor):
     """A tensor of the full shape that holds this rank's rows of the vocabulary.
 
     Attributes:
@@ -113,9 +113,9 @@ class Slice(Deferred):
         dim: int,
         vocabulary: Vocabulary,
         memory: _Memory | None = None,
-    ) -> Slice:
+    ) -> VocabularyShard:
         """Wraps this rank's rows along ``dim``; ``memory`` is that of the shard of which this one is a view."""
-        made: Slice = torch.Tensor._make_wrapper_subclass(
+        made: VocabularyShard = torch.Tensor._make_wrapper_subclass(
             cls,
             _full_shape(local, dim, vocabulary.length),
             strides=_full_stride(local, dim, vocabulary.length),
@@ -152,11 +152,11 @@ class Slice(Deferred):
         """The sharded dim counted from the end, below zero."""
         return self.cut_dim - self._local.dim()
 
-    def view_of(self, local: Tensor, dim: int | None = None) -> Slice:
+    def view_of(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
         """A shard that shares this one's memory."""
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary, self._memory)
 
-    def like(self, local: Tensor, dim: int | None = None) -> Slice:
+    def like(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
         """A shard with the same rows that shares no memory with this one."""
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary)
 
@@ -202,7 +202,7 @@ class Slice(Deferred):
     def has_same_rows(self, other: Any) -> bool:
         """Whether the other is a shard of the same rows, along the same dim counted from the end."""
         return (
-            isinstance(other, Slice)
+            isinstance(other, VocabularyShard)
             and other.vocabulary.length == self.vocabulary.length
             and other.from_right == self.from_right
         )

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.step.instrument.autograd_functions import Unwatched
-from lightning_hybrid.step.standins.deferred_tensors import whole_of
+from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
+from lightning_hybrid.step.standins.deferred_tensors import materialize
 from lightning_hybrid.tensor.vocabulary.op_rules import rule_of
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, embedding_rows, gather_rows
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Slice, Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary, VocabularyShard
 
 # Operations that need the memory of the full tensor.
 _OF_CONTENT = frozenset(
@@ -48,10 +48,10 @@ _OF_CONTENT = frozenset(
 )
 
 
-class VocabularyTensor(Slice):
+class VocabularyTensor(VocabularyShard):
     """A vocabulary shard whose operations run by sharding rules, or on the full tensor."""
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """All-gathers the full tensor; gradients flow back to the shard."""
         return _GatherFull.apply(self)
 
@@ -64,7 +64,7 @@ class VocabularyTensor(Slice):
             if func.__self__.__name__ == "data":
                 return args[0].detach()
         elif name in _OF_CONTENT:
-            args, kwargs = tree_map(whole_of, (args, kwargs))
+            args, kwargs = tree_map(materialize, (args, kwargs))
         elif name == "__setitem__" and isinstance(args[0], cls):
             return _set_item(*args)
         else:
@@ -96,8 +96,8 @@ class VocabularyTensor(Slice):
 
 def _set_item(x: VocabularyTensor, index: Any, value: Any) -> None:
     """``x[index] = value``: written to the full tensor, of which each rank keeps its rows."""
-    full = x.whole().clone()
-    full[whole_of(index)] = whole_of(value)
+    full = x.full_tensor().clone()
+    full[materialize(index)] = materialize(value)
     x.copy_(full)
 
 
@@ -106,15 +106,15 @@ def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     is_view = not written and any(value.alias_info is not None for value in schema.returns)
-    changed: list[tuple[Slice, Tensor]] = []
+    changed: list[tuple[VocabularyShard, Tensor]] = []
 
     def plain(value: Any) -> Any:
-        if not isinstance(value, Slice):
+        if not isinstance(value, VocabularyShard):
             return value
         return value.exposed() if is_view else value.gathered()
 
     def writable(value: Any) -> Any:
-        if not isinstance(value, Slice):
+        if not isinstance(value, VocabularyShard):
             return value
         changed.append((value, value.gathered().clone()))
         return changed[-1][1]
@@ -135,11 +135,11 @@ def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(as_shard, out) if changed else out
 
 
-class _GatherFull(torch.autograd.Function, Unwatched):
+class _GatherFull(torch.autograd.Function, NotIntercepted):
     """Makes the plain full tensor; backward, each rank gets its rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Slice) -> Tensor:
+    def forward(ctx: Any, x: VocabularyShard) -> Tensor:
         return x.take_full()
 
     @staticmethod
@@ -147,23 +147,23 @@ class _GatherFull(torch.autograd.Function, Unwatched):
         return grad
 
 
-class _Represent(torch.autograd.Function, Unwatched):
+class _Represent(torch.autograd.Function, NotIntercepted):
     """Makes a `VocabularyTensor` of this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, vocabulary: Vocabulary) -> Slice:
+    def forward(ctx: Any, local: Tensor, dim: int, vocabulary: Vocabulary) -> VocabularyShard:
         ctx.dim, ctx.vocabulary = dim, vocabulary
         return VocabularyTensor(local.detach(), dim, vocabulary)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if isinstance(grad, Slice) and grad.cut_dim == ctx.dim:
+        if isinstance(grad, VocabularyShard) and grad.cut_dim == ctx.dim:
             return grad.local, None, None
-        full = grad.gathered() if isinstance(grad, Slice) else grad
+        full = grad.gathered() if isinstance(grad, VocabularyShard) else grad
         return ctx.vocabulary.local_rows(full, ctx.dim).clone(), None, None
 
 
-def represent(local: Tensor, dim: int, vocabulary: Vocabulary) -> Slice:
+def represent(local: Tensor, dim: int, vocabulary: Vocabulary) -> VocabularyShard:
     """Makes a tensor of the full shape from this rank's rows.
 
     Args:
@@ -172,5 +172,5 @@ def represent(local: Tensor, dim: int, vocabulary: Vocabulary) -> Slice:
         vocabulary: The ranges of rows of all ranks.
     """
     with torch._C.DisableTorchFunction():  # a mode may be about to represent this very tensor
-        made: Slice = _Represent.apply(local, dim, vocabulary)
+        made: VocabularyShard = _Represent.apply(local, dim, vocabulary)
     return made

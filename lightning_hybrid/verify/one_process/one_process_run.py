@@ -30,13 +30,13 @@ from lightning_hybrid.step.batch.microbatch import (
     sizes_of,
     split,
 )
-from lightning_hybrid.step.instrument.instrument import drawing_as_stages
+from lightning_hybrid.step.instrument.instrument import draw_as_stages
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.verify.one_process.data_split import DataSplit
 from lightning_hybrid.verify.one_process.microbatch_state import DeferredGradients, MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.replica_modules import ReplicaModules
 from lightning_hybrid.verify.one_process.replica_samplers import ReplicaLoader, split_loader
-from lightning_hybrid.verify.records.run_record import Observed, local_copies, prediction_leaves
+from lightning_hybrid.verify.records.run_record import RunRecord, local_copies, prediction_leaves
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 
@@ -96,7 +96,7 @@ class OneProcessRun:
                 trainer, dataloader, replicas, shuffle=shuffle, mode=mode
             )
 
-    def finish(self, observed: Observed) -> None:
+    def finish(self, observed: RunRecord) -> None:
         """Add the losses, predictions and buffers of each replica."""
         observed.replica_losses = list(self._losses.values())
         observed.replica_predictions = [prediction_leaves(list(loaders.values())) for loaders in self._predicted]
@@ -337,9 +337,9 @@ class OneProcessRun:
                         pass
                 before = GeneratorStates(self._randomness.device)
                 yield
-                self.moved_generators |= not before.still_stand()
+                self.moved_generators |= not before.are_unchanged()
                 return
-            with drawing_as_stages(self._replicas[microbatch.replica], self._randomness, number, microbatch.number):
+            with draw_as_stages(self._replicas[microbatch.replica], self._randomness, number, microbatch.number):
                 yield
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import where_sent
+from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
-from lightning_hybrid.replicate.forbid_communication import refused_communication
+from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
-from lightning_hybrid.step.instrument.instrument import drawing_as_stages
+from lightning_hybrid.step.instrument.instrument import draw_as_stages
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 from lightning_hybrid.verify.one_process.undo_step import perturbed, without_side_effects
 
@@ -32,7 +32,7 @@ _MIXES = 1e-9
 
 
 @dataclass(frozen=True)
-class Given:
+class ReplicaInput:
     """The input of one replica in a step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """The call of the user's step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass
-class Alone:
+class OneProcessResult:
     """Losses and gradients of one process, over all batches of one optimizer step.
 
     Attributes:
@@ -76,8 +76,8 @@ class Alone:
         noisy_gradients: The same with perturbed weights.
         mixes: Loss of the first full batch, mean over its microbatches, and their number; None where the two cannot be
             compared.
-        untried: The reason why they cannot be compared.
-        at_once: The same with each replica's batch as one microbatch, if the full loss is no mean over microbatches.
+        not_comparable: The reason why they cannot be compared.
+        unsplit: The same with each replica's batch as one microbatch, if the full loss is no mean over microbatches.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -85,11 +85,11 @@ class Alone:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     noisy_gradients: dict[str, Tensor] = field(default_factory=dict)
     mixes: tuple[float, float, int] | None = None
-    untried: str = ""
-    at_once: Alone | None = None
+    not_comparable: str = ""
+    unsplit: OneProcessResult | None = None
 
 
-class StepAlone:
+class OneProcessStep:
     """Runs steps of a module that has all its parameters; losses and gradients accumulate in ``result``."""
 
     def __init__(
@@ -112,12 +112,12 @@ class StepAlone:
             weight: The user's ``microbatch_weight``.
             perturbation: Relative perturbation of the weights for the noise floor.
         """
-        self.result = Alone()
+        self.result = OneProcessResult()
         self._module, self._keyed, self._splitter, self._weight = module, keyed, splitter, weight
         self._randomness = keyed or KeyedRandomness(0, device)
         self._perturbation = perturbation
 
-    def run(self, call: Call, inputs: Sequence[Given]) -> bool:
+    def run(self, call: StepCall, inputs: Sequence[ReplicaInput]) -> bool:
         """Run one batch of all replicas, and again with perturbed weights.
 
         Returns:
@@ -132,17 +132,19 @@ class StepAlone:
         with perturbed(self._module, self._perturbation):
             noisy = self._run_microbatches(call, inputs, self.result.noisy_gradients)
         self.result.noisy_losses.append(losses if noisy is None else noisy)
-        at_once = self.result.at_once
-        if at_once is not None:
+        unsplit = self.result.unsplit
+        if unsplit is not None:
             together = [replace(replica, count=1) for replica in inputs]
-            found = self._run_microbatches(call, together, at_once.gradients) or losses
-            at_once.losses.append(found)
+            found = self._run_microbatches(call, together, unsplit.gradients) or losses
+            unsplit.losses.append(found)
             with perturbed(self._module, self._perturbation):
-                noisy = self._run_microbatches(call, together, at_once.noisy_gradients)
-            at_once.noisy_losses.append(found if noisy is None else noisy)
+                noisy = self._run_microbatches(call, together, unsplit.noisy_gradients)
+            unsplit.noisy_losses.append(found if noisy is None else noisy)
         return True
 
-    def _run_microbatches(self, call: Call, inputs: Sequence[Given], into: dict[str, Tensor]) -> list[float] | None:
+    def _run_microbatches(
+        self, call: StepCall, inputs: Sequence[ReplicaInput], into: dict[str, Tensor]
+    ) -> list[float] | None:
         """Run the microbatches of all replicas and return the loss of each replica; gradients are added to ``into``."""
         splits = [split(replica.batch, replica.count, self._splitter) for replica in inputs]
         weights = [shares for _, shares in splits]
@@ -172,7 +174,7 @@ class StepAlone:
         return losses
 
     def _run_replica(
-        self, call: Call, own: Given, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
+        self, call: StepCall, own: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
         with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad():
@@ -187,7 +189,7 @@ class StepAlone:
                         loss.backward(torch.full_like(loss, call.seed_factor * weight))
         return total
 
-    def _compare_with_full_batch(self, call: Call, inputs: Sequence[Given], losses: Sequence[float]) -> None:
+    def _compare_with_full_batch(self, call: StepCall, inputs: Sequence[ReplicaInput], losses: Sequence[float]) -> None:
         """Record the loss of the replicas' batches concatenated, beside the mean over the microbatches."""
         count = sum(replica.count for replica in inputs)
         if count == 1:
@@ -202,26 +204,26 @@ class StepAlone:
                     with call.context():
                         full_losses.append(float(_loss_of(call.step(full_batch, *call.rest)).detach()))
         except BatchError as error:
-            self.result.untried = str(error)
+            self.result.not_comparable = str(error)
             return
         except Exception as error:  # a step may fail on so large a batch, which is no error here
-            self.result.untried = f"it raised {type(error).__name__}: {error}"
+            self.result.not_comparable = f"it raised {type(error).__name__}: {error}"
             return
         if full_losses[0] != full_losses[1]:
-            self.result.untried = "the module draws random numbers, which depend on how samples are grouped"
+            self.result.not_comparable = "the module draws random numbers, which depend on how samples are grouped"
             return
         mean = sum(losses) / len(losses)
         self.result.mixes = full_losses[0], mean, count
         if not math.isclose(full_losses[0], mean, rel_tol=_MIXES):
-            self.result.at_once = Alone()
+            self.result.unsplit = OneProcessResult()
 
     @contextlib.contextmanager
-    def _random_state(self, number: int, microbatch: int, own: Given) -> Iterator[None]:
+    def _random_state(self, number: int, microbatch: int, own: ReplicaInput) -> Iterator[None]:
         if self._keyed is None:
             own.generators.restore()
             yield
             return
-        with drawing_as_stages(self._module, self._keyed, number, microbatch):
+        with draw_as_stages(self._module, self._keyed, number, microbatch):
             yield
 
 
@@ -230,7 +232,7 @@ def _loss_of(output: Any) -> Any:
 
 
 @contextlib.contextmanager
-def whole_on_first(root: nn.Module, plan: StagePlan | None, group: dist.ProcessGroup) -> Iterator[None]:
+def full_parameters_on_first_rank(root: nn.Module, plan: StagePlan | None, group: dist.ProcessGroup) -> Iterator[None]:
     """Context in which the first rank of a pipeline has the content of all parameters; collective over its ranks.
 
     Args:
@@ -245,7 +247,7 @@ def whole_on_first(root: nn.Module, plan: StagePlan | None, group: dist.ProcessG
             if owner == 0:
                 continue
             if plan.rank == owner:
-                dist.send(where_sent(parameter.detach().contiguous(), group), group=group, group_dst=0)
+                dist.send(on_group_device(parameter.detach().contiguous(), group), group=group, group_dst=0)
             elif plan.rank == 0:
                 content = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 dist.recv(content, group=group, group_src=owner)
@@ -265,7 +267,7 @@ def no_communication() -> AbstractContextManager[None]:
     Raises:
         RuntimeError: The step calls a collective over more than one rank.
     """
-    return refused_communication(
+    return collectives_forbidden(
         lambda name: RuntimeError(
             f"the step communicates with other ranks ({name}), so it is no step of one process; such a step can"
             " only be verified by a run of its own: leave verify_first_step out"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.snapshot import inside, is_state, reachable
+from lightning_hybrid.step.module_state.snapshot import inside, is_state, reachable_leaves
 
 _LISTS = (list, set, deque)
 _NOTHING = object()
@@ -51,7 +51,7 @@ class ReplicaModules:
         original = self.modules[0]
         memo = self._common_objects()
         # torch copies no tensor of a graph, such as the weight that own_content old weight_norm leaves on a layer.
-        computed = (leaf for _, leaf in reachable(original) if isinstance(leaf, Tensor) and not leaf.is_leaf)
+        computed = (leaf for _, leaf in reachable_leaves(original) if isinstance(leaf, Tensor) and not leaf.is_leaf)
         memo.update((id(leaf), leaf.detach().clone()) for leaf in computed)
         module = copy.deepcopy(original, memo)
         module.trainer = self._trainer  # copies of a LightningModule forget it

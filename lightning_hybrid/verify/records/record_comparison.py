@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hybrid.verify.records.run_record import Observed
+from lightning_hybrid.verify.records.run_record import RunRecord
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many. In 32 bits the floor is high
 # enough to hide small faults; there, differences above the rounding below were at most 1.3 times the floor.
@@ -113,7 +113,7 @@ class Difference:
 
 
 def compare(
-    ranks: Sequence[Observed], reference: Observed, noisy: Observed, *, precision: str, factor: float | None = None
+    ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, *, precision: str, factor: float | None = None
 ) -> list[Difference]:
     """List all values that differ, the earliest first.
 
@@ -153,7 +153,7 @@ def compare(
     return sorted(differences, key=lambda d: (d.key, d.rank))
 
 
-def noise_of(reference: Observed, noisy: Observed) -> float:
+def noise_of(reference: RunRecord, noisy: RunRecord) -> float:
     """The largest noise floor of any parameter's update after the run, relative to that update."""
     floors = [
         float((_as_float64(_without_initial_noise(noisy.weights[name], name, noisy)) - _as_float64(value)).abs().max())
@@ -164,7 +164,7 @@ def noise_of(reference: Observed, noisy: Observed) -> float:
     return max(floors, default=0.0)
 
 
-def unmoved(observed: Observed) -> list[str]:
+def unmoved(observed: RunRecord) -> list[str]:
     """Parameters that require gradients and that the run did not change."""
     return [
         name
@@ -178,11 +178,11 @@ def _is_sharded(key: Key) -> bool:
     return key.what in ("initial weights of", "gradient norm of", "update of")
 
 
-def _values(observed: Observed, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
+def _values(observed: RunRecord, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
     return dict(_iterate_values(observed, losses))
 
 
-def _iterate_values(observed: Observed, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
+def _iterate_values(observed: RunRecord, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
     for name, weight in observed.start.items():
         yield Key(0, 0, "initial weights of", name), weight
     for index, step in enumerate(observed.steps):
@@ -212,7 +212,7 @@ def _iterate_values(observed: Observed, losses: Sequence[float | None] | None) -
         yield Key(AT_THE_END, 4, "prediction", name), predicted
 
 
-def _of_replica(reference: Observed, replica: int) -> dict[Key, Tensor]:
+def _of_replica(reference: RunRecord, replica: int) -> dict[Key, Tensor]:
     values = _values(reference)
     for index, losses in enumerate(reference.replica_losses):
         if losses:
@@ -227,7 +227,7 @@ def _of_replica(reference: Observed, replica: int) -> dict[Key, Tensor]:
     return values
 
 
-def _subtract_perturbation(values: dict[Key, Tensor], noisy: Observed) -> dict[Key, Tensor]:
+def _subtract_perturbation(values: dict[Key, Tensor], noisy: RunRecord) -> dict[Key, Tensor]:
     """Subtract the initial perturbation from the weights, so that only the noise of their updates remains.
 
     In 32 bits the perturbation is larger than many updates: an update could be missing and still count as noise.
@@ -238,7 +238,7 @@ def _subtract_perturbation(values: dict[Key, Tensor], noisy: Observed) -> dict[K
     }
 
 
-def _without_initial_noise(weight: Tensor, name: str, noisy: Observed) -> Tensor:
+def _without_initial_noise(weight: Tensor, name: str, noisy: RunRecord) -> Tensor:
     start, perturbed = noisy.start.get(name), noisy.perturbed.get(name)
     if start is None or perturbed is None or not (start.shape == perturbed.shape == weight.shape):
         return weight
@@ -246,7 +246,7 @@ def _without_initial_noise(weight: Tensor, name: str, noisy: Observed) -> Tensor
     return weight.to(wide) - (perturbed.to(wide) - start.to(wide))
 
 
-def _mean_losses(ranks: Sequence[Observed]) -> list[float | None]:
+def _mean_losses(ranks: Sequence[RunRecord]) -> list[float | None]:
     """The mean loss of each step over the replicas, each counted once."""
     firsts = {observed.replica: observed for observed in reversed(ranks)}.values()
     rows = zip(*([step.loss for step in observed.steps] for observed in firsts), strict=False)
@@ -259,7 +259,7 @@ def _judge(
     expected: Tensor | None,
     found: Tensor | None,
     noise: Tensor | None,
-    reference: Observed,
+    reference: RunRecord,
     relative: float,
     factor: float,
 ) -> Difference | None:
@@ -289,7 +289,7 @@ def _judge(
     return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)
 
 
-def _scale(key: Key, expected: Tensor, reference: Observed) -> float:
+def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     """The size that a difference is relative to."""
     size = float(_as_float64(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
     if key.what in ("update of", "weights"):
@@ -300,7 +300,7 @@ def _scale(key: Key, expected: Tensor, reference: Observed) -> float:
     return size
 
 
-def _last_digits(key: Key, weight: Tensor, reference: Observed) -> float:
+def _last_digits(key: Key, weight: Tensor, reference: RunRecord) -> float:
     """The absolute error that rounding may cause in a weight in the steps so far."""
     if key.what not in ("update of", "weights") or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
@@ -309,7 +309,7 @@ def _last_digits(key: Key, weight: Tensor, reference: Observed) -> float:
     return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * size
 
 
-def _largest_update(reference: Observed, name: str, weight: Tensor) -> float:
+def _largest_update(reference: RunRecord, name: str, weight: Tensor) -> float:
     start = reference.start.get(name)
     if start is None or start.shape != weight.shape or not weight.numel():
         return 0.0

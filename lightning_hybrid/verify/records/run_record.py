@@ -17,7 +17,7 @@ from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
 
 @dataclass
-class Step:
+class StepRecord:
     """State recorded after one training batch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Failure:
 
 
 @dataclass
-class Observed:
+class RunRecord:
     """One run, as recorded by one rank.
 
     Attributes:
@@ -86,7 +86,7 @@ class Observed:
     replica: int = 0
     start: dict[str, Tensor] = field(default_factory=dict)
     perturbed: dict[str, Tensor] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     tests: dict[str, float] = field(default_factory=dict)
@@ -107,11 +107,11 @@ class Observed:
 
 
 class RunRecorder:
-    """Callback hooks that fill an ``Observed``; a mixin for the Callback class of the module's Lightning."""
+    """Callback hooks that fill an ``RunRecord``; a mixin for the Callback class of the module's Lightning."""
 
     def __init__(self, perturbation: float) -> None:
         """Args: perturbation: relative size of the noise that is added to the weights before the first step."""
-        self.observed = Observed()
+        self.observed = RunRecord()
         self._perturbation = perturbation
         self._grad_norms: dict[str, float] = {}
 
@@ -133,7 +133,7 @@ class RunRecorder:
                 if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
                     gradient = parameter.grad.detach()
                     if (shards := _local_shards_of(trainer)) is not None:
-                        gradient = shards.whole_like(parameter, gradient)
+                        gradient = shards.full_state_of(parameter, gradient)
                     gradient = gradient.to_dense() if gradient.is_sparse else gradient
                     norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
                     self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
@@ -145,7 +145,7 @@ class RunRecorder:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self.observed.steps.append(
-            Step(
+            StepRecord(
                 loss=float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 and not is_absent(loss) else None,
                 metrics=self._numbers(trainer.callback_metrics),
                 learning_rates=rates,
@@ -159,7 +159,7 @@ class RunRecorder:
         """Record the metrics that validation logged."""
         self.observed.validations.append(self._numbers(trainer.callback_metrics))
 
-    def finish(self, trainer: Any, module: nn.Module) -> Observed:
+    def finish(self, trainer: Any, module: nn.Module) -> RunRecord:
         """Record metrics, parameters and buffers after the run."""
         self.observed.metrics = self._numbers(trainer.callback_metrics)
         self.observed.weights = local_copies(module.named_parameters(), trainer)
@@ -183,7 +183,7 @@ class RunRecorder:
         if run is None:  # another strategy, whose steps are those of one process
             return
         self.observed.unpartitioned_steps |= run.uncut_steps
-        self.observed.unsplit_steps |= run.steps_at_once
+        self.observed.unsplit_steps |= run.unsplit_step_names
         self.observed.shares = max(self.observed.shares, run.batch_shares)
         self.observed.pipelined = trainer.strategy.pipelined_batches
         self.observed.in_shares |= run.shares_batches
@@ -202,7 +202,7 @@ def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> 
     """
     shards = _local_shards_of(trainer)
     return {
-        name: (tensor if shards is None else shards.whole_of(name, tensor)).detach().to("cpu", copy=True)
+        name: (tensor if shards is None else shards.full_tensor_of(name, tensor)).detach().to("cpu", copy=True)
         for name, tensor in tensors
         if not is_absent(tensor) and not tensor.is_meta
     }

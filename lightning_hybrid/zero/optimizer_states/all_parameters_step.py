@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 from lightning_hybrid.zero.storage_devices import HOST
 
 
-class StatesAtOnce(StatesAtRest):
+class AllParametersStep(OffloadedStates):
     """The offloaded states of one optimizer, moved together; of any number and shape, a growing history included."""
 
     def __init__(
@@ -82,7 +82,7 @@ class StatesAtOnce(StatesAtRest):
             for _, value in self._states():
                 value.data = value.to(self._states_on)
         for region in self._regions:
-            region.let_go()
+            region.evict()
 
     def _offload_to(self, file: StateFile) -> None:
         """Copy states that the step has made or replaced to regions of the file that no other tensor uses."""
@@ -97,7 +97,7 @@ class StatesAtOnce(StatesAtRest):
             storage = StorageWeakRef(value.untyped_storage())
             self._by_address[_address(value)] = _FileRegion(region, value.nbytes, storage)
         for slot in self._by_address.values():
-            file.let_go(slot.region)
+            file.evict(slot.region)
 
 
 class _FileRegion(NamedTuple):

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
-from lightning_hybrid.zero.optimizer_states.offloaded_states import StatesAtRest
+from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
 from lightning_hybrid.zero.storage_devices import HOST
 
 
-class StatesByLayer(StatesAtRest):
+class LayerwiseStep(OffloadedStates):
     """The states of one optimizer that treats each parameter by itself."""
 
     def __init__(
@@ -40,7 +40,7 @@ class StatesByLayer(StatesAtRest):
         """Replace the optimizer's step.
 
         Args:
-            optimizer: Built, and not stepped yet; some parameters may be absent; `why_at_once` is empty for it.
+            optimizer: Built, and not stepped yet; some parameters may be absent; `why_not_layerwise` is empty for it.
             layers: The parameters of each layer, in the order of stepping.
             folder: For the file; None for memory.
             regions: Regions of files that hold the parameters themselves, by their ids.
@@ -56,7 +56,7 @@ class StatesByLayer(StatesAtRest):
         self._regions = [{region for region in found if region is not None} for found in of_layers]
         super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
         if folder is not None and self._layers:
-            sizes = states_of_a_step(optimizer)
+            sizes = state_element_sizes(optimizer)
             assert sizes is not None
             self.file = StateFile(folder, [_bytes_of(members, sizes, numel) for members in self._layers])
             self._files.add(self.file)
@@ -69,7 +69,7 @@ class StatesByLayer(StatesAtRest):
         if self.file is not None:
             for number, members in enumerate(self._layers):
                 self._put_in_file(number, members)
-                self.file.let_go(number)
+                self.file.evict(number)
 
     def is_in_file(self, value: Tensor) -> bool:
         """Whether a state's memory is in the file."""
@@ -88,7 +88,7 @@ class StatesByLayer(StatesAtRest):
                 if file is not None:
                     if number + 1 < len(self._layers):
                         file.read_ahead(number + 1)
-                    file.take(number)
+                    file.load(number)
                 for region in self._regions[number + 1] if number + 1 < len(self._layers) else ():
                     region.read_ahead()
                 ids = {id(p) for p in members}
@@ -120,9 +120,9 @@ class StatesByLayer(StatesAtRest):
                 p.grad = grad
         if self.file is not None:
             self._put_in_file(number, members)
-            self.file.let_go(number)
+            self.file.evict(number)
         for region in self._regions[number]:
-            region.let_go()
+            region.evict()
 
     def _move_states(self, entry: dict[str, Any]) -> None:
         """Move states that were loaded, or made when the optimizer was built, from the parameter's device."""
@@ -155,21 +155,21 @@ def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
         hook(optimizer, (), {})
 
 
-def why_at_once(optimizer: Optimizer, *, in_file: bool) -> str:
+def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
     """The reason why an optimizer cannot step one layer at a time; empty if it can.
 
     Args:
         optimizer: Built; a small copy of it is tried.
         in_file: Whether its states are in a file, where each layer's region is sized before states exist.
     """
-    if not steps_in_turn(optimizer):
+    if not steps_independently(optimizer):
         return "uses several parameters at once in its step"
-    if in_file and states_of_a_step(optimizer) is None:
+    if in_file and state_element_sizes(optimizer) is None:
         return "keeps states of other shapes than its parameters"
     return ""
 
 
-def steps_in_turn(optimizer: Optimizer) -> bool:
+def steps_independently(optimizer: Optimizer) -> bool:
     """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones."""
     together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
     try:
@@ -192,7 +192,7 @@ def steps_in_turn(optimizer: Optimizer) -> bool:
     return repr(plain[0]) == repr(plain[1])
 
 
-def states_of_a_step(optimizer: Optimizer) -> list[int | None] | None:
+def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
     """Sizes of an optimizer's states for one parameter, found by a step on a small one.
 
     Returns:

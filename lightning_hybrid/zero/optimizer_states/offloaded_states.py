@@ -20,7 +20,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 
 
-class StatesAtRest(ABC):
+class OffloadedStates(ABC):
     """The states of one optimizer, of which some, or some of their parameters, are on the host or in a file.
 
     Attributes:
@@ -53,7 +53,7 @@ class StatesAtRest(ABC):
 
     def close(self) -> None:
         """Restore the optimizer's own step; states are read from the file, or lost with it."""
-        is_lost = self.file is not None and not self.file.is_there
+        is_lost = self.file is not None and not self.file.is_complete
         if is_lost:
             warnings.warn(
                 f"the states of {type(self._optimizer).__name__} are lost: their file was truncated, and is no longer"

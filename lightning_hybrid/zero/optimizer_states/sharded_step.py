@@ -24,7 +24,7 @@ from lightning_hybrid.zero.parameter_group import _all_gather
 from lightning_hybrid.zero.shard_layout import shard_placement
 
 
-def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:
+def numel_of_shard(p: Tensor, ranks: dist.ProcessGroup) -> int:
     """Number of elements of a parameter's shard on this rank of a group."""
     placement = shard_placement(p.shape, ranks.size())
     if placement is None:
@@ -33,7 +33,7 @@ def numel_of_part(p: Tensor, ranks: dist.ProcessGroup) -> int:
     return p.numel() // p.shape[placement.dim] * length
 
 
-class SharedSteps:
+class ShardedStep:
     """The sharded steps of one optimizer over the ranks of a shard group."""
 
     def __init__(
@@ -52,7 +52,7 @@ class SharedSteps:
         self._placements: dict[int, Shard] = dict(placements or {})
         self._has_placements = placements is not None
         if not self._has_placements:
-            self.cut_states()
+            self.shard_states()
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._step)
 
@@ -97,14 +97,14 @@ class SharedSteps:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def cut_states(self) -> None:
+    def shard_states(self) -> None:
         """Shard states that are full: made when the optimizer was built, or loaded."""
         for p in self._parameters():
             for name, value in self._states_of_shape(p, p.shape).items():
                 self.optimizer.state[p][name] = self._shard(p, value).clone()
 
     @torch.no_grad()
-    def whole_state(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """The optimizer's state dict with full tensors; collective."""
         state = self.optimizer.state_dict()
         found = dict(state["state"])

@@ -13,7 +13,7 @@ from lightning_hybrid.shared_memory.transfers import transfers_of
 _TAG = 2**62  # no other message has this tag
 
 
-def begin_to_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
     """Start to all-gather rows of equal length; collective, in one order on all ranks.
 
     Args:

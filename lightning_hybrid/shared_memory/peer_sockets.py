@@ -155,7 +155,7 @@ def exchange_files(streams: PeerSockets, num_bytes: int) -> dict[int, int]:
     return files
 
 
-def close_streams(group: dist.ProcessGroup) -> None:
+def close_peer_sockets(group: dist.ProcessGroup) -> None:
     """Close this rank's ends of all sockets between the ranks of a group."""
     for streams in _open.pop(group, []):
         streams.close()
