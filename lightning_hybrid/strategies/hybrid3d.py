@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -148,12 +149,13 @@ class Hybrid3DStrategy(RankedStrategy):
         self._state: ModuleState | None = None
         self._lifecycle: RunLifecycle | None = None
         self._empty: EmptyStart | None = None
+        self._evaluated = itertools.count(1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the options and what a Trainer has connected; process groups, and the rest of a run, stay here."""
         state: dict[str, Any] = super().__getstate__()
         files = CheckpointFiles(self.options)
-        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": files}
+        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": files, "_evaluated": itertools.count(1)}
         return {**state, **no_run, "_recompute": self.options.recompute}
 
     # -- precision ----------------------------------------------------------------------------------------------------
@@ -232,6 +234,7 @@ class Hybrid3DStrategy(RankedStrategy):
             precision=self.precision_plugin,
             layer_sync=self._layer_sync,
             recompute=self._recompute,
+            evaluated=self._evaluated,
         )
         empty = self._adopt_empty()
         self.model = self.precision_plugin.convert_module(self.model)

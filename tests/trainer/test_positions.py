@@ -189,9 +189,9 @@ class Block(torch.nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-DEALT = [{"size": 2, "deal": "tensor"}, {"size": 1, "context": 2}]
+DEALT = [{"size": 2, "sequence_parallel": "tensor"}, {"size": 1, "context": 2}]
 BESIDE = {"size": 2, "context": 2}
-TWICE = {**BESIDE, "deal": "tensor"}
+TWICE = {**BESIDE, "sequence_parallel": "tensor"}
 
 
 def runner_of(unit, args, size, **options):

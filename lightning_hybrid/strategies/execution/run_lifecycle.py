@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,6 +63,7 @@ class RunLifecycle:
         precision: Precision,
         layer_sync: LayerSync | None,
         recompute: Recompute | None,
+        evaluated: Iterator[int],
     ) -> None:
         """Check that the module can be trained under these options.
 
@@ -76,6 +77,7 @@ class RunLifecycle:
             precision: The plugin of the strategy.
             layer_sync: Of the Trainer (``sync_batchnorm``).
             recompute: Activation checkpointing, by an option or a callback.
+            evaluated: Numbers the batches of evaluation over all runs.
 
         Raises:
             LayoutError: There is nothing to shard.
@@ -106,7 +108,7 @@ class RunLifecycle:
             empty=None,
             seed=0,
         )
-        self.execution = StepExecution(self)
+        self.execution = StepExecution(self, evaluated)
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()

@@ -49,17 +49,18 @@ class StepExecution:
         is_syncing: Whether the backwards of this batch average gradients; those of accumulated batches do not.
     """
 
-    def __init__(self, owner: RunHolder) -> None:
+    def __init__(self, owner: RunHolder, evaluated: Iterator[int]) -> None:
         """Begin before the first step.
 
         Args:
             owner: Of the run, which may change its layout between steps.
+            evaluated: Numbers the batches of evaluation, also those of earlier runs, as keys of what they draw.
         """
         self._owner = owner
         self.spans: list[Span] = []
         self.gradients_are_complete = True
         self.is_syncing = True
-        self._num_evaluated = 0
+        self._evaluated = evaluated
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
 
@@ -178,10 +179,9 @@ class StepExecution:
         module, runner = setting.module, run.runner
         assert runner is not None
         trains = train is not None or manual_optimization
-        self._num_evaluated += not trains
         setting.world.passes()
         # Training batches are numbered over the whole run, also a resumed one: their numbers key what they draw.
-        number = setting.trainer.fit_loop.epoch_loop.total_batch_idx if trains else -1 - self._num_evaluated
+        number = setting.trainer.fit_loop.epoch_loop.total_batch_idx if trains else -1 - next(self._evaluated)
         share = name == "predict_step" or output_is_read(setting.trainer, name)
         backwards = runner.num_backwards(args[0]) if train is not None else 0
         if run.experts is not None and train is not None:
