@@ -230,8 +230,8 @@ class StagePlan:
     ) -> Recording:
         branches = BranchCheck(self._root, step)
 
-        def record_once() -> Recording:
-            return self.record_once(name, branches.step, units, context, **options)
+        def record_once(absent_number: float | None = None) -> Recording:
+            return self.record_once(name, branches.step, units, context, absent_number=absent_number, **options)
 
         while True:
             units = self._choice.choose()
@@ -258,11 +258,9 @@ class StagePlan:
         context: Callable[[], AbstractContextManager[Any]],
         *,
         train: bool,
-        unguarded_reads: UnguardedReads | None = None,
-        draws_as: tuple[int, int] = (0, 0),
-        guesses: Sequence[bool] = (),
+        **options: Any,
     ) -> Recording:
-        """Record a step with these units, as ``variant`` does, without changing the plan.
+        """Record a step with these units, as ``variant`` does, without changing the plan; options as for ``record``.
 
         Raises:
             StepError: The step cannot be recorded.
@@ -277,9 +275,7 @@ class StagePlan:
                 randomness=self._randomness,
                 loss_required=train,
                 tracked_buffers=self._tracked,
-                unguarded_reads=unguarded_reads,
-                draws_as=draws_as,
-                guesses=guesses,
+                **options,
             )
 
     def _adopt(self, recording: Recording) -> None:

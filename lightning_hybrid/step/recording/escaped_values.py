@@ -70,14 +70,14 @@ class BranchCheck:
     def check(
         self,
         recording: Recording,
-        record_again: Callable[[], Recording],
+        record_again: Callable[[float], Recording],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Compare a recording with others in which the numbers read are different.
 
         Args:
             recording: Recording of ``step``.
-            record_again: Records ``step`` again.
+            record_again: Records ``step`` again, with a number in place of those read from absent values.
             context: Context of the step, entered to raise an error.
 
         Raises:
@@ -95,20 +95,17 @@ class BranchCheck:
                 with context():
                     raise ControlFlowError(branch_message(recording.numbers_read))
 
-    def _recorded(self, record_again: Callable[[], Recording], probe: float) -> Recording | None:
-        StepMode.absent_number = probe
+    def _recorded(self, record_again: Callable[[float], Recording], probe: float) -> Recording | None:
         try:
-            return record_again()
+            return record_again(probe)
         except (StepError, ArithmeticError, ValueError):
             return None  # the probe is no valid number here: math.log(loss.item())
-        finally:
-            StepMode.absent_number = None
 
     def _float_changed(self, floats: dict[AttributePath, float]) -> bool:
         """Whether a float attribute changed that is none of the numbers read: `max(self.best, float(loss))`."""
         return any(location not in self._floats or self._floats[location] != leaf for location, leaf in floats.items())
 
-    def _float_changes_again(self, record_again: Callable[[], Recording], probe: float) -> bool:
+    def _float_changes_again(self, record_again: Callable[[float], Recording], probe: float) -> bool:
         """Whether it changed because of the probe; a kept time changes in each run."""
         floats = self._floats
         return self._recorded(record_again, probe) is not None and not self._float_changed(floats)

@@ -47,6 +47,7 @@ def record(
     unguarded_reads: UnguardedReads | None = None,
     draws_as: tuple[int, int] = (0, 0),
     guesses: Sequence[bool] = (),
+    absent_number: float | None = None,
 ) -> Recording:
     """Record one run of ``step``, and again if the full graph is needed or a container class was found.
 
@@ -63,12 +64,15 @@ def record(
         draws_as: Number of the step and microbatch that key the random numbers of glue.
         guesses: Results, in turn, of reads by which the step branches on values of the model, in a recording that is
             only inspected; empty where it will be replayed and such reads are refused.
+        absent_number: The result of reads of absent values, in the search for branches on them.
 
     Raises:
         StepError: No loss, or a value that reached the glue in a way that cannot be traced.
         ControlFlowError: The step branches on a value of the model.
     """
-    run = _RecordingRun(root, step, units, name, randomness, loss_required, set(tracked_buffers), draws_as, guesses)
+    run = _RecordingRun(
+        root, step, units, name, randomness, loss_required, set(tracked_buffers), draws_as, guesses, absent_number
+    )
     unguarded_reads = UnguardedReads() if unguarded_reads is None else unguarded_reads
     while (recording := run.attempt(unguarded_reads, full_graph=full_graph)) is None:
         full_graph = full_graph or run.needs_full_graph
@@ -88,6 +92,7 @@ class _RecordingRun:
     tracked: set[str]
     draws_as: tuple[int, int]
     guesses: Sequence[bool]
+    absent_number: float | None
     needs_full_graph: bool = False
 
     def attempt(self, unguarded_reads: UnguardedReads, *, full_graph: bool) -> Recording | None:
@@ -106,6 +111,7 @@ class _RecordingRun:
                 watch = RecordWatch(
                     names, costs, buffers, dry_run, units, unguarded_reads, randomness, full_graph=full_graph
                 )
+                watch.absent_number = self.absent_number
                 watch.guesses = itertools.cycle(self.guesses) if self.guesses else None
                 # An evaluation step decides itself.
                 watch.assumed_finite = set() if self.loss_required or self.guesses else None

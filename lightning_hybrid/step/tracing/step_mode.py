@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
@@ -77,7 +77,7 @@ class StepMode(TorchFunctionMode, ABC):
         numbers_read: The line that last read a number from an absent tensor.
         values_read: The values that numbers were read from.
         assumed_finite: The values that branches assumed to be finite; None if branches on them are refused.
-        absent_number: The number that reads of absent values return in all modes, in the search for branches on them.
+        absent_number: The number that reads of absent values return, in the search for branches on them.
         guesses: The answers to reads of absent values, in order; None where such a step is refused.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Prevents compilation of the code around units.
@@ -99,10 +99,9 @@ class StepMode(TorchFunctionMode, ABC):
         self.numbers_read = ""
         self.values_read: dict[int, None] = {}
         self.assumed_finite: set[int] | None = set()
+        self.absent_number: float | None = None
         self.guesses: Iterator[bool] | None = None
         self.units: Mapping[str, nn.Module] = {}
-
-    absent_number: ClassVar[float | None] = None
 
     @abstractmethod
     def event(
