@@ -229,7 +229,7 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     what = ["optimizer states", "gradients", "parameters"][:stage]
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
-    return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
+    return f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
 
 
 def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
@@ -245,7 +245,7 @@ def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
 
 def describe_by_hand(stage: int, size: int) -> str:
     """One line: what is shared out where the module steps by hand."""
-    return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
+    return f"ZeRO-{stage}, manual optimization: optimizer states sharded over {size} replicas, full gradients averaged"
 
 
 def step_on_shards(
@@ -361,7 +361,7 @@ def offload_states(
 
 def describe_at_once(optimizer: Optimizer, why: str) -> str:
     """One line: why the states of an optimizer are all in memory for a moment."""
-    return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
+    return f"offload: {type(optimizer).__name__} {why}, so all of its states are loaded for a step and offloaded again"
 
 
 def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
