@@ -120,9 +120,8 @@ class Options:
                 raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
-                "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1;"
-                " set tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but"
-                " positions"
+                "sequence_parallel=True shards sequences over tensor-parallel ranks, and tensor_parallel_size=1; set"
+                " tensor_parallel_size=2 or more, or context_parallel_size to shard sequences only"
             )
 
     def _check_zero(self) -> None:

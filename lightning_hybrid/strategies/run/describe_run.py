@@ -34,7 +34,7 @@ def describe_run(run: Run, partition: ModulePartition | None) -> str:
         lines.append(describe_by_hand(options.zero_stage, layout.data_shard_size))
     if options.offloaded:
         stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
-        lines.append(f"at rest: {', '.join(stores)}")
+        lines.append(f"offloaded: {', '.join(stores)}")
     if run.recomputation is not None:
         lines.append(describe_policies(run.recomputation.policies, setting.recompute))
     if run.compiled is not None:

@@ -49,7 +49,7 @@ def _means(graph: StepGraph) -> list[str]:
         return []
     shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in nodes]
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return [f"means over what counts in the whole batch, not in its microbatches: {', '.join(shown[:3])}{more}"]
+    return [f"means weighted by counts of the full batch, not of its microbatches: {', '.join(shown[:3])}{more}"]
 
 
 def _units(assignment: Assignment, stage: int) -> str:

@@ -149,7 +149,7 @@ def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None
         beside = f" beside tensor_parallel_size={size}"
         divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
     raise LayoutError(
-        f"context_parallel_size={context}{beside} deals the positions of no layer to its ranks, so {context} ranks"
+        f"context_parallel_size={context}{beside} shards the sequence of no layer over its ranks, so {context} ranks"
         f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
     )
 
@@ -185,7 +185,7 @@ def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
         which = f" (such as {' or '.join(sizes)})" if sizes else ""
         advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
     raise LayoutError(
-        f"tensor_parallel_size={size} cuts no layer of the module, so {size} ranks would do the same"
+        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would do the same"
         f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
     )
 

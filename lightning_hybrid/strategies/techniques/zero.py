@@ -54,7 +54,7 @@ def check_shard(stage: int, mesh: Mesh) -> None:
     """
     if stage and mesh.size("dp_shard") == 1:
         raise LayoutError(
-            f"zero_stage={stage} shares the state of a model out over replicas, and this layout has shards of 1 replica"
+            f"zero_stage={stage} shards the state of a model over replicas, and this layout has shards of 1 replica"
             f" (data_parallel_size={mesh.layout.data_parallel_size}); set zero_stage=0, or more devices, or fewer"
             " pipeline stages or tensor ranks"
         )
@@ -229,7 +229,7 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     what = ["optimizer states", "gradients", "parameters"][:stage]
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
-    return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
+    return f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
 
 
 def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
@@ -245,7 +245,7 @@ def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
 
 def describe_by_hand(stage: int, size: int) -> str:
     """One line: what is shared out where the module steps by hand."""
-    return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
+    return f"ZeRO-{stage}, manual optimization: optimizer states sharded over {size} replicas, full gradients averaged"
 
 
 def step_on_shards(
@@ -290,9 +290,9 @@ def share_steps(
     for optimizer in optimizers:
         if looks_at_all(optimizer) or not steps_on_parts(optimizer):
             raise ValueError(
-                f"zero_stage with manual optimization has each replica step its part of every parameter, but"
-                f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
-                " optimizer of torch that looks at single numbers, such as AdamW"
+                f"zero_stage with manual optimization has each replica step its shard of every parameter, but"
+                f" {type(optimizer).__name__} may read full parameters, or several; set zero_stage=0, or use an"
+                " optimizer of torch whose step is elementwise, such as AdamW"
             )
         found.append(ShardedStep(optimizer, ranks))
         until.callback(found[-1].close)
@@ -348,7 +348,7 @@ def offload_states(
     found: list[OffloadedStates] = []
     for optimizer in optimizers:
         sees_all = any(other is optimizer for other in watched)
-        why = "may look at all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
+        why = "may read all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
         if not why:
             numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
             found.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
@@ -361,7 +361,7 @@ def offload_states(
 
 def describe_at_once(optimizer: Optimizer, why: str) -> str:
     """One line: why the states of an optimizer are all in memory for a moment."""
-    return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
+    return f"offload: {type(optimizer).__name__} {why}, so all of its states are loaded for a step and offloaded again"
 
 
 def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
