@@ -1,4 +1,4 @@
-"""The ``hybrid3d`` strategy: Lightning's hooks, translated to the collaborators of a run."""
+"""The ``hybrid3d`` strategy: Lightning's hooks, translated to calls of the objects that make up a run."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Hybrid3DStrategy(RankedStrategy):
         self._empty: EmptyStart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the options and what a Trainer has connected; process groups, and the rest of a run, stay here."""
+        """Pickle the options and what a Trainer has connected, without process groups or a run."""
         state: dict[str, Any] = super().__getstate__()
         files = CheckpointFiles(self.options)
         no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": files}
@@ -160,7 +160,7 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision: ours for one of Lightning's; one of the user's own serves where each rank has full steps."""
+        """The precision: `HybridPrecision` for Lightning's own; a user's plugin where each rank runs full steps."""
         if self._precision_plugin is None:
             self._precision_plugin = HybridPrecision()
         return self._precision_plugin
@@ -175,18 +175,14 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @property
     def run(self) -> Run:
-        """What this rank holds and runs, from `setup` on.
-
-        Raises:
-            RuntimeError: No run has been set up.
-        """
+        """The run under its present layout; a RuntimeError before `setup`."""
         if self._lifecycle is None:
             raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
         return self._lifecycle.run
 
     @property
     def spans(self) -> list[Span]:
-        """When this rank did what in the latest step."""
+        """Instructions of this rank in the latest step, with their times."""
         return self._active.execution.spans
 
     @property
@@ -200,7 +196,7 @@ class Hybrid3DStrategy(RankedStrategy):
         return self._lifecycle
 
     def setup_environment(self) -> None:
-        """Join the process groups, and watch over the ranks from then on."""
+        """Join the process groups, and start to watch for failures of ranks."""
         if needs_runner(self.options, self.layout) and not isinstance(self.precision_plugin, HybridPrecision):
             HybridPrecision.of(self.precision_plugin)  # refuses what cannot be computed by several ranks
         check_connections()
@@ -217,7 +213,7 @@ class Hybrid3DStrategy(RankedStrategy):
             self._files.check(self._checkpoint_io)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Agree on the start, record and cut the step, drop what lives elsewhere, build optimizers."""
+        """Synchronize the ranks, record and partition the step, drop other stages, build optimizers."""
         module = self.lightning_module
         assert self.accelerator is not None and self.model is not None and module is not None
         assert self._state is not None
@@ -264,28 +260,24 @@ class Hybrid3DStrategy(RankedStrategy):
             yield
 
     def _adopt_empty(self) -> EmptyStart | None:
-        """Return the initial values of what the module holds on the meta device; None if it holds nothing there."""
+        """Return the initial values of a module that is on the meta device; None if it is not."""
         assert self.lightning_module is not None
         self._empty = EmptyStart.adopted(self.lightning_module, self._empty, self.root_device)
         return self._empty
 
     def ask_to_recompute(self, recompute: Recompute) -> None:
-        """Recompute layers as a callback asks.
-
-        Raises:
-            ValueError: Something else was asked for.
-        """
+        """Set the recomputation that a callback requests; a ValueError if the option requests another."""
         if self._recompute not in (None, recompute):
             raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
         self._recompute = recompute
 
     def make_full(self) -> None:
-        """Give every rank the full module again; collective."""
+        """Gather the full module on every rank; collective."""
         if self._state is not None:
             self._state.make_full()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Take no further part in collectives; the other ranks learn why."""
+        """Report the error to the other ranks, and join no further collectives."""
         super().on_exception(exception)
         if self._state is not None:
             self._state.fail()
@@ -311,12 +303,12 @@ class Hybrid3DStrategy(RankedStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Let searches of callbacks decide alike on all ranks."""
+        """Let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
         assert self.lightning_module is not None
         search_by_mean_loss(self.lightning_module.trainer, self.mesh)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Change the layout, after hooks of the user, if this batch shows that it must be another."""
+        """Change the layout, after hooks of the user, if this batch requires another."""
         self._active.changes.on_train_batch_start(batch, batch_idx)
 
     def on_train_end(self) -> None:
@@ -324,7 +316,7 @@ class Hybrid3DStrategy(RankedStrategy):
         self._active.changes.on_train_end()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the full schedule, forward and backward; the backward that Lightning calls later hands over."""
+        """Run the full schedule, forward and backward; the later ``backward`` hands the gradients over."""
         if self._lifecycle is None:  # used without a run
             return super().training_step(*args, **kwargs)
         return self._lifecycle.training_step([*args, *kwargs.values()])
@@ -358,7 +350,7 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside: they stay local."""
+        """Accumulate local gradients inside, without averaging them."""
         with self._active.execution.accumulating():
             yield
 
@@ -369,7 +361,7 @@ class Hybrid3DStrategy(RankedStrategy):
         return super().lightning_module_state_dict() if self._state is None else self._state.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state dict into what this rank holds."""
+        """Load a full state dict into the local shards."""
         assert self._state is not None
         self._state.load_module(checkpoint["state_dict"], self._adopt_empty, strict=strict)
 
@@ -396,5 +388,5 @@ class Hybrid3DStrategy(RankedStrategy):
         return self._files.load(checkpoint_path, weights_only, super().load_checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but not before the one that is being written is there."""
+        """Remove a checkpoint, after the one being written is complete."""
         self._files.remove(filepath, super().remove_checkpoint)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.execution.step_execution import RunHolder
+from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.start.layout_table import activation_bytes
 from lightning_hybrid.verify.copy_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
@@ -34,14 +34,9 @@ _MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
 
 class FirstStepCheck:
-    """Runs the first optimizer step in one process too, and goes on only if losses and gradients are the same."""
+    """Runs the first optimizer step in one process too, and raises unless losses and gradients match."""
 
-    def __init__(self, owner: RunHolder) -> None:
-        """Wait for the first step of a fit.
-
-        Args:
-            owner: Of the run.
-        """
+    def __init__(self, owner: RunOwner) -> None:
         self._owner = owner
         self._alone: OneProcessStep | None = None
         self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
@@ -52,7 +47,7 @@ class FirstStepCheck:
         return self._losses is not None
 
     def begin(self) -> None:
-        """Compare the optimizer step that comes next, if the user wants it.
+        """Compare the next optimizer step.
 
         Raises:
             ValueError: The module steps its optimizers by itself.
@@ -69,11 +64,7 @@ class FirstStepCheck:
         self._losses, self._alone = [], None
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a training step; before the first optimizer step, run it in one process as well.
-
-        Args:
-            args: Of the user's step, the batch first.
-            step: Runs it in this layout.
+        """Run a training step by ``step``; before the first optimizer step, run it in one process as well.
 
         Raises:
             FirstStepError: One process cannot run it.
@@ -90,10 +81,7 @@ class FirstStepCheck:
         return output
 
     def after_backward(self, *, is_complete: bool) -> None:
-        """Compare the gradients of the first step once they are complete.
-
-        Args:
-            is_complete: Whether this backward averaged them.
+        """Compare the gradients of the first step once they are averaged.
 
         Raises:
             FirstStepError: They are not those of one process.
@@ -104,7 +92,7 @@ class FirstStepCheck:
     # -- one process --------------------------------------------------------------------------------------------------
 
     def _in_one_process(self, arguments: list[Any]) -> bool:
-        """Run a batch of all replicas on the first rank; collective. Whether it gave a loss."""
+        """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
         self._check_memory()
         batch, *rest = arguments
         given = self._gather(batch)

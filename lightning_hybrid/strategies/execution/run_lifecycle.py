@@ -41,11 +41,15 @@ class RunLifecycle:
     Attributes:
         setting: What stays when the layout changes.
         state: The state of the module.
-        run: The layout as it is now.
+        run: The present layout.
         optimization: Its reducers and optimizers.
         execution: Runs steps.
         first_step: Compares the first one with one process.
         changes: Changes the layout between steps.
+
+    Raises:
+        LayoutError: There is nothing to shard.
+        ValueError: Options do not go with this module.
     """
 
     run: Run
@@ -64,23 +68,6 @@ class RunLifecycle:
         layer_sync: LayerSync | None,
         recompute: Recompute | None,
     ) -> None:
-        """Check that the module can be trained under these options.
-
-        Args:
-            trainer: About to run.
-            module: The user's.
-            world: The ranks.
-            options: The arguments of the strategy.
-            state: The state of the module.
-            files: Its checkpoints.
-            precision: The plugin of the strategy.
-            layer_sync: Of the Trainer (``sync_batchnorm``).
-            recompute: Activation checkpointing, by an option or a callback.
-
-        Raises:
-            LayoutError: There is nothing to shard.
-            ValueError: Options do not go with this module.
-        """
         check_left_whole(module)
         ask_for_no_sync()
         is_fitting = trainer.state.fn == "fit"
@@ -112,13 +99,9 @@ class RunLifecycle:
             self.first_step.begin()
 
     def begin(self, empty: EmptyStart | None) -> bool:
-        """Let all ranks begin with the same weights, and lay the module out; collective.
+        """Synchronize the initial weights of all ranks, and build the run; collective.
 
-        Args:
-            empty: The initial values of a module that was built without storage.
-
-        Returns:
-            Whether all of these have been given.
+        ``empty`` has the initial values of a module without storage; returns whether all of them have been assigned.
         """
         setting = self.setting
         if empty is not None:
@@ -135,12 +118,12 @@ class RunLifecycle:
         return is_filled
 
     def connect_optimizers(self) -> None:
-        """Let the optimizers of the Trainer step what this rank holds."""
+        """Let the optimizers of the Trainer step the local shards."""
         self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
         self.state.follow(self.run, self.optimization)
 
     def move_optimizers(self) -> None:
-        """Move optimizer states to the device unless they are offloaded; copies and pickles have full states."""
+        """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
         optimizers = self.setting.trainer.optimizers
         if self.setting.is_fitting and not self.optimization.offloaded:
             _optimizers_to_device(optimizers, self.setting.device)
@@ -163,21 +146,12 @@ class RunLifecycle:
         return self._files.averaged_state(copy)
 
     def make_full(self) -> None:
-        """Give every rank the full module; collective."""
+        """Gather the full module on every rank; collective."""
         strategy: Any = self.setting.trainer.strategy
         strategy.make_full()  # hooks of the user put their reads aside for this call
 
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
-        """Lay the module out anew between two steps; collective over the world.
-
-        Args:
-            arguments: Of the training step that comes next.
-            refusal: Why no pipeline can run it, where that is known.
-            may_retry: Whether a later batch may show that the step can be cut after all.
-
-        Returns:
-            Whether it still may.
-        """
+        """Build the run again between two steps, as `RunOwner.change_layout` says; collective over the world."""
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None and run.metrics is not None
@@ -205,14 +179,7 @@ class RunLifecycle:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, args: Sequence[Any]) -> Any:
-        """Run a training step under the layout that can run it.
-
-        Args:
-            args: Of the user's step, the batch first.
-
-        Returns:
-            The output of the user's step for the batch.
-        """
+        """Run a training step in the layout that can run it; return the output of the user's step for the batch."""
 
         def in_layout(args: Sequence[Any]) -> Any:
             return self.execution.training_step(args, self.changes.run_step)
@@ -223,17 +190,7 @@ class RunLifecycle:
         return self.changes.training_step(args, verified)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and compare the gradients of the first step.
-
-        Args:
-            loss: The scalar that the step returned.
-            optimizer: Of the step.
-            *args: Of the backward.
-            **kwargs: Of the backward.
-
-        Returns:
-            The loss, shape ``()``.
-        """
+        """Run Lightning's backward, and compare the gradients of the first step; return the loss, of shape ``()``."""
 
         def then() -> None:
             self.first_step.after_backward(is_complete=self.execution.is_syncing)
@@ -243,7 +200,7 @@ class RunLifecycle:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Leave a full module behind on every rank, and the user's objects as they were."""
+        """Leave a full module on every rank, and restore the user's objects."""
         self.make_full()
         forget_calls(self.setting.module)
         self.setting.averages.leave()

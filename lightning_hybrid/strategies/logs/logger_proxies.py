@@ -1,8 +1,8 @@
-"""What a step tells the loggers itself (`self.logger.experiment.add_scalar("x", loss.item())`) is told once, after it.
+"""Logger proxies: calls of a step (`self.logger.experiment.add_scalar("x", loss.item())`) are made once, after it.
 
-While a step runs, the trainer's loggers are stand-ins that note calls in a list on the module. So these calls are
-something that the step keeps, and become those of the whole batch with the real numbers, on every rank; recordings and
-rehearsals leave none. After the step the loggers get them.
+While a step runs, the trainer's loggers are proxies that record calls in a list on the module. So these calls are kept
+values of the step, and become those of the full batch with the real numbers, on every rank; recordings and dry runs
+leave none. After the step the loggers get them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALLS = "_hybrid_logger_calls"
 
 
 class _Noted:
-    """Passes for a logger, or for its experiment; attributes are those of the real one, calls are noted."""
+    """Stands for a logger, or for its experiment; attributes are those of the real one, calls are recorded."""
 
     def __init__(self, real: Callable[[], Any], calls: list[Any], place: tuple[Any, ...], is_logger: bool) -> None:
         self.__dict__.update(_real=real, _calls=calls, _place=place, _is_logger=is_logger)
@@ -50,7 +50,7 @@ class _Noted:
 
 @contextlib.contextmanager
 def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
-    """Let a step that runs inside note what it tells the loggers."""
+    """Record the logger calls of a step that runs inside."""
     trainer = module.trainer
     loggers = trainer._loggers
     if not loggers or isinstance(vars(loggers[0]).get("_calls"), list):
@@ -69,7 +69,7 @@ def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
 
 
 def tell_loggers(module: pl.LightningModule) -> None:
-    """Make the calls that a step noted: lists that microbatches append to have an entry per batch."""
+    """Make the calls that a step recorded: lists that microbatches append to have an entry per batch."""
     calls = vars(module).get(_CALLS)
     if not calls:
         return
@@ -83,5 +83,5 @@ def tell_loggers(module: pl.LightningModule) -> None:
 
 
 def forget_calls(module: pl.LightningModule) -> None:
-    """After the run."""
+    """Drop recorded calls after the run."""
     vars(module).pop(_CALLS, None)

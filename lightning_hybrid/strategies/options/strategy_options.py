@@ -31,7 +31,7 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ``Hybrid3DStrategy``, which explains the names, was asked for beyond what Lightning's own strategies take.
+    """The arguments of ``Hybrid3DStrategy``, which explains the names, beyond those of Lightning's own strategies.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
@@ -67,16 +67,12 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Pick the options from arguments of the strategy, by their names.
-
-        Args:
-            arguments: All arguments of ``Hybrid3DStrategy``; those of Lightning's own strategies are left out.
-        """
+        """Pick the options from all arguments of the strategy, by their names."""
         names = {field.name for field in fields(cls)} - {"sizes"}
         return cls(sizes={name: arguments[name] for name in _SIZES}, **{name: arguments[name] for name in names})
 
     def __post_init__(self) -> None:
-        """Refuse options that can be right in no world."""
+        """Refuse options that no number of devices can fulfil."""
         self._check_sizes()
         self._check_zero()
         check_recompute(self.recompute)
@@ -151,7 +147,7 @@ class Options:
 
     @property
     def offloaded(self) -> dict[str, str]:
-        """Where what is kept at rest: "cpu" or "disk:PATH", by "parameters", "gradients" and "optimizer_states"."""
+        """Storage of offloaded "parameters", "gradients" and "optimizer_states": "cpu" or "disk:PATH"."""
         given = self.offload
         if given is None:
             return {}
@@ -181,17 +177,12 @@ class Options:
 
     @property
     def microbatches(self) -> int | None:
-        """A count that the user gave; None for "auto"."""
+        """The count that the user set; None for "auto"."""
         return None if self.num_microbatches == "auto" else self.num_microbatches
 
 
 def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
-    """Check how processes are to be started, and how they are to talk.
-
-    Args:
-        backend: Of ``torch.distributed``; None for the device's own.
-        timeout: Of collective operations; None for torch's own.
-        start_method: Of the processes on this node.
+    """Check the backend, timeout and start method of processes.
 
     Raises:
         TypeError: A backend that is no string, or a timeout that is no ``timedelta``.
@@ -215,16 +206,10 @@ def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
 
 
 def compile_options(compile: Any) -> dict[str, Any] | None:
-    """The options of ``torch.compile`` that a user means.
-
-    Args:
-        compile: "units", a mapping, or None.
-
-    Returns:
-        None where nothing is compiled.
+    """Return the options of ``torch.compile`` for the argument ``compile``; None where nothing is compiled.
 
     Raises:
-        ValueError: It is something else, or holds what ``torch.compile`` does not know.
+        ValueError: It is neither "units", a mapping nor None, or has options that ``torch.compile`` does not know.
     """
     if compile is None:
         return None
@@ -264,14 +249,9 @@ _ADVISED = "_hybrid_advised"  # attribute of an error
 
 
 def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
-    """Have an error that advises to run a step as it is, with one pipeline rank, name all that must be set for that.
+    """Complete an error's advice to run with one pipeline rank by all options that must be set for that.
 
-    It passes several places on its way, of which the first one does so.
-
-    Args:
-        error: On its way up.
-        layout: The sizes.
-        options: What the user asked for.
+    It passes several handlers on its way up, of which the first one does so.
     """
     following = {
         "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
@@ -292,13 +272,10 @@ def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
 
 
 def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to recompute what nobody sees into.
-
-    Args:
-        module: The user's.
+    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced.
 
     Raises:
-        ValueError: A module of ``torch.jit`` with parameters is inside.
+        ValueError: The module contains one with parameters.
     """
     if scripted := scripted_modules(module):
         raise ValueError(

@@ -24,7 +24,7 @@ from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.describe_run import describe_run
 from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.module_state import ModuleState
-from lightning_hybrid.strategies.run.run import Run, Setting
+from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, one_share_of_cores
 from lightning_hybrid.strategies.techniques.gradient_reduction import scales_rates
 from lightning_hybrid.strategies.techniques.recomputation import lend_parameters, recompute_plain_layers
@@ -40,13 +40,10 @@ from lightning_hybrid.zero.unshard_policy import ZeroSharding
 class RunOwner(Protocol):
     """The owner of a run, which replaces it when the layout changes."""
 
-    @property
-    def state(self) -> ModuleState:
-        """The state of the module."""
-
-    @property
-    def run(self) -> Run:
-        """The layout as it is now."""
+    state: ModuleState
+    setting: Setting
+    run: Run
+    optimization: Optimization
 
     @property
     def gradients_are_complete(self) -> bool:
@@ -60,7 +57,19 @@ class RunOwner(Protocol):
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
 
     def make_full(self) -> None:
-        """Give every rank the full module."""
+        """Gather the full module on every rank."""
+
+    def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
+        """Build the run again between two steps; collective over the world.
+
+        Args:
+            arguments: Of the training step that comes next.
+            refusal: Why no pipeline can run it, where that is known.
+            may_retry: Whether a later batch may show that the step can be partitioned after all.
+
+        Returns:
+            Whether it still may.
+        """
 
 
 def build_run(
@@ -72,18 +81,18 @@ def build_run(
     refusal: str = "",
     fills_empty: bool = False,
 ) -> tuple[Run, bool, bool]:
-    """Give this rank what it holds of the module, which is full; collective.
+    """Partition and shard the module, which is full, and connect layers and hooks to the shards; collective.
 
     Args:
         setting: Of the run.
         owner: Replaces the run when the layout changes.
-        may_retry: Whether a training batch may still show that the step can be cut after all.
+        may_retry: Whether a training batch may still show that the step can be partitioned after all.
         arguments: Of the training step that comes next, if the run has begun.
-        refusal: Why the step cannot be cut, where that is known on all ranks.
+        refusal: Why the step cannot be partitioned, where that is known on all ranks.
         fills_empty: Whether the module was built without storage.
 
     Returns:
-        The run; whether a batch may show that the step can be cut after all; whether all initial values were given.
+        The run; ``may_retry`` as it is now; whether all initial values were assigned.
     """
     randomness = KeyedRandomness(setting.seed, setting.device)
     run = Run(setting=setting, mesh=setting.world.mesh, until_end=contextlib.ExitStack())
@@ -204,12 +213,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
 
 
 def _loaders_meet(run: Run, refers: bool) -> bool:
-    """Whether fetches of a loader meet those of other replicas; collective.
-
-    Args:
-        run: The layout as it is now.
-        refers: Whether the loader refers to the module on this rank.
-    """
+    """Return whether fetches of a loader synchronize with those of other replicas; collective."""
     world = run.setting.world
     with world.as_launcher():
         if run.experts is not None or not world.decide(refers, all_ranks=False):
@@ -220,7 +224,7 @@ def _loaders_meet(run: Run, refers: bool) -> bool:
 
 
 def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
-    """Gather the parameters that are sharded over replicas, from now on."""
+    """Shard parameters over replicas, and gather them where they are used."""
     setting, undo = run.setting, run.until_end
     if run.experts is not None:
         assert run.parts is not None
@@ -251,7 +255,7 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
 
 
 def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
-    """Let sharded layers run, and code outside of them find full parameters."""
+    """Connect sharded layers to random numbers, and code outside of them to gathered parameters."""
     if run.shards is not None:
         assert run.runner is not None
         run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.uncounted)
@@ -263,7 +267,7 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
 
 
 def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
-    """Let the layers that this rank holds run compiled from now on, if the user wants it."""
+    """Compile the layers of this rank, if the user wants it."""
     setting, plan = run.setting, run.plan
     options = compile_options(setting.options.compile)
     if options is None:
@@ -285,12 +289,7 @@ def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
 
 @contextlib.contextmanager
 def running_layers(run: Run, owner: RunOwner) -> Iterator[None]:
-    """Enter a step in which layers run sharded and compiled.
-
-    Args:
-        run: The layout.
-        owner: Of the run.
-    """
+    """Run layers sharded and compiled inside."""
     with contextlib.ExitStack() as stack:
         if run.shards is not None:
             stack.enter_context(run.shards.running())
@@ -301,7 +300,7 @@ def running_layers(run: Run, owner: RunOwner) -> Iterator[None]:
 
 
 def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> None:
-    """Let layers run as they are sharded, gathered and recomputed."""
+    """Let the runner execute layers as they are sharded, gathered and recomputed."""
     runner, zero = run.runner, run.zero
     assert runner is not None
     if not partition.has_step:
@@ -318,7 +317,7 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
 
 
 def _agree_on_broken_steps(run: Run) -> None:
-    """Where a step may turn out otherwise while it runs, ask the other replicas about it."""
+    """Let replicas agree on steps that may take another trace while they run."""
     setting, runner, plan = run.setting, run.runner, run.plan
     if not isinstance(runner, StepRunner) or not setting.is_fitting or plan is None:
         return

@@ -37,18 +37,13 @@ _BEFORE_REQUEUE = "hpc_ckpt"
 
 
 class CheckpointFiles:
-    """Saves and loads the checkpoints of one module; folders and files are loaded alike.
+    """Saves and loads the checkpoints of one module; folders and single files load in the same way.
 
     Attributes:
         seed: Of keyed randomness, from the checkpoint that was loaded; None if none was.
     """
 
     def __init__(self, options: Options) -> None:
-        """Begin with nothing loaded.
-
-        Args:
-            options: The arguments of the strategy.
-        """
         self._options = options
         self.seed: int | None = None
         self._background = BackgroundSave()
@@ -57,29 +52,16 @@ class CheckpointFiles:
         self._drawn: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
     def connect(self, module: pl.LightningModule, world: RankWorld, state: ModuleState) -> None:
-        """Save and load one module from now on.
-
-        Args:
-            module: The user's.
-            world: The ranks.
-            state: Of the module.
-        """
+        """Bind to one module, its ranks and its state."""
         self._module, self._world, self._state = module, world, state
 
     def adopt_seed(self, seed: int) -> int:
-        """Return the seed of the checkpoint, or of an earlier run; this one if there is none.
-
-        Args:
-            seed: That the ranks have agreed on.
-        """
+        """Return the seed of the loaded checkpoint, or of an earlier run; the agreed one if there is none."""
         self.seed = seed if self.seed is None else self.seed
         return self.seed
 
     def check(self, checkpoint_io: Any) -> None:
-        """Check that folders can be written, and ask the module for its local shards when one is.
-
-        Args:
-            checkpoint_io: The user's, if there is one.
+        """Check that folders can be written, and let Lightning read local shards for them.
 
         Raises:
             ValueError: The user has a ``CheckpointIO``, or links to the last checkpoint.
@@ -145,16 +127,10 @@ class CheckpointFiles:
     def save(
         self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]
     ) -> None:
-        """Write a folder, each rank its own bytes, or one file.
-
-        Args:
-            checkpoint: The states of the run.
-            path: Where to.
-            storage_options: For a ``CheckpointIO``.
-            save_file: Lightning's own method, which writes one file on the first rank.
+        """Write a folder, each rank its own bytes, or one file by Lightning's own ``save_file`` on the first rank.
 
         Raises:
-            TypeError: ``storage_options`` are given for a folder.
+            TypeError: ``storage_options`` are passed for a folder.
             CheckpointError: It cannot be written; or the one before it could not.
         """
         saves_folder = self._options.save_distributed_checkpoint
@@ -205,16 +181,16 @@ class CheckpointFiles:
         return [c for c in self._module.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
     def _is_first_last(self, path: Path) -> bool:
-        """Whether ``ckpt_path="last"`` would find what is written now, and nothing if that were not there.
+        """Whether ``ckpt_path="last"`` would find the checkpoint being written, and no other.
 
-        A name that is held by an empty folder would be found too, after a kill, and refused at each restart.
+        If its name were taken by an empty folder, that would be found after a kill, and refused at each restart.
         """
         names = {callback.CHECKPOINT_NAME_LAST for callback in self._model_checkpoints()}
         return any(path.name.startswith(name) for name in names) and not path.exists()
 
     @property
     def _group(self) -> ProcessGroup | None:
-        """All ranks, for writers alone."""
+        """A process group of all ranks for the writer threads only."""
         if self._writers is None or self._writers[0] is not self._world.mesh:
             self._writers = self._world.mesh, self._world.mesh.dedicated_world(self._options.timeout)
         return self._writers[1]
@@ -232,10 +208,7 @@ class CheckpointFiles:
         }
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait until the checkpoint that is being written is there.
-
-        Args:
-            on_error: Called with the error, which is raised if None.
+        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``.
 
         Raises:
             CheckpointError: It could not be written.
@@ -243,31 +216,21 @@ class CheckpointFiles:
         self._background.wait(on_error=on_error)
 
     def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
-        """Remove a checkpoint, but not before the one that is being written is there.
-
-        Args:
-            filepath: Of a folder or a file.
-            remove_file: Lightning's own method.
-        """
+        """Remove a checkpoint, after the one being written is complete, or by Lightning's own ``remove_file``."""
         if "://" in str(filepath) or not (self._background.is_writing or folder.is_folder(filepath)):
             remove_file(filepath)
         elif self._is_first:
             self._background.remove(Path(os.path.abspath(filepath)))
 
     def close(self) -> None:
-        """Wait for what is being written at the end of a run."""
+        """Wait for the checkpoint being written at the end of a run."""
         self._buffers = HostBuffers()
         self.wait()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, path: Any, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Read a folder or a file on every rank; a resumed run draws what the saved one would have drawn.
-
-        Args:
-            path: Of a folder or a file.
-            weights_only: As ``torch.load``.
-            load_file: Lightning's own method.
+        """Read a folder on every rank, or a file by ``load_file``; a resumed run draws what the saved one would.
 
         Raises:
             CheckpointError: A folder is incomplete, or no checkpoint of this package.
@@ -283,7 +246,7 @@ class CheckpointFiles:
         return checkpoint
 
     def _sent_by_first(self) -> list[str]:
-        """FQNs of parameters of a model built empty: set-up gives every rank its shards of those of the first one."""
+        """FQNs of meta parameters: setup broadcasts their values from the first rank, so that others read none."""
         if self._is_first or not self._state.is_full:
             return []
         named = self._module.named_parameters(remove_duplicate=False)
@@ -297,7 +260,7 @@ class CheckpointFiles:
 
 
 def _is_given(value: Tensor, held: Any) -> bool:
-    """Whether what the module gave for its state dict is what it holds."""
+    """Whether a tensor in the module's state dict is the tensor that the module holds."""
     return (
         isinstance(held, OwnedShards)
         and (held.shape, held.dtype) == (tuple(value.shape), value.dtype)

@@ -11,12 +11,7 @@ from lightning_hybrid.strategies.techniques.zero import describe_by_hand, descri
 
 
 def describe_run(run: Run, partition: ModulePartition | None) -> str:
-    """Return lines with what lies where, what is sent, and what each technique found.
-
-    Args:
-        run: The layout.
-        partition: How it was decided; None where steps run as they are.
-    """
+    """Return the start table: sizes, stages, messages, and what each technique found."""
     setting = run.setting
     options, layout = setting.options, setting.layout
     first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None

@@ -57,13 +57,6 @@ class ModulePartition:
     metrics: MetricSync
 
     def __init__(self, setting: Setting, randomness: KeyedRandomness, *, may_retry: bool) -> None:
-        """Begin with nothing decided.
-
-        Args:
-            setting: Of the run.
-            randomness: Keys what steps draw.
-            may_retry: Whether a training batch may show that the step can be cut after all.
-        """
         self._setting, self._randomness = setting, randomness
         self.mesh: Mesh = setting.world.mesh
         self.may_retry = may_retry
@@ -119,7 +112,7 @@ class ModulePartition:
     def _try_to_record(
         self, arguments: Sequence[Any] | None, refusal: str
     ) -> tuple[Sequence[Any] | None, Exception | None, str]:
-        """Record the step; return what it was called with, or the error, and why it cannot be in stages at all."""
+        """Record the step; return its arguments, or the error, and why it cannot be in stages at all."""
         setting = self._setting
         is_demotable = setting.is_fitting and self.is_pipelined
         if is_demotable and (reason := why_no_stages(setting.module)):
@@ -137,10 +130,10 @@ class ModulePartition:
             return (), error, refusal
 
     def _demote(self, axes: Sequence[str], reason: str, error: Exception | None) -> None:
-        """Let the ranks along some axes hold shards, and run the step as it is, on shares of it if that can be.
+        """Let the ranks along some axes hold shards, and run the step unpartitioned, if possible on shares of a batch.
 
         Raises:
-            LayoutError: The user wants the layout or nothing.
+            LayoutError: ``strict_layout=True``.
         """
         setting = self._setting
         strict = setting.options.strict_layout
@@ -172,7 +165,7 @@ class ModulePartition:
             )
 
     def _plan_on_mesh(self) -> None:
-        """Make what runs steps, and what plans layers while the first one is recorded."""
+        """Make the runner, and the planners that observe layers while the first step is recorded."""
         setting, mesh = self._setting, self.mesh
         module, options, world = setting.module, setting.options, setting.world
         if hasattr(self, "metrics"):
@@ -222,13 +215,10 @@ class ModulePartition:
             self.runner.unit_observers.append(self.expert_planner.watching)
 
     def _plan_layers(self, *, recorded: bool) -> None:
-        """Decide what this rank will hold of each parameter; nothing has changed if that is refused.
-
-        Args:
-            recorded: Whether the module has a step that was recorded, or needs no recording.
+        """Decide which shard of each parameter this rank holds; nothing has changed if that is refused.
 
         Raises:
-            LayoutError: Ranks have nothing to share; on every rank.
+            LayoutError: Ranks have nothing to shard; on every rank.
         """
         self.shards = self.parts = self.experts = None
         self.zero_shardings = []

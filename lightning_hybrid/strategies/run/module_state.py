@@ -1,4 +1,4 @@
-"""The state of the module on this rank: full or sharded, and the state dicts of it that one process would have."""
+"""State of the module on this rank: full or sharded, and its state dicts, as a single process would have them."""
 
 from __future__ import annotations
 
@@ -47,12 +47,6 @@ class ModuleState:
     """
 
     def __init__(self, module: pl.LightningModule, world: RankWorld) -> None:
-        """Begin with a full module.
-
-        Args:
-            module: The user's.
-            world: The ranks.
-        """
         self._module, self._world = module, world
         self.is_full = True
         self._failed = False
@@ -63,21 +57,15 @@ class ModuleState:
         self._unpickled = contextlib.ExitStack()  # when closed, optimizers pickle the local shards of their states
 
     def follow(self, run: Run, optimization: Optimization) -> None:
-        """Answer for a layout from now on.
-
-        Args:
-            run: The layout.
-            optimization: Of it.
-        """
+        """Use the run and the optimization of a new layout."""
         self._run, self._optimization = run, optimization
 
     # -- full or sharded ----------------------------------------------------------------------------------------------
 
     def shard(self, parts: LocalShards | None) -> None:
-        """Note that the module is sharded from now on; its own ``state_dict()`` refuses to emit empty tensors.
+        """Mark the module as sharded; its own ``state_dict()`` then refuses to emit empty tensors.
 
-        Args:
-            parts: The local shards; None if this rank has full parameters of its stages.
+        ``parts`` is None if this rank has full parameters of its stages.
         """
         self.is_full = False
         self._guard = _guarded(self._module, check_gathered)
@@ -109,7 +97,7 @@ class ModuleState:
         self._loads_shards = self._guard = None
 
     def fail(self) -> None:
-        """Take no further part in collectives: the run has failed, and the module stays as it is."""
+        """Join no further collectives: the run has failed, and the module stays as it is."""
         self._failed = True
         if self._guard is not None:
             self._guard.remove()
@@ -178,11 +166,7 @@ class ModuleState:
             return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
-        """Gather the state dict of a copy of the module, which is sharded as the module is; collective.
-
-        Args:
-            copy: An average of weights that a callback keeps.
-        """
+        """Gather the state dict of an average of the weights, which is sharded as the module is; collective."""
         assert self._run is not None and self._run.plan is not None
         if not self.is_in_first_copy:
             return {}
@@ -196,12 +180,7 @@ class ModuleState:
         return self._world.data_rank < max(layout.data_shard_size, layout.expert_replicas)
 
     def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyStart | None], *, strict: bool) -> None:
-        """Load a full state dict into what this rank holds.
-
-        Args:
-            state: With full tensors.
-            empty: Adopts a module that was built without storage.
-            strict: As ``load_state_dict``.
+        """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
 
         Raises:
             CheckpointError: Shapes differ.
@@ -238,12 +217,7 @@ class ModuleState:
         return gather_optimizer_state(optimizer, run.plan, run.parts, keep=self._world.data_rank == 0)
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Load each optimizer's state for the parameters of this rank.
-
-        Args:
-            optimizers: Of the run.
-            states: Full ones, or those of a distributed checkpoint.
-        """
+        """Load each optimizer's state for the parameters of this rank, from full states or a distributed checkpoint."""
         made, run = self._optimization, self._run
         for optimizer, state in zip(optimizers, states, strict=False):
             if any(watched is optimizer for watched in made.watched):
@@ -263,11 +237,7 @@ class ModuleState:
             offloaded.adopt()
 
     def pickle_in_full(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers be copied and pickled with full states, in hooks and after the run; collective.
-
-        Args:
-            optimizers: Of the run.
-        """
+        """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""
         self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
@@ -303,7 +273,7 @@ class ModuleState:
 
 
 def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
-    """Let the module's ``state_dict()`` refuse, until the handle is removed."""
+    """Let the module's ``state_dict()`` raise, until the handle is removed."""
     return module.register_state_dict_post_hook(temporary_hook(module, refusal))
 
 

@@ -33,13 +33,7 @@ from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedSta
 
 
 def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
-    """Let the optimizers of a run step what this rank holds, on gradients of all replicas.
-
-    Args:
-        run: The layout.
-        owner: Of the run.
-        optimizers: Of the run, which hold the user's own Parameter objects.
-    """
+    """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
     setting, undo = run.setting, run.until_end
     check_optimizers(optimizers, run.plan)
     reducers, tied, counted = connect_gradients(
@@ -84,11 +78,7 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Let optimizers step full parameters where they need them; the others of torch run fused.
-
-    Returns:
-        Optimizers whose steps read parameters of other ranks.
-    """
+    """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
     setting, undo = run.setting, run.until_end
     watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
     fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
@@ -137,7 +127,7 @@ def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter],
 
 
 def _share_buffers(run: Run) -> ReplicaBufferBroadcast | None:
-    """From now on replicas have the buffers of the first where DDP has."""
+    """Broadcast the buffers of the first replica where DDP does."""
     setting = run.setting
     if run.mesh.size("data") == 1:
         return None

@@ -1,4 +1,4 @@
-"""Checks of callbacks that search before a run: what they decide by must be the same on every rank."""
+"""Checks of callbacks that search before a run: they must decide the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from lightning_hybrid.patching import replace
 
 
 def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
-    """Refuse what cannot be made to agree over ranks, before anything has changed.
+    """Refuse callbacks that cannot agree over ranks, before anything has changed.
 
-    Args:
-        trainer: About to run.
-        layout: Of its ranks.
-        is_recorded: Steps run from a recording, which names the parameters that each layer has.
+    ``is_recorded`` means that steps run from a recording, which names the parameters of each layer.
 
     Raises:
         ValueError: There is such a callback.
@@ -46,12 +43,7 @@ def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool)
 
 
 def search_by_mean_loss(trainer: Any, mesh: Mesh) -> None:
-    """Let a search for the learning rate see the mean loss over the replicas, as one process does.
-
-    Args:
-        trainer: That begins to train.
-        mesh: The ranks.
-    """
+    """Let a search for the learning rate see the mean loss over the replicas, as one process does."""
     if mesh.size("data") == 1:
         return
     for callback in trainer.callbacks:

@@ -1,4 +1,4 @@
-"""An example batch of the run's own loader, taken before the run starts and without a trace."""
+"""Example batch from the run's own loader, taken before the run starts and without a trace."""
 
 from __future__ import annotations
 
@@ -22,15 +22,11 @@ _NOTHING = object()
 
 
 def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"]) -> Any:
-    """The first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
+    """Return the first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
 
-    The loader hook is called now instead of when the loop starts; the loop is handed the same loaders. The batch comes
-    from an iterator of its own, without workers, and all generators are put back.
-
-    Args:
-        trainer: The Lightning trainer.
-        loop: Its fit, evaluation or prediction loop.
-        mode: How the loop combines several loaders.
+    The loader hook is called now instead of when the loop starts; the loop gets the same loaders. The batch comes from
+    an iterator of its own, without workers, and all generators are restored. ``mode`` is how the loop combines several
+    loaders.
     """
     loaders = _request_dataloader(loop._data_source)
     hand_out_once(loop._data_source, lambda: loaders)
@@ -65,12 +61,7 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
 
 
 def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
-    """Have a loop's source of loaders give these the next time, and what the user's hook makes from then on.
-
-    Args:
-        source: Of the loop.
-        loaders: Returns them when they are asked for.
-    """
+    """Let a loop's source of loaders return these the next time, and call the user's hook from then on."""
     request = source.dataloader
 
     def dataloader_once() -> Any:
@@ -81,7 +72,7 @@ def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
 
 
 def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, Any]:
-    """The first batch of a loader, and what the loop is to read instead of the loader: mostly itself."""
+    """Return the first batch of a loader, and the loader that the loop is to read: mostly the same one."""
     if not isinstance(loader, DataLoader):
         return _taken_from(loader, 1, device, reads, lambda taken: taken[0])
     inner = _loaders_inside(loader)
@@ -106,9 +97,9 @@ def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, A
 def _taken_from(
     owner: Any, count: int, device: torch.device, reads: NotedReads, use: Callable[[list[Any]], Any]
 ) -> tuple[Any, Any]:
-    """What is made of the first items, and what is to be read instead of the owner.
+    """Return the result for the first items, and the owner to read from then on.
 
-    What asks the model for its items (an environment that is played by a policy) has gone on with them, too.
+    An owner that runs the model for its items (an environment played by a policy) has advanced with them, too.
     """
     states, before = _states_of([owner]), GeneratorStates(device)
     rest = iter(owner)
@@ -122,7 +113,7 @@ def _taken_from(
 
 
 def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
-    """The loader, and those that one of a class of its own reads from."""
+    """Return the loader, and those that a loader of a user's class reads from."""
     held = flatten(list(vars(loader).values()))[0]
     return [loader, *(leaf for leaf in held if isinstance(leaf, DataLoader) and leaf is not loader)]
 
@@ -140,7 +131,7 @@ def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
 
 
 def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
-    """Where those that know their place are (a stateful loader, sampler or dataset)."""
+    """Return the states of stateful loaders, samplers and datasets."""
     known = {id(owner): owner for owner in owners if _is_stateful(owner)}
     return [(owner, copy.deepcopy(owner.state_dict())) for owner in known.values()]
 

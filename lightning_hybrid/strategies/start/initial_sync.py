@@ -1,4 +1,4 @@
-"""The initial synchronisation of ranks: agreement on versions, data and weights, and guards on state dicts."""
+"""Initial synchronization of ranks: weights, generators and seed; and guards on state dicts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 def agree_on_start(
     module: nn.Module, mesh: Mesh, data_rank: int, device: torch.device, copies: Sequence[nn.Module] = ()
 ) -> int:
-    """Give all ranks the weights of rank 0, and all ranks of a replica the generators of its first rank.
+    """Broadcast the weights of rank 0, and in each replica the generators of its first rank; return the common seed.
 
     Without ``seed_everything`` (or where initialisation depends on hash order) each process has drawn its own.
-
-    Args:
-        module: The user's.
-        mesh: The ranks.
-        data_rank: Of this rank.
-        device: Of this rank.
-        copies: Of the module, made before; they begin with the same weights.
+    ``copies`` of the module, made before, begin with the same weights.
 
     Returns:
         A seed for keyed randomness, the same on every rank.
@@ -47,7 +41,7 @@ def agree_on_start(
 
 @torch.inference_mode()  # tensors made in this mode may be written in no other
 def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Give these tensors the content that they have on rank 0; small ones of one kind travel together."""
+    """Broadcast tensors from rank 0; small ones of one dtype travel together."""
     together: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() <= _SMALL:
@@ -72,7 +66,7 @@ _MOST_TOGETHER = 256
 
 
 def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict hook that refuses to give out parameters that are not there."""
+    """A state dict hook that refuses to return parameters that are not on this rank."""
     del prefix, metadata
     if elsewhere := [name for name, value in state.items() if is_absent(value)] + _held_in_parts(module):
         raise RuntimeError(
@@ -83,7 +77,7 @@ def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def check_left_whole(module: nn.Module, *_: Any) -> None:
-    """See that no run that failed has left this module in parts; a state dict hook too.
+    """Check that no run that failed has left this module sharded; also a state dict hook.
 
     Raises:
         RuntimeError: One has.
@@ -97,12 +91,12 @@ def check_left_whole(module: nn.Module, *_: Any) -> None:
 
 
 def left_elsewhere(module: nn.Module) -> list[str]:
-    """FQNs of parameters that are not on this rank, or not all of them."""
+    """FQNs of parameters that are absent or sharded on this rank."""
     named = module.named_parameters()
     absent = [name for name, parameter in named if is_absent(parameter)]
     return list(dict.fromkeys(absent + _held_in_parts(module)))
 
 
 def _held_in_parts(module: nn.Module) -> list[str]:
-    """FQNs of parameters of which this rank has a part."""
+    """FQNs of parameters of which this rank has a shard."""
     return [name for name, parameter in module.named_parameters() if FULL_SHAPE in parameter.__dict__]

@@ -1,4 +1,4 @@
-"""The layout table printed when a run starts: what lies where, and what is sent."""
+"""The layout table printed when a run starts: stages, their units and parameters, and the bytes they send."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfl
 
 
 def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: str, *, means: bool = False) -> str:
-    """The layout in one line and, for a pipeline, one row per stage; and the means that microbatches have in common."""
+    """Return the layout in one line and, for a pipeline, one row per stage; and the means that microbatches share."""
     head = (
         f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
         f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
@@ -43,7 +43,7 @@ def describe(layout: ParallelLayout, assignment: Assignment | None, schedule: st
 
 
 def _means(graph: StepGraph) -> list[str]:
-    """The means over the whole batch by which its microbatches weigh: one line, if there are any."""
+    """Return one line with the means over the full batch by which its microbatches weigh, if there are any."""
     nodes = [graph.nodes[index] for index in sorted(data_dependent_means(graph, sizes_differ=False))]
     if not nodes:
         return []
@@ -69,7 +69,7 @@ def _value_bytes(graph: StepGraph, index: int) -> int:
 
 
 def activation_bytes(assignment: Assignment) -> int:
-    """What the values of one microbatch take, those inside of units not counted."""
+    """Return the bytes of the values of one microbatch, without those inside of units."""
     graph = assignment.graph
     return sum(_value_bytes(graph, index) for index in range(len(graph.values)))
 

@@ -11,12 +11,9 @@ from lightning_hybrid.patching import replace
 
 
 def log_graph_of_whole(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> None:
-    """Let each logger log its graph now, and not when Lightning asks: the module may be in parts then.
+    """Let each logger log its graph now, and not when Lightning asks: the module may be sharded then.
 
-    Args:
-        trainer: About to run.
-        module: With its weights, unless it was built empty.
-        is_empty: Whether it was.
+    A module that was built empty (``is_empty``) has no weights to trace.
     """
     for logger in trainer.loggers:
         vars(logger).pop("log_graph", None)  # of a run that failed before Lightning asked
@@ -31,7 +28,7 @@ def log_graph_of_whole(trainer: Any, module: pl.LightningModule, *, is_empty: bo
 
 
 def _skip_once(logger: Any) -> None:
-    """Do nothing when Lightning logs the graph the next time."""
+    """Skip Lightning's next call to log the graph."""
 
     def log_graph(*_: Any, **__: Any) -> None:
         put_back()

@@ -1,4 +1,4 @@
-"""The factory of step runners: with stages or without, as the user's options say."""
+"""The factory of step runners: with stages or without, by the user's options."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def runner_of_stages(
     num_processes: int,
     around_unpartitioned: Callable[[], AbstractContextManager[None]],
 ) -> tuple[StagePlan, MicrobatchRunner]:
-    """Plan the stages of a module, and be ready to run its steps on them.
+    """Make the stage plan of a module, and the runner of its steps.
 
     Args:
-        module: The user's, whole.
+        module: The user's full module.
         mesh: The ranks.
-        shares: Those that share the batches of a replica, where they hold shards and no stages.
-        options: What was asked for.
-        randomness: Keys what steps draw.
-        replica: Which one this rank is of.
+        shares: Ranks that share the batches of a replica, where they hold shards and no stages.
+        options: The arguments of the strategy.
+        randomness: Keys random draws of steps.
+        replica: Index of this rank's replica.
         metrics: Of the module.
-        parts: What this rank holds of each parameter, later.
+        parts: Returns the local shards of parameters, once they are sharded.
         agree: Returns the first rank's argument on every rank.
         num_processes: On this node.
-        around_unpartitioned: Entered around steps of evaluation that are not cut.
+        around_unpartitioned: Entered around evaluation steps that are not partitioned.
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
@@ -78,7 +78,7 @@ def runner_of_stages(
         "splitter": options.batch_splitter,
         "replica": replica,
         "metrics": metrics,
-        "uncut": unpartitioned,
+        "unpartitioned": unpartitioned,
     }
     if pipeline.size() == 1:
         everyone = mesh.group("data")
@@ -100,16 +100,12 @@ def runner_of_stages(
 
 
 def _room_to_lend(device: torch.device, num_processes: int) -> int:
-    """Bytes that parameters of other ranks may take on this rank during a step; processes share a host's memory."""
+    """Bytes that gathered parameters may take on this rank during a step; processes share a host's memory."""
     return int(min(_SHARE * free_bytes(device) / num_processes, 2.0**62))
 
 
 def _tell_at_once(num_ranks: int, is_strict: bool, name: str, reason: str) -> None:
-    """Say that the batches of a training step are not split; evaluation loses nothing that matters.
-
-    Raises:
-        StepError: The user wants the layout or nothing.
-    """
+    """Warn that the batches of a training step are not split (in evaluation that costs little), or raise if strict."""
     if name != "training_step":
         return
     told = f"{reason}: what that is for the whole batch cannot be told from microbatches"

@@ -1,4 +1,4 @@
-"""Tensor parallelism in a strategy: plan units in the first recorded step, cut them, say what was found."""
+"""Tensor parallelism in a strategy: plan units in the first recorded step, shard and describe them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
 class TensorPlanner:
-    """Plans the units of one module while its first step is recorded.
+    """Plans the units of one full module while its first step is recorded.
+
+    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any. A pattern that matches nothing
+    raises a TensorPlanError, on every rank.
 
     Attributes:
-        summary: Where the plans came from, in words; on the first rank.
+        summary: Where the plans came from; on the first rank.
     """
 
     def __init__(
@@ -43,18 +46,6 @@ class TensorPlanner:
         plan: Mapping[str, str] | None = None,
         folder: str | None = None,
     ) -> None:
-        """Read what is asked.
-
-        Args:
-            module: The user's, whole.
-            mesh: The ranks.
-            sequence_parallel: Shard the sequence between regions.
-            plan: The user's: pattern -> style.
-            folder: Where plans are kept from run to run, if they are.
-
-        Raises:
-            TensorPlanError: A pattern of the plan matches nothing; on every rank.
-        """
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
         self._deal: SequenceParallel = "tensor" if sequence_parallel else None
@@ -72,7 +63,7 @@ class TensorPlanner:
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
-        """See the units while the step is recorded inside."""
+        """Observe the units while the step is recorded inside."""
         units = variant.recording.units
         self._units, self._watched = find_layers(units), list(units.values())
         self._read_by_step |= variant.recording.parameters_read_outside()
@@ -84,13 +75,12 @@ class TensorPlanner:
             self._uses = uses.uses
 
     def plan(self, with_experts: bool = False) -> ModelShards:
-        """Find the plans on the first rank, and have them on all; collective over the world.
+        """Find the plans on the first rank, and broadcast them; collective over the world.
 
-        Args:
-            with_experts: Whether experts may be cut besides: whoever finds that out checks that something is cut.
+        ``with_experts`` means that experts may be sharded besides: their planner checks that something is sharded.
 
         Raises:
-            LayoutError: Nothing of the module can be cut; on every rank.
+            LayoutError: Nothing of the module can be sharded; on every rank.
             TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
             RuntimeError: The search failed; on every rank.
         """
@@ -155,14 +145,10 @@ def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None
 
 
 def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
-    """See that something is cut.
-
-    Args:
-        plans: By FQN of the unit.
-        size: Number of tensor ranks.
+    """Check that some unit is sharded over ``size`` tensor ranks.
 
     Raises:
-        LayoutError: Nothing is; the message has the sizes that are in the way, and the modules that have them.
+        LayoutError: None is; the message has the sizes that prevent it, and the modules that have them.
     """
     if any(plan.num_sharded > len(plan.vocabulary) for plan in plans.values()):
         return
@@ -195,13 +181,7 @@ def _first_and(names: list[str]) -> str:
 
 
 def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
-    """Say so if tensor ranks, which meet several times in each layer, lie on several nodes.
-
-    Args:
-        size: Number of tensor ranks; they are neighbours.
-        ranks_per_node: Ranks of each node.
-        num_nodes: Number of nodes.
-    """
+    """Warn if tensor ranks, which communicate several times in each layer, are on several nodes."""
     if num_nodes == 1 or ranks_per_node % size == 0:
         return
     start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
@@ -217,15 +197,17 @@ def _spans(first: int, size: int, ranks_per_node: int) -> bool:
 
 
 class KeyedDraws:
-    """Draws inside of sharded regions differ between tensor ranks, and depend on their key alone."""
+    """Makes draws inside of sharded regions differ between tensor ranks, and depend on their key alone.
+
+    Units draw on ``device``, whose generator is seeded for each draw.
+    """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Args: rank: the tensor rank. device: where units draw; their generator is seeded for each draw."""
         self._device, self._rank = device, rank
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """A context around one draw."""
+        """Enter a context around one draw."""
         generator = torch.default_generator
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
@@ -243,12 +225,7 @@ class KeyedDraws:
 
 
 def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
-    """The plans in words; units with one plan share its lines.
-
-    Args:
-        plans: By FQN of the unit.
-        summary: Where they came from.
-    """
+    """Return lines that describe the plans; units with equal plans share them."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for fqn, plan in plans.items():
         alike.setdefault(tuple(plan.lines()), []).append(fqn)

@@ -1,4 +1,4 @@
-"""ZeRO in a strategy: which parameters are sharded together, by which policy, and who reads full ones."""
+"""ZeRO in a strategy: which parameters are sharded together, by which policy, and which code reads full ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SHARE = 0.25
 
 
 def check_shard(stage: int, mesh: Mesh) -> None:
-    """Refuse a stage that shares nothing out.
+    """Refuse a ZeRO stage over a single replica.
 
     Raises:
         LayoutError: There is one replica.
@@ -61,12 +61,9 @@ def check_shard(stage: int, mesh: Mesh) -> None:
 
 
 def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisSharding]) -> list[AxisSharding]:
-    """Where the parts of each parameter lie: over the ranks of a shard, or those of them that have the same experts.
+    """Return the sharding of each parameter over the ranks of a shard, or those of them that have the same experts.
 
-    Args:
-        module: The user's, before it is cut.
-        mesh: The ranks.
-        shardings: What else is cut, from the whole to what these ranks share out.
+    ``shardings`` are those that come before, from the full tensor on; the module is not sharded yet.
     """
     experts = {name for cut in shardings if cut.axis == "ep" for name in cut.placements}
     shapes = {name: shard_of(shardings, name, parameter.shape).shape for name, parameter in module.named_parameters()}
@@ -82,19 +79,18 @@ def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisShardi
 
 
 class LayerReads:
-    """Which parameters of a layer other code of its network reads: ``self.positions.weight[:n]``.
+    """Records parameters of a layer that code outside of it reads: ``self.positions.weight[:n]``.
 
     Attributes:
         names: Their FQNs, once the step was recorded inside.
     """
 
     def __init__(self) -> None:
-        """Nothing has been recorded."""
         self.names: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
-        """See the layers while the step is recorded inside."""
+        """Observe the layers while the step is recorded inside."""
         units = variant.recording.units
         with record_calls(find_layers(units), units) as calls:
             yield
@@ -116,20 +112,20 @@ def share_out(
     agree: Callable[[bool], bool],
     guards: ReadGuards | None,
 ) -> ZeroSharding:
-    """Group the parameters of this rank, which hold its parts already.
+    """Group the local shards of parameters, which are sharded already, by layer and stage.
 
     Args:
         module: The user's.
-        plan: Who holds what.
-        reads: What other code reads of layers.
-        shardings: Where the parts lie.
-        experts: That ranks share.
+        plan: The stage plan.
+        reads: Reads of layers' parameters by other code.
+        shardings: Of the parameters, over all axes.
+        experts: Sharded over ranks, if they are.
         mesh: The ranks.
         device: Of this rank.
         stage: Of ZeRO.
         reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
-        offload: Where what is that is not on the device while no step needs it.
-        agree: Whether any rank says so; collective.
+        offload: Storage of offloaded state while no step needs it.
+        agree: Returns whether the argument is true on any rank; collective.
         guards: Of a run whose steps were not recorded; None where a recording shows what they read.
     """
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
@@ -181,7 +177,7 @@ def share_out(
 
 
 def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
-    """A region of a file for each group of parameters, if they are to be in one."""
+    """Yield a region of a file for each group of parameters, if they are offloaded to one."""
     if where is None or where == "cpu":
         return
     file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
@@ -191,7 +187,7 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
 def _layers_of(
     module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan, by_others: Collection[str]
 ) -> dict[str, str]:
-    """The layer that alone reads a parameter, by the parameter's FQN."""
+    """Return the layer that alone reads a parameter, by the parameter's FQN."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     by_step = {names[id(module.get_parameter(fqn))] for fqn in by_others}
     seen_when_read = plan.num_ranks == 1  # they are gathered then
@@ -214,7 +210,7 @@ def _layers_of(
 
 
 def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
-    """Parameters that some module outside of all layers holds too."""
+    """Return the parameters that some module outside of all layers holds too."""
     inside = {id(inner) for layer in layers.values() for inner in layer.modules()}
     outside = {id(p) for inner in module.modules() if id(inner) not in inside for p in inner._parameters.values()}
     return {name for name, parameter in module.named_parameters() if id(parameter) in outside}
@@ -225,7 +221,7 @@ def _whole_bytes(parameter: nn.Parameter) -> int:
 
 
 def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
-    """One line: what is shared out among how many, and when it is gathered."""
+    """Return the table line of ZeRO: what is sharded over how many replicas, and when it is gathered."""
     what = ["optimizer states", "gradients", "parameters"][:stage]
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
@@ -233,34 +229,22 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
 
 
 def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
-    """Whether replicas share out the steps of optimizers that the module calls itself.
-
-    Args:
-        module: The user's.
-        options: What was asked for.
-    """
+    """Whether replicas shard the optimizer steps of manual optimization."""
     away = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
     return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
 
 
 def describe_by_hand(stage: int, size: int) -> str:
-    """One line: what is shared out where the module steps by hand."""
+    """Return the table line of ZeRO with manual optimization."""
     return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
 
 
 def step_on_shards(
     optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
 ) -> list[Optimizer]:
-    """Let optimizers that the module calls itself step this rank's shards of parameters, which are full meanwhile.
+    """Let optimizers that the module calls itself step local shards of parameters, which are full meanwhile.
 
-    Args:
-        optimizers: Of the run.
-        module: The user's.
-        shardings: Of its parameters over replicas.
-        until: Closed when the run ends.
-
-    Returns:
-        The optimizers that look at full parameters, or at several: they step those on every rank.
+    Returns the optimizers that combine or need full parameters: they step those on every rank.
     """
     placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
     by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
@@ -276,15 +260,10 @@ def step_on_shards(
 def share_steps(
     optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
 ) -> list[ShardedStep]:
-    """Share out the states of optimizers that the module calls itself.
-
-    Args:
-        optimizers: Of the run.
-        ranks: That share them.
-        until: Closed when the run ends.
+    """Shard the states of optimizers that the module calls itself.
 
     Raises:
-        ValueError: One may look at whole parameters, or at several.
+        ValueError: One may read full parameters, or several.
     """
     found = []
     for optimizer in optimizers:
@@ -300,12 +279,7 @@ def share_steps(
 
 
 def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
-    """All parameters, layer by layer; first those that are of none.
-
-    Args:
-        module: The user's.
-        plan: Who holds what; None where every rank holds all.
-    """
+    """Return all parameters, layer by layer; first those outside of layers."""
     units = dict(module.named_children()) if plan is None else choose_units(module, 1)
     if plan is not None and plan.num_ranks > 1 and plan.first is not None:
         units = dict(plan.first.recording.units)
@@ -328,17 +302,10 @@ def offload_states(
     zero: ZeroSharding | None,
     shared_by: dist.ProcessGroup | None = None,
 ) -> list[OffloadedStates]:
-    """Step layer by layer, if there is anything to bring to where states are, or to leave in a file.
+    """Step layer by layer, if states are offloaded to the host or a file.
 
-    Args:
-        optimizers: Of the run.
-        layers: All parameters, layer by layer.
-        offload: Where what is.
-        device: Of this rank.
-        watched: Optimizers that may look at all parameters in their step.
-        until: Closed when the run ends.
-        zero: What shares out parameters, which may be in files too.
-        shared_by: Ranks that share out the steps of parameters which each of them holds whole.
+    ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
+    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full.
     """
     devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
@@ -360,20 +327,14 @@ def offload_states(
 
 
 def describe_at_once(optimizer: Optimizer, why: str) -> str:
-    """One line: why the states of an optimizer are all in memory for a moment."""
+    """Return the message that tells why the states of an optimizer are all in memory for a moment."""
     return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
 
 
 def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
-    """Gather wholes once for each validation: after callbacks have put other weights in place, before its first batch.
+    """Call ``begin`` in each validation, after callbacks have swapped weights, before its first batch; ``end`` after.
 
-    Args:
-        trainer: About to fit.
-        begin: Gathers them.
-        end: Frees them.
-
-    Returns:
-        What undoes it.
+    Returns the undo.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     before = {name: vars(loop).get(name) for name in ("on_run_start", "on_run_end")}

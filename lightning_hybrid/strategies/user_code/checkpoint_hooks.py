@@ -1,8 +1,8 @@
-"""Checkpoint hooks of the user, while the module is sharded: what they add is full in the file, or refused.
+"""Checkpoint hooks of the user, while the module is sharded: tensors that they add are full in the file, or refused.
 
 Their reads are answered as in other hooks (`user_hooks.py`). Beyond that, a tensor which they leave in the checkpoint
-may lie on other ranks, or in parts on several. When Lightning has put the checkpoint together, each of them is given
-its whole content on the rank that writes.
+may be on other ranks, or sharded over several. When Lightning has put the checkpoint together, each of them is replaced
+by its full content on the rank that writes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
 
 
 class SavedByHooks:
-    """Runs the hooks of one trainer that add to its checkpoints, and makes whole what they have added."""
+    """Runs the hooks of one trainer that add to its checkpoints, and replaces what they added by full tensors.
+
+    ``watched`` wraps a hook, by its name, in reads; ``copies`` are averages of the module that callbacks keep.
+    """
 
     def __init__(
         self,
@@ -50,21 +53,12 @@ class SavedByHooks:
         watched: Watched,
         copies: Callable[[], Sequence[nn.Module]],
     ) -> None:
-        """Say how hooks are run.
-
-        Args:
-            trainer: Of this run.
-            reads: Of this run.
-            in_parts: Whether the module is not whole now.
-            watched: Puts reads around a hook of someone, by its name.
-            copies: Averages of the module that callbacks keep.
-        """
         self._copies = copies
         self._trainer, self._reads, self._in_parts, self._watched = trainer, reads, in_parts, watched
         self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
 
     def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Who is to have which other function under which name."""
+        """Yield the objects and methods to replace, and the replacements."""
         trainer: Any = self._trainer
         found = [(trainer.lightning_module, "on_save_checkpoint")]
         found += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
@@ -82,7 +76,7 @@ class SavedByHooks:
         yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
 
     def _noted(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook of which is known what it adds."""
+        """Wrap a hook to record the leaves that it adds."""
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +97,7 @@ class SavedByHooks:
         return hook
 
     def _completed(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Lightning's way to put a checkpoint together, with whole tensors in what hooks added."""
+        """Wrap Lightning's ``dump_checkpoint`` so that leaves added by hooks are full tensors."""
 
         @functools.wraps(original)
         def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -130,7 +124,7 @@ class SavedByHooks:
         return bool(strategy.world.is_cut_off)
 
     def _whole(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
-        """The checkpoint with whole tensors, on the rank that writes; collective over the ranks of a copy.
+        """Return the checkpoint with full tensors, on the rank that writes; collective over the ranks of a copy.
 
         Raises:
             CheckpointError: A content cannot be had, or some ranks add what others do not; on every rank of the copy.
@@ -182,7 +176,7 @@ class SavedByHooks:
 
 
 def _bare(leaf: Tensor, content: Tensor) -> Tensor:
-    """The content as a tensor of the user's kind; what is noted on tensors of a run would be pickled with them."""
+    """Return the content as a tensor of the user's kind, without a run's attributes, which would be pickled."""
     if content is leaf and not any(name.startswith("_hybrid") for name in leaf.__dict__):
         return leaf
     if isinstance(leaf, nn.Parameter):
@@ -193,7 +187,7 @@ def _bare(leaf: Tensor, content: Tensor) -> Tensor:
 def _leaves(
     value: Any, path: tuple[Any, ...] = (), around: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What builtin containers hold, with its place."""
+    """Yield the leaves of builtin containers, with their paths."""
     if type(value) not in _CONTAINERS or id(value) in around:
         yield path, value
         return
@@ -203,7 +197,7 @@ def _leaves(
 
 
 def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ()) -> Any:
-    """The same with other tensors; containers that hold none of them stay the user's own objects."""
+    """Rebuild containers with other tensors; those that hold none of them stay the user's own objects."""
     if type(value) not in _CONTAINERS or id(value) in around:
         return contents.get(id(value), value)
     around = (*around, id(value))
@@ -221,7 +215,7 @@ def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ())
 
 
 class _Finder(pickle.Pickler):
-    """Goes through an object as the file would, and keeps the objects of some kinds that it comes by."""
+    """Pickles an object as the file would, and collects the objects of some kinds inside."""
 
     def __init__(self, kind: tuple[type, ...]) -> None:
         super().__init__(io.BytesIO())
@@ -244,7 +238,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _copies(values: list[Any], *, keep: bool) -> list[Any]:
-    """Copies of objects as the file has them; a rank that does not keep them only takes part."""
+    """Copy objects as the file has them; a rank that does not keep them only joins the collectives."""
     if keep:
         copies: list[Any] = pickle.loads(pickle.dumps(values))
         return copies
@@ -253,18 +247,14 @@ def _copies(values: list[Any], *, keep: bool) -> list[Any]:
 
 
 class _Nowhere:
-    """A file that forgets what is written."""
+    """A file that discards its content."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
 def tensors_kept_by(owners: Sequence[Any]) -> list[Tensor]:
-    """The tensors in attributes of modules and callbacks, in containers there, and in modules that they keep; once.
-
-    Args:
-        owners: Of the user.
-    """
+    """Return the tensors in attributes of modules and callbacks, in containers there, and in modules inside; once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting = [(owner, 0) for owner in reversed(owners)]

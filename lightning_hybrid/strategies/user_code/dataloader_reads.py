@@ -1,9 +1,9 @@
-"""Dataloaders that read the model, as in reinforcement learning: a policy is asked while a batch is fetched.
+"""Dataloaders that read the model, as in reinforcement learning: a policy runs while a batch is fetched.
 
-All ranks of a replica fetch the same batches in the same order, so a parameter that they share is gathered when an
-operation of a loader reads it, as in steps that every rank runs whole (``full_params``). Replicas need not
-fetch alike: one gathers what it reads of what they share out, and the others take part when they have their batch. So
-they meet after each fetch, if the objects of some loader refer to the module.
+All ranks of a replica fetch the same batches in the same order, so a parameter that is sharded over them is gathered
+when an operation of a loader reads it, as in steps that every rank runs unpartitioned (``full_params``). Replicas may
+fetch differently: one gathers the shards that it reads, and the others take part when they have their batch. So they
+synchronize after each fetch, if the objects of some loader refer to the module.
 """
 
 from __future__ import annotations
@@ -46,31 +46,29 @@ _INSTEAD = "read it in on_train_batch_start or another hook, and let the dataset
 
 
 class NotedReads(TorchFunctionMode):
-    """Notes whether code reads any of these tensors.
+    """Records whether code reads any of these tensors.
 
     Attributes:
-        is_read: Whether some has been read.
+        is_read: Whether one has been read.
     """
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
-        """Args: tensors: the parameters of a module."""
         super().__init__()
         self.is_read = False
         self._ids = {id(tensor) for tensor in tensors}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note one operation."""
+        """Record one operation."""
         self.is_read = self.is_read or any(id(leaf) in self._ids for leaf in flatten((args, kwargs))[0])
         return func(*args, **(kwargs or {}))
 
 
 class LoaderReads(TorchFunctionMode):
-    """While a batch is fetched, parameters of the module are whole; what reads none of them runs as it is."""
+    """Provides full parameters while a batch is fetched; operations that read none of them run unchanged."""
 
     def __init__(
         self, module: nn.Module, unpartitioned: UnpartitionedSteps, zero: Callable[[], ZeroSharding | None]
     ) -> None:
-        """Args: module: the user's, in parts. unpartitioned: lends its parameters. zero: gathers them from replicas."""
         super().__init__()
         self._unpartitioned, self._zero, self._meets = unpartitioned, zero, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -78,7 +76,7 @@ class LoaderReads(TorchFunctionMode):
 
     @contextlib.contextmanager
     def fetching(self, *, meets: bool) -> Iterator[None]:
-        """A loader runs inside; collective over replicas if it ``meets`` them."""
+        """Run a loader inside; collective over replicas if it ``meets`` them."""
         self._meets = meets
         try:
             with self:
@@ -96,7 +94,7 @@ class LoaderReads(TorchFunctionMode):
             zero.free_rank_local_reads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, on what this rank is lent where it reads parameters."""
+        """Run an operation, on gathered parameters where it reads some."""
         found: list[Tensor] = []
         for leaf in args if kwargs is None else (*args, *kwargs.values()):  # of every operation, so no call for each
             if type(leaf) is list or type(leaf) is tuple:
@@ -126,7 +124,7 @@ class LoaderReads(TorchFunctionMode):
         return self._lent.__torch_function__(func, types, args, kwargs)
 
     def _gather(self, operation: str, found: list[Tensor]) -> None:
-        """Have what replicas share out; refuse what cannot be lent here."""
+        """Gather the shards over replicas; refuse parameters that cannot be gathered here."""
         for leaf in found:
             name = self._names[id(leaf)]
             is_cut = (
@@ -159,19 +157,16 @@ def serve_loaders(
     zero: Callable[[], ZeroSharding | None],
     meets: Callable[[bool], bool],
 ) -> Callable[[], None]:
-    """Let what loaders of this trainer run read whole parameters, and no batch have tensors without content.
+    """Let loaders of this trainer read full parameters, and refuse batches with absent tensors; return the undo.
 
     Args:
-        trainer: Whose loaders.
+        trainer: The owner of the loaders.
         module: The user's.
-        unpartitioned: Lends its parameters.
-        in_parts: Whether the module is not whole now.
-        zero: Gathers what replicas share out; None where they do not.
-        meets: Whether fetches of a loader meet those of other replicas, given whether it refers to the module here;
+        unpartitioned: Gathers parameters of other stages.
+        in_parts: Whether the module is sharded now.
+        zero: Returns what gathers shards over replicas; None where there are none.
+        meets: Whether fetches of a loader synchronize with other replicas, from whether it refers to the module here;
             collective over the world.
-
-    Returns:
-        Undoes it.
     """
     undo = contextlib.ExitStack()
     reads = LoaderReads(module, unpartitioned, zero)
@@ -208,12 +203,7 @@ def _is_of(fetcher: _DataFetcher, trainer: pl.Trainer) -> bool:
 
 
 def refers_to(module: nn.Module, *start: Any) -> bool:
-    """Whether objects that can be reached from others hold a module, or a part of it.
-
-    Args:
-        module: To look for.
-        start: Such as a loader.
-    """
+    """Whether objects such as a loader hold a module, or a submodule of it, directly or indirectly."""
     wanted = {id(part) for part in module.modules()}
     seen, left = set[int](), list(start)
     while left and len(seen) < _MOST_OBJECTS:

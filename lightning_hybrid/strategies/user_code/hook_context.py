@@ -1,4 +1,4 @@
-"""The context of user code: the arguments of steps, the outputs that hooks read, and the hook that is logging."""
+"""The context of user code: arguments of steps, outputs that hooks read, and the current hook."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
 def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx: int = 0) -> tuple[Any, ...]:
-    """The arguments with which Lightning calls a step, as far as the step takes them.
-
-    Args:
-        module: The user's.
-        name: Of the step.
-        batch: The first of them.
-        batch_idx: The second.
+    """Return the arguments with which Lightning calls a step, as far as the step takes them.
 
     Raises:
         ValueError: The step fetches its own batches.
@@ -38,7 +32,7 @@ def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx:
 
 
 def output_is_read(trainer: pl.Trainer, name: str) -> bool:
-    """Whether any hook of the user sees what the step returned."""
+    """Whether any hook of the user reads the output of a step."""
     hook = f"on_{'train' if name == 'training_step' else name.removesuffix('_step')}_batch_end"
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER) for user in users)
@@ -57,7 +51,7 @@ def old_gradients_are_read(trainer: pl.Trainer) -> bool:
 
 @contextlib.contextmanager
 def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
-    """Say which hook of the module runs, as Lightning's own calls do; ``self.log`` asks."""
+    """Set the current hook of the module, as Lightning's own calls do; ``self.log`` reads it."""
     before, module._current_fx_name = module._current_fx_name, name
     try:
         yield
@@ -66,17 +60,13 @@ def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
 
 
 def scripted_modules(module: nn.Module) -> list[str]:
-    """FQNs of the modules of ``torch.jit`` with parameters inside a module."""
+    """Return the FQNs of the modules of ``torch.jit`` with parameters inside a module."""
     modules = module.named_modules()
     return [fqn for fqn, inner in modules if isinstance(inner, torch.jit.ScriptModule) and [*inner.parameters()]]
 
 
 def why_no_stages(module: pl.LightningModule) -> str:
-    """Why no step of a module can be run by several stages, whatever it does; nothing if it can.
-
-    Args:
-        module: The user's.
-    """
+    """Return why no step of a module can be run in stages, whatever it does; "" if it can."""
     if not module.automatic_optimization:
         return "the module optimizes by hand, and each of its steps reads what the one before has changed"
     code = getattr(type(module).configure_optimizers, "__code__", None)

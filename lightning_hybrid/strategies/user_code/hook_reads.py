@@ -26,7 +26,15 @@ _PER_EVALUATED_BATCH = tuple(
 
 
 class HookReads:
-    """What hooks of the user read: of all stages, and whole where ranks hold parts."""
+    """Reads in user hooks: of parameters in all stages, and of full parameters where ranks hold shards.
+
+    Args:
+        stages: Reads across stages, if there are several.
+        parts: Local shards, if parameters are sharded.
+        parameters: Of the module, by FQN.
+        contents: By which the ranks that hold shards find out that they do not read the same.
+        over_replicas: Whether replicas hold shards of one copy.
+    """
 
     def __init__(
         self,
@@ -37,15 +45,6 @@ class HookReads:
         *,
         over_replicas: bool = False,
     ) -> None:
-        """Say what is in parts.
-
-        Args:
-            stages: If there are several.
-            parts: If parameters are cut.
-            parameters: Of the module, by FQN.
-            contents: By which the ranks that hold parts find out that they do not read the same.
-            over_replicas: Whether replicas hold parts of one copy.
-        """
         self._over_replicas = over_replicas
         self._stages = stages
         self._contents = contents
@@ -60,7 +59,7 @@ class HookReads:
         self._contents.agree_on(self._hook, f"reads {name}")
 
     def of_optimizers(self, optimizers: Iterable[Optimizer]) -> dict[Optimizer, HookReads]:
-        """What the steps of optimizers must run in, but for those that do the same to parts as to the whole."""
+        """Return the reads around each optimizer's step, without those that step shards as they would full tensors."""
         found = {optimizer: self._of_optimizer(optimizer) for optimizer in optimizers}
         return {optimizer: reads for optimizer, reads in found.items() if reads is not None}
 
@@ -76,7 +75,7 @@ class HookReads:
 
     @contextlib.contextmanager
     def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
-        """As ``CrossStageReads.hook``."""
+        """Wrap a hook, as ``CrossStageReads.hook``."""
         outer = self._depth == 0
         self._depth += 1
         if outer:
@@ -94,17 +93,12 @@ class HookReads:
             self._depth -= 1
 
     def known(self, value: Any) -> Any:
-        """As ``CrossStageReads.known``."""
+        """Return a value with contents, as ``CrossStageReads.known``."""
         return value if self._stages is None else self._stages.known(value)
 
     @contextlib.contextmanager
     def tracking(self, states: Sequence[Mapping[Any, Any]], copies: Sequence[nn.Module]) -> Iterator[None]:
-        """What runs inside also reads whole states of optimizers, and whole copies of the module.
-
-        Args:
-            states: By parameter.
-            copies: In parts as the module is.
-        """
+        """Track full states of optimizers (by parameter), and full copies of the module, which are sharded as it is."""
         if self._stages is not None:
             for state in states:
                 self._stages.track_state(state)
@@ -114,23 +108,23 @@ class HookReads:
             yield
 
     def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
-        """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""
+        """Whether all ranks have the full tensor; None if it is not here, and its location is not recorded."""
         if self._cuts is not None and (known := self._cuts.is_shard(tensor)) is not False:
             return None if known is None else False
         return not is_absent(tensor) if self._stages is None else self._stages.is_on_all_ranks(tensor)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """What each rank says that has a part of this copy of the module; collective over them."""
+        """Gather an object from each rank that has a shard of this copy of the module; collective."""
         said = self._contents.gather_objects(mine)
         return said if self._stages is None else [each for row in self._stages.gather_objects(said) for each in row]
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """As ``CrossStageReads.contents_for_file``."""
+        """Return full contents, as ``CrossStageReads.contents_for_file``."""
         wholes = [tensor if self._cuts is None else self._cuts.full_tensor(tensor) for tensor in tensors]
         return wholes if self._stages is None else self._stages.contents_for_file(wholes, keep=keep)
 
     def track_state(self, state: Mapping[Any, Any]) -> None:
-        """As ``CrossStageReads.track_state``."""
+        """Track the state of a parameter, as ``CrossStageReads.track_state``."""
         if self._cuts is not None:
             self._cuts.unshard_state(state)
         if self._stages is not None:
@@ -138,7 +132,7 @@ class HookReads:
 
 
 def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
-    """Let Lightning's model summary count whole parameters; returns what undoes it."""
+    """Let Lightning's model summary count full parameters; return the undo."""
     original = callback.on_fit_start
 
     def on_fit_start(*args: Any, **kwargs: Any) -> None:
@@ -149,7 +143,7 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
 
 
 def steps_on_parts(optimizer: Optimizer) -> bool:
-    """Whether an optimizer does to the parts of a parameter what it does to the whole; tried on a small one."""
+    """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small one."""
     generator = torch.Generator().manual_seed(0)
     full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
     gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]

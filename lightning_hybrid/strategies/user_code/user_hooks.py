@@ -52,20 +52,17 @@ def read_globally(
     passes: Callable[[], None],
     copies: Callable[[], Sequence[nn.Module]],
 ) -> Callable[[], None]:
-    """Put ``reads`` around every hook that the user wrote, on these instances alone.
+    """Wrap every hook that the user wrote, on these instances alone, in reads of full parameters; return the undo.
 
     Args:
-        trainer: Its callbacks are watched too.
+        trainer: Its callbacks are wrapped too.
         module: The user's.
         reads: Of this run.
-        latest: Those of the layout as it is now, which a hook may change by the step that it runs.
-        in_parts: Whether the module is not whole now.
+        latest: Returns those of the present layout, which a hook may change by the step that it runs.
+        in_parts: Whether the module is sharded now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
         passes: Called when this rank has done with a hook, before it waits for the others.
         copies: Averages of the module that callbacks keep.
-
-    Returns:
-        Undoes it.
     """
     undo = contextlib.ExitStack()
     watch = _HookWatch(trainer, latest, in_parts, complete, passes)
@@ -84,7 +81,7 @@ def read_globally(
 
 @dataclasses.dataclass(frozen=True)
 class _HookWatch:
-    """Puts reads around hooks of the user; attributes as ``read_globally`` is given them."""
+    """Wraps hooks of the user in reads; the attributes are arguments of ``read_globally``."""
 
     trainer: pl.Trainer
     latest: Callable[[], Reads]
@@ -93,7 +90,7 @@ class _HookWatch:
     passes: Callable[[], None]
 
     def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook with ``reads`` around its own lines, but not around the steps that it runs: those of an optimizer."""
+        """Wrap a hook in reads around its own lines, but not around the optimizer steps that it runs."""
         before = f"{type(user).__name__}.{name}"
         after = f"{before} after a step"
         # What is cleared next are the gradients of the optimizer step before, which are complete.
@@ -147,7 +144,7 @@ class _HookWatch:
 
 @contextlib.contextmanager
 def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
-    """What a hook asks of Lightning: logs get contents, and what is global already is not watched."""
+    """Let logs of a hook have contents, and run Lightning's own global methods without reads."""
     module, strategy = trainer.lightning_module, trainer.strategy
     with contextlib.ExitStack() as stack:
 

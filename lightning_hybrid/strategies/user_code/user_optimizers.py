@@ -1,8 +1,8 @@
-"""Optimizers that are not torch's: their steps see full parameters and gradients.
+"""Optimizers that are not torch's: their steps read full parameters and gradients.
 
-A step that looks at one parameter at a time is right on each rank's part. One that takes a norm over all of them, or a
+A step that updates one parameter at a time is right on each rank's shard. One that takes a norm over all of them, or a
 step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as
-hooks of the user do: what is of other ranks is followed without content, and sent where it is needed.
+hooks of the user do: absent tensors of other ranks are tracked, and sent where their content is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
 
 def looks_at_all(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step, or a hook on it, may combine what it sees of several parameters."""
+    """Whether an optimizer's step, or a hook on it, may combine several parameters."""
     if isinstance(optimizer, LBFGS):
         return True
     hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
@@ -34,16 +34,7 @@ def looks_at_all(optimizer: Optimizer) -> bool:
 
 
 def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool]) -> Callable[[], None]:
-    """Put ``reads`` around the steps of one optimizer; not around the closure, in which the training step runs.
-
-    Args:
-        optimizer: Built on parameters of which some are absent.
-        reads: Of this run.
-        in_parts: Whether the module is not whole now.
-
-    Returns:
-        Undoes it.
-    """
+    """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo."""
     where = f"{type(optimizer).__name__}.step"
     original = optimizer.step
     known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
@@ -75,15 +66,7 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
 
 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Let an optimizer that decides by the losses of its closure see their mean over replicas, as gradients are.
-
-    Args:
-        optimizer: Of the run.
-        average: Gives the mean of a loss; collective.
-
-    Returns:
-        Undoes it.
-    """
+    """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo."""
     original = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -97,15 +80,7 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
 
 
 def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
-    """Let an optimizer that the user's step calls see shards of parameters, which the step itself sees in full.
-
-    Args:
-        optimizer: Of the run.
-        guards: Of the run.
-
-    Returns:
-        Undoes it.
-    """
+    """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo."""
     original, zero_grad = optimizer.step, optimizer.zero_grad
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +118,9 @@ def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
 
 
 def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:
-    """What an optimizer, or one inside of it, has made of each parameter at its birth is where the parameter is.
+    """Track the tensors that an optimizer, or one inside of it, made of each parameter when it was built.
 
-    That is its state, and lists of tensors like its parameters, in their order, as slow weights are.
+    These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are.
     """
     reads.track_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -179,7 +154,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 def _later_hooks_after(
     optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Let post hooks that came after the optimizer was built (those of callbacks) run when nothing is watched."""
+    """Run post hooks added after the optimizer was built (those of callbacks) outside of the reads."""
     hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
     if not hooks or known.issuperset(hooks):
         yield

@@ -1,4 +1,4 @@
-"""The device mesh at ``LightningModule.device_mesh``: of the launcher's ranks."""
+"""The device mesh at ``LightningModule.device_mesh``, with the launcher's ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _in_launchers_world(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PublishedMesh(DeviceMesh):
-    """A mesh whose parts and places are the same wherever they are asked for.
+    """A mesh whose submeshes and coordinates are the same wherever they are read.
 
-    A ``DeviceMesh`` looks for itself by ``get_rank``, which means the data axes while the user's code runs.
+    A ``DeviceMesh`` finds its coordinates by ``get_rank``, which means the data axes while user code runs.
 
     Attributes:
-        launchers_world: Entered around what asks for ranks.
+        launchers_world: Entered around methods that read ranks.
     """
 
     launchers_world: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
@@ -47,23 +47,18 @@ class PublishedMesh(DeviceMesh):
             return super().mesh
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The mesh alone, of torch's class; its run is over for whoever loads it."""
+        """Pickles a plain ``DeviceMesh``: the run is over for the process that loads it."""
         state = super().__getstate__()
         state.pop("launchers_world", None)
         return copyreg._reconstructor, (DeviceMesh, object, None), state  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PublishedMesh:
-        """A copy of the module is on the same mesh."""
+        """Return the same mesh: a copy of the module is on it too."""
         return self
 
 
 def published(mesh: DeviceMesh, launchers_world: Callable[[], AbstractContextManager[None]]) -> DeviceMesh:
-    """The same mesh, for code of the user's.
-
-    Args:
-        mesh: Of the launcher's ranks.
-        launchers_world: Entered around what asks for ranks.
-    """
+    """Turn a mesh of the launcher's ranks into a `PublishedMesh`, for user code."""
     mesh.__class__ = PublishedMesh
     mesh.__dict__["launchers_world"] = launchers_world
     return mesh

@@ -10,16 +10,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def deal_to_replicas(loader: object, *, replicas: int, replica: int, world_size: int) -> None:
-    """Make a hand-built ``DistributedSampler`` deal to replicas where it deals to all ranks of the world.
+    """Make a user's ``DistributedSampler`` split over replicas where it splits over all ranks; in place.
 
     Built without arguments, or with the world's size, it would give the ranks of one replica different batches. One
-    that deals to some other number of readers means something of its own, and stays.
-
-    Args:
-        loader: Any loader; its sampler is changed in place.
-        replicas: Number of replicas.
-        replica: That of this rank.
-        world_size: Number of ranks.
+    that splits over another number of readers is deliberate, and stays.
 
     Raises:
         ValueError: A subclass with a count of its own, which cannot be changed from here.
@@ -66,7 +60,7 @@ def _distributed_samplers(loader: object) -> list[DistributedSampler[Any]]:
 
 
 def _sizes(sampler: DistributedSampler[Any], replicas: int) -> tuple[int, int]:
-    """Samples of each replica and of all, as torch counts them."""
+    """Numbers of samples of each replica and of all, as torch counts them."""
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     if sampler.drop_last and samples % replicas:
         samples -= replicas

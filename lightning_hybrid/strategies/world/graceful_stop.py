@@ -1,13 +1,14 @@
-"""A graceful stop of all ranks at the same place: after a signal, or ``trainer.should_stop`` on any rank.
+"""Graceful stop of all ranks at the same stop point: after a signal, or ``trainer.should_stop`` on any rank.
 
-One rank alone may be told: by its own clock, or by a condition on its rank. A place is the end of a training batch or
-the start of an epoch; all ranks come by the same places, but not at the same time, and must not wait for each other
-there. So each counts its places in the store, in one operation that also tells whether another rank has knocked, which
-adds to the counts of all. Whoever finds the flag set at a place knocks, and sees how far each rank was at that moment:
+One rank alone may be asked to stop: by its own clock, or by a condition on its rank. A stop point is the end of a
+training batch or the start of an epoch; all ranks pass the same ones, but not at the same time, and must not wait for
+each other there. So each counts its stop points in the store, in one operation that also reads whether another rank has
+raised an interrupt, which adds to the counts of all. A rank that finds the flag set at a stop point raises one, and
+reads how far each rank was at that moment:
 
-    another has passed the place    it did so without the flag: all stop at the next place that none has passed
-    none has                        each finds the knock at that place, and votes: all have the flag, and stop there
-                                    together, as one process does; or some have not, and all stop at the next place
+    another has passed the point    it did so without the flag: all stop at the next point that none has passed
+    none has                        each finds the interrupt at that point, and votes: all have the flag, and stop there
+                                    together, as one process does; or some have not, and all stop at the next point
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def _nothing() -> None:
 
 
 class Stopping:
-    """What this rank knows of who wants to stop, and where all will."""
+    """Agreement of the ranks on a stop, through the store by which they met: it works where collectives do not.
+
+    ``timeout`` is for ranks that do not come to a stop point; ``is_over`` returns whether a rank has failed.
+    """
 
     def __init__(
         self,
@@ -48,16 +52,6 @@ class Stopping:
         timeout: timedelta,
         is_over: Callable[[], bool],
     ) -> None:
-        """Begin to listen.
-
-        Args:
-            trainer: About to run.
-            mesh: The ranks.
-            store: By which they met; it works where collectives do not.
-            prefix: Of this run's keys in the store.
-            timeout: For ranks that do not come to a place.
-            is_over: Whether a rank has failed; then nobody is waited for.
-        """
         self._trainer = trainer
         self._mesh = mesh
         self._store = store
@@ -88,7 +82,7 @@ class Stopping:
             self._extend(trainer.fit_loop, "on_advance_end", after=self._agree_at_once)
 
     def stop_listening(self) -> None:
-        """Undo what was done to the trainer."""
+        """Undo the changes to the trainer."""
         for changed, name in self._hooks:
             vars(changed).pop(name, None)
 
@@ -110,7 +104,7 @@ class Stopping:
     # -- told by a signal ---------------------------------------------------------------------------------------------
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """Agree on the batch after which all ranks stop; a signal that comes again changes nothing."""
+        """Agree on the batch after which all ranks stop; a repeated signal changes nothing."""
         log.info(rank_prefixed_message(f"Received SIGTERM: {signum}", self._mesh.rank))
         if self._is_signalled:
             return
@@ -135,7 +129,7 @@ class Stopping:
             raise SIGTERMException
 
     def on_batch_start(self) -> None:
-        """A batch of any kind begins on this rank."""
+        """Count a batch of any kind that begins on this rank."""
         self._batches += 1
         if self._mesh.layout.world_size > 1 and not self._trainer.training:
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
@@ -152,7 +146,7 @@ class Stopping:
     # -- told by trainer.should_stop ----------------------------------------------------------------------------------
 
     def _agree_at_once(self) -> None:
-        """All ranks are here, and stop if any wants to."""
+        """Stop all ranks, which are all here, if any of them wants to."""
         wants = bool(self._trainer.should_stop) or self._wants
         stops = self._trainer.strategy.reduce_boolean_decision(wants, all=False)
         if stops:
@@ -169,7 +163,7 @@ class Stopping:
         return f"{self._prefix}places-{rank}"
 
     def _knock(self) -> list[int]:
-        """Make each rank look at what is asked, at its next place at the latest; how many each has passed."""
+        """Make each rank read the proposal, at its next stop point at the latest; return how many each has passed."""
         ranks = range(self._mesh.layout.world_size)
         return [self._store.add(self._count_key(rank), _KNOCK) % _KNOCK for rank in ranks]
 
@@ -192,7 +186,7 @@ class Stopping:
                 self._decide(here)
 
     def _ask(self, here: int) -> None:
-        """Ask the others for a place where all stop, unless another rank does."""
+        """Propose a stop of all ranks, unless another rank has."""
         mine = f"{self._mesh.rank} {here}"
         if self._store.compare_set(self._key("asked"), "", mine).decode() == mine:
             furthest = max(self._knock())
@@ -202,13 +196,13 @@ class Stopping:
         self._learn()
 
     def _learn(self) -> None:
-        """Learn what was asked, and wait the moment until the rank that asks has seen where the others are."""
+        """Read the proposal, and wait until the rank that made it has read the progress of the others."""
         asker, place = map(int, self._store.get(self._key("asked")).split())
         if self._wait_for("open"):
             self._asker, self._vote_at = asker, place
 
     def _decide(self, here: int) -> None:
-        """Stop here, or have the flag wait for the place where all do."""
+        """Stop here, or clear the flag until the stop point where all ranks stop."""
         if self._due is None and self._store.check([self._key("due")]):
             self._due = int(self._store.get(self._key("due")))
         if self._due is None and here == self._vote_at:
@@ -224,7 +218,7 @@ class Stopping:
             self._trainer.should_stop = False
 
     def _vote(self, here: int) -> int:
-        """Where all ranks stop; those that want to stop here wait until the others have come."""
+        """Return the stop point of all ranks; those that want to stop here wait until the others have come."""
         if not self._wants:
             return int(self._store.compare_set(self._key("due"), "", str(here + 1)))
         if self._store.add(self._key("yes"), 1) == self._mesh.layout.world_size:
@@ -232,7 +226,7 @@ class Stopping:
         return int(self._store.get(self._key("due"))) if self._wait_for("due") else here
 
     def _wait_for(self, name: str) -> bool:
-        """Wait until another rank has said this; whether it did."""
+        """Wait until another rank has set this key; return whether it did."""
         end, pause = time.monotonic() + self._timeout.total_seconds(), pauses()
         while not self._store.check([self._key(name)]):
             if time.monotonic() > end or self._is_over():
@@ -241,7 +235,7 @@ class Stopping:
         return True
 
     def _where(self) -> str:
-        """Which batch this rank is at."""
+        """Describe the batch that this rank is at."""
         trainer = self._trainer
         if not trainer.training:
             return f"in batch {self._batches} of this run"

@@ -1,8 +1,8 @@
-"""Failures of ranks: peers learn of one within seconds.
+"""Failures of ranks: the other ranks learn of one within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
-the others waiting for its messages until their timeout. What ranks tell each other goes through the store by which they
-met: it works while collectives do not.
+the others waiting for its messages until their timeout. Ranks report failures through the store by which they met: it
+works while collectives do not.
 """
 
 from __future__ import annotations
@@ -40,21 +40,14 @@ _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_s
 
 
 class Failures(RunCallback):
-    """Stands before the user's callbacks: theirs may wait for ranks that this one wakes or brings along first.
+    """Runs before the user's callbacks, which may wait for ranks that this one wakes or synchronizes first.
 
     Attributes:
         cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.
-        rendezvous: Where ranks meet before something is gathered from all.
+        rendezvous: Synchronizes ranks before a collective of the whole world.
     """
 
     def __init__(self, trainer: Any, mesh: Mesh, timeout: timedelta) -> None:
-        """Begin to watch.
-
-        Args:
-            trainer: About to run.
-            mesh: Of this run; every rank watches over as many runs as the others.
-            timeout: For ranks of which nothing is heard.
-        """
         self.cut_off = False
         self._trainer = trainer
         self._mesh = mesh
@@ -68,7 +61,7 @@ class Failures(RunCallback):
         self._stopping = Stopping(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
-        """Undo what was done to the trainer."""
+        """Undo the changes to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
         self._requeue.stop_listening()
         self._stopping.stop_listening()
@@ -78,11 +71,7 @@ class Failures(RunCallback):
         self.report(exception)
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks, and make sure that none of them waits for this one; say who failed if they did.
-
-        Args:
-            error: What ends the run on this rank; gets a note if the cause lies with another rank.
-        """
+        """Report the error that ends the run here, so that no rank waits for this one; note which rank failed first."""
         if self._reported or self._mesh.layout.world_size == 1:
             return
         self._reported = True
@@ -100,7 +89,7 @@ class Failures(RunCallback):
                 self._all_reported(_SECONDS_FOR_READERS)
 
     def _tell(self, mine: str) -> str:
-        """Publish a reason unless there is one already; the one that stands."""
+        """Publish a reason unless there is one already; return the one that stands."""
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             first = self._store.compare_set(self._prefix + "reason", "", mine).decode(errors="replace")
             self._store.add(self._prefix + "failed", 1)
@@ -124,7 +113,7 @@ class Failures(RunCallback):
         return False
 
     def _close(self, reason: str) -> None:
-        """Close this rank's connections; whoever waits for it gets an error."""
+        """Close this rank's connections; ranks that wait for it get an error."""
         self.cut_off = True
         world: Any = dist.group.WORLD
         _closed[world] = reason
@@ -133,7 +122,7 @@ class Failures(RunCallback):
                 _close_group(group)
 
     def _where(self, error: BaseException) -> str:
-        """This rank, its stage and what it was doing."""
+        """Describe this rank, its stage and what it was doing."""
         size = self._mesh.size("pp")
         rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
         for text in error_notes_of(error):
@@ -155,7 +144,7 @@ class Failures(RunCallback):
 
 
 def check_connections() -> None:
-    """See that no run that failed has closed the connections that another would use.
+    """Check that no run that failed has closed the connections of this process.
 
     Raises:
         RuntimeError: One has.
@@ -169,7 +158,7 @@ def check_connections() -> None:
 
 
 def warn_of_missing_checkpoint(path: Any) -> None:
-    """Say why a checkpoint that was asked for after a failure is not written."""
+    """Warn that a checkpoint requested after a failure is not written."""
     rank_zero_warn(
         f"no checkpoint is written to {path}: a rank has failed, and the parameters of its stage cannot be reached;"
         " resume from the last checkpoint of the run"
@@ -194,7 +183,7 @@ def _close_group(group: dist.ProcessGroup) -> None:
 
 
 def _hook_of(error: BaseException) -> str:
-    """The innermost hook of Lightning's that an error came through."""
+    """Return the innermost hook of Lightning that an error came through."""
     hook, frames = "", error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:

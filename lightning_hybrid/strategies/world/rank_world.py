@@ -1,4 +1,4 @@
-"""The ranks of a run: process groups, collectives of user code, the world that user code sees, and failures."""
+"""The ranks of a run: process groups, collectives of user code, the world visible to user code, and failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class RankWorld:
         num_processes: int,
         num_nodes: int,
     ) -> None:
-        """Keep what is known of the ranks; the class describes the arguments."""
         self.layout, self.mesh, self.device = layout, mesh, device
         self.timeout = timeout or default_pg_timeout
         self.num_processes, self.num_nodes = num_processes, num_nodes
@@ -65,7 +64,7 @@ class RankWorld:
         self._until_end = contextlib.ExitStack()
 
     def connect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Show user code its own world in the hooks of a trainer, and run its evaluation over replicas."""
+        """Make user code in hooks of a trainer see its own world, and split its evaluation over replicas."""
         module._device_mesh = published(self.mesh.published(), self.as_launcher)
         name_layers(module)
         self._user_world = UserWorld(self.mesh)
@@ -75,14 +74,14 @@ class RankWorld:
             self._until_end.callback(allow_skipped_steps(trainer))
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
-        """Learn of ranks that fail, from now on."""
+        """Watch for ranks that fail, from now on."""
         if self.layout.world_size > 1:
             self._failures = Failures(trainer, self.mesh, self.timeout)
             self._until_end.callback(self._failures.stop_watching)
             self._until_end.callback(EpochMetrics().enter(trainer))
 
     def close(self) -> None:
-        """Leave the trainer's loops as they were, and its hooks with the launcher's world."""
+        """Restore the trainer's loops, and show its hooks the launcher's world."""
         self._until_failure.close()
         self._until_end.close()
 
@@ -103,7 +102,7 @@ class RankWorld:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Enter a step: other stages are not at the same line, and collectives of user code ask replicas alone."""
+        """Enter a step: other stages are not at the same line, so collectives of user code run over replicas only."""
         before, self._in_step = self._in_step, True
         try:
             yield
@@ -127,21 +126,18 @@ class RankWorld:
         return self._failures is not None and self._failures.any_reported()
 
     def report(self, exception: BaseException) -> None:
-        """Tell the other ranks that this one has failed."""
+        """Report to the other ranks that this one has failed."""
         self._until_failure.close()
         if self._failures is not None:
             self._failures.report(exception)
 
     def passes(self) -> None:
-        """Say that this rank goes on to a collective that other ranks take part in."""
+        """Record that this rank goes on to a collective that other ranks join."""
         if self._failures is not None:
             self._failures.rendezvous.passes()
 
     def rendezvous(self, what: str) -> None:
-        """Wait until all ranks are about to do something.
-
-        Args:
-            what: The call, for the message.
+        """Wait until all ranks are about to make the call ``what``.
 
         Raises:
             NotOnAllRanks: Another rank has gone on without it.

@@ -1,9 +1,9 @@
-"""The world that user code sees: the ranks that hold other data.
+"""The world visible to user code: the ranks that hold other data.
 
-Ranks of one replica hold parts of one copy of the model. While code of the user's runs, the default process group,
+Ranks of one replica hold shards of one copy of the model. While user code runs, the default process group,
 ``get_rank``, ``get_world_size``, ``trainer.global_rank``, ``trainer.world_size`` and the environment's ``RANK`` and
-``WORLD_SIZE`` mean the data axes, so that gathers and datasets written by hand are right. Lightning's own code, and
-ours, sees the launcher's world.
+``WORLD_SIZE`` mean the data axes, so that gathers and datasets which the user wrote are right. Lightning's own code,
+and this package, sees the launcher's world.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ _CALLERS = ("_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_
 
 
 class UserWorld:
-    """The world as the user's code sees it, on one rank.
+    """The world visible to user code, on one rank.
 
     Attributes:
-        is_shown: Whether the user's code runs now.
+        is_shown: Whether user code runs now.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Args: mesh: of this run."""
         self.is_shown = False
         self._written: dict[tuple[str, int], bool] = {}
         self._loaders: list[tuple[weakref.ref[DataLoader[Any]], type]] = []  # with the class that each had
@@ -49,11 +48,11 @@ class UserWorld:
         self._environment = {"RANK": str(mesh.rank_in("data")), "WORLD_SIZE": str(mesh.size("data"))}
 
     def shown(self) -> AbstractContextManager[None]:
-        """Code of the user's runs inside."""
+        """Run user code inside."""
         return self._turned(True)
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Code that needs the launcher's world runs inside, though the user called it."""
+        """Run code inside that needs the launcher's world, though the user called it."""
         return self._turned(False)
 
     def _turned(self, show: bool) -> AbstractContextManager[None]:
@@ -77,7 +76,7 @@ class UserWorld:
         os.environ.update((name, variables[name]) for name in self._launchers)
 
     def show_to_hooks(self, trainer: Any) -> Callable[[], None]:
-        """Let the hooks that Lightning calls for this trainer see this world; returns what undoes all that shows it."""
+        """Let the hooks that Lightning calls for this trainer see this world; return the undo for hooks and loaders."""
         stack = contextlib.ExitStack()
         stack.callback(self._leave_loaders)
         if self._differs:
@@ -98,7 +97,7 @@ class UserWorld:
         return caller
 
     def _is_the_users(self, trainer: Any, hook_name: str) -> bool:
-        """Whether any code of the user's runs in a hook; most hooks of a step are empty."""
+        """Whether a hook runs any user code; most hooks of a step are empty."""
         if hook_name in _NOT_THE_USERS:
             return False
         key = hook_name, len(trainer.callbacks)
@@ -110,7 +109,7 @@ class UserWorld:
         return self._written[key]
 
     def show_to_loader(self, loader: object) -> None:
-        """Let datasets, samplers and workers see this world when the loader makes batches, or is asked how many."""
+        """Let datasets, samplers and workers see this world when the loader makes batches, or is asked its length."""
         if not self._differs or not isinstance(loader, DataLoader) or type(loader) in self._loader_classes.values():
             return
         own = type(loader)
@@ -120,7 +119,7 @@ class UserWorld:
         self._loaders.append((weakref.ref(loader), own))
 
     def _leave_loaders(self) -> None:
-        """Loaders see the launcher's world again."""
+        """Restore the classes of loaders."""
         for reference, own in self._loaders:
             if (loader := reference()) is not None:
                 _turn_into(own, loader)
@@ -128,9 +127,9 @@ class UserWorld:
 
 
 def _shown_class(own: Any, shown: Callable[[], AbstractContextManager[None]]) -> type:
-    """A class of loaders whose parts see the user's world; what is copied or pickled is of the user's class again.
+    """Make a class of loaders whose datasets see the user's world; copies and pickles are of the user's class.
 
-    Python asks the class of an object for its length, and many places of Lightning's ask loaders.
+    Python asks the class of an object for its length, and Lightning asks loaders in many places.
     """
 
     def length(loader: Any) -> int:
@@ -151,7 +150,7 @@ def _shown_class(own: Any, shown: Callable[[], AbstractContextManager[None]]) ->
 
 
 def _bound(name: str, iterator: Any, shown: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """A method of an iterator that runs in the user's world."""
+    """Wrap a method of an iterator to run in the user's world."""
     method, this = getattr(type(iterator), name), weakref.ref(iterator)
 
     # An iterator that holds itself would keep its workers until it is collected as garbage.

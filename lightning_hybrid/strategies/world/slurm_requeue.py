@@ -1,6 +1,6 @@
-"""Requeue of a SLURM job: all ranks save after the same batch, and the first one asks for its return.
+"""Requeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
 
-Lightning saves where the signal finds a rank. Ranks that share a model are then in different places of a step, and a
+Lightning saves where the signal finds a rank. Ranks that share a model are then at different points of a step, and a
 file needs all of them.
 """
 
@@ -20,17 +20,9 @@ _HANDLER = "_slurm_sigusr_handler_fn"
 
 
 class Requeue(RunCallback):
-    """Stands after all other callbacks, so that what they do at the end of a batch is saved as done."""
+    """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
-        """Begin to listen.
-
-        Args:
-            trainer: About to run.
-            mesh: The ranks.
-            store: By which they met; it works where collectives do not.
-            prefix: Of this run's keys in the store.
-        """
         self._trainer = trainer
         self._store = store
         self._prefix = prefix
@@ -46,7 +38,7 @@ class Requeue(RunCallback):
             setattr(trainer._signal_connector, _HANDLER, self._on_signal)
 
     def stop_listening(self) -> None:
-        """Undo what was done to the trainer."""
+        """Undo the changes to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
         vars(self._trainer._signal_connector).pop(_HANDLER, None)
 

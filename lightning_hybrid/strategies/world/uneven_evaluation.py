@@ -1,7 +1,7 @@
-"""Evaluation over replicas that sees each sample once, with different numbers of batches.
+"""Evaluation over replicas that uses each sample once, with different numbers of batches per replica.
 
-No step may wait for another replica, then: the last batch of one may be no batch of the others. So what steps log is
-kept per replica, and reduced once, when all of them have come to the end of a loader.
+No step may wait for another replica, then: the last batch of one may have no counterpart on the others. So logged
+values are kept per replica, and reduced once, when all replicas have reached the end of a loader.
 """
 
 from __future__ import annotations
@@ -34,15 +34,9 @@ _JOINT = "_joint_results"  # on a loop; its hooks are wrapped by others too
 
 
 def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bool]) -> Callable[[], None]:
-    """Let the trainer's validation and test see every sample once, whatever the number of replicas.
+    """Evaluate every sample once in the trainer's validation and test, for any number of replicas; return the undo.
 
-    Args:
-        trainer: About to set up its loops.
-        mesh: The ranks.
-        is_over: Whether a rank has failed; then nobody is waited for.
-
-    Returns:
-        What undoes it.
+    ``is_over`` returns whether a rank has failed; then no rank is waited for.
     """
     if mesh.size("data") == 1:
         return lambda: None
@@ -72,12 +66,7 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
 
 
 def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
-    """Where a step may ask other replicas: in batches that all of them have; in another one nobody would answer.
-
-    Args:
-        trainer: That runs a step of validation or test.
-        mesh: The ranks.
-        step: Name of the step, for the message.
+    """Allow collectives over replicas in a step only in batches that all replicas have: others would wait for ever.
 
     Raises:
         RanksDisagree: Inside, where the step communicates in a batch that some replicas do not have.
@@ -111,13 +100,13 @@ def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractCont
 
 
 class _KeptBatchSampler(BatchSampler):
-    """A batch sampler that the user built: of torch's own class Lightning would take the sampler alone."""
+    """A batch sampler that the user built: of torch's own class Lightning would keep only the inner sampler."""
 
     __reduce_ex__ = reduced_as(BatchSampler)
 
 
 def _sampler_of_replica(resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any) -> Any:
-    """Lightning's sampler, which in validation and test deals no sample twice to make the replicas even.
+    """Lightning's sampler, which in validation and test repeats no sample to make the replicas even.
 
     Raises:
         ValueError: There are fewer samples than replicas.
@@ -141,7 +130,7 @@ def _sampler_of_replica(resolve: Callable[..., Any], dataloader: DataLoader[Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What the steps of one replica logged under one key.
+    """Values that the steps of one replica logged under one key.
 
     Attributes:
         meta: Lightning's description of the key, without what refers to this process.
@@ -155,7 +144,7 @@ class _Part:
 
 
 class _JointResults:
-    """The results of one evaluation loop, joined over the replicas loader by loader."""
+    """The results of one evaluation loop, reduced over the replicas loader by loader."""
 
     def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _Arrivals) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
@@ -164,7 +153,7 @@ class _JointResults:
         self.counts: list[list[float]] = []  # batches that each replica has, by loader; inf where that is not known
 
     def begin(self) -> None:
-        """Before Lightning's own: say how many batches there are."""
+        """Exchange the numbers of batches, before Lightning's own method."""
         loaders = zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True)
         mine = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
         self.counts = [[] for _ in range(self._mesh.size("data"))]
@@ -176,12 +165,12 @@ class _JointResults:
 
     @property
     def batches_read(self) -> int:
-        """Of the loader that is read now; Lightning counts those of all loaders together."""
+        """Batches read of the present loader; Lightning counts those of all loaders together."""
         read: int = self._loop.batch_progress.current.ready - self._read_before
         return read
 
     def meet(self, loader: int, batch: int) -> list[float]:
-        """Wait until each replica has come to a batch, or to the end of its loader; how many batches each has."""
+        """Wait until each replica has reached a batch, or the end of its loader; return their numbers of batches."""
         counts = [each[loader] for each in self.counts]
         if self._met != (loader, batch):  # a batch may ask several times, and in several microbatches
             counts = self._arrivals.meet(loader, batch, counts)
@@ -191,17 +180,17 @@ class _JointResults:
         return counts
 
     def store(self) -> None:
-        """In place of Lightning's own, which computes what a loader's steps logged once it has been read."""
+        """Replaces Lightning's own method, which computes what a loader's steps logged once it has been read."""
         read, self._read_before = self.batches_read, self._loop.batch_progress.current.ready
         self._store_up_to(self._loop._results.dataloader_idx or 0, read)
 
     def end(self) -> Any:
-        """Before Lightning's own."""
+        """Runs before Lightning's own method."""
         self._store_up_to(self._loop.num_dataloaders - 1 if self._loop._is_sequential else 0, 0)
         return type(self._loop).on_run_end(self._loop)
 
     def _store_up_to(self, loader: int, read: int) -> None:
-        """Lightning never speaks of a loader that is empty for this replica; the others still wait for it there."""
+        """Reduce the results of loaders, also empty ones of this replica, which Lightning skips and others wait for."""
         results, many = self._loop._results, self._loop._is_sequential and self._loop.num_dataloaders > 1
         for index in range(len(self._loop._logged_outputs), loader + 1):
             if any(each[index] == math.inf for each in self.counts):
@@ -211,7 +200,7 @@ class _JointResults:
             type(self._loop)._store_dataloader_outputs(self._loop)
 
     def _join(self, loader: int) -> None:
-        """Let each replica have the values of all.
+        """Reduce the logged values over the replicas.
 
         Raises:
             RanksDisagree: Metric objects are logged by some replicas only.
@@ -235,16 +224,16 @@ class _JointResults:
             _set_joined(results[key], logged)
 
     def _metric_like(self, part: _Part) -> _ResultMetric:
-        """For a key that the steps of this replica did not log."""
+        """Make the result of a key that the steps of this replica did not log."""
         meta = _Metadata(**part.meta)
         meta.sync = _Sync(fn=self._trainer.strategy.reduce)
         return _ResultMetric(meta, is_tensor=True).to(self._trainer.strategy.root_device)
 
 
 class _Arrivals:
-    """How far replicas are in loaders that do not say how long they are, told through the store by which they met.
+    """Progress of replicas in loaders of unknown length, published in the store by which they met.
 
-    Nobody waits for it but a step that is about to ask the others.
+    No replica waits for it except in a step that is about to communicate with the others.
     """
 
     def __init__(self, mesh: Mesh, is_over: Callable[[], bool]) -> None:
@@ -254,15 +243,15 @@ class _Arrivals:
         self._evaluation = 0
 
     def begin(self) -> None:
-        """All replicas begin an evaluation."""
+        """Begin an evaluation, on all replicas."""
         self._evaluation += 1
 
     def end(self, loader: int, count: int) -> None:
-        """This replica has read a loader to its end."""
+        """Publish that this replica has read a loader to its end."""
         self._tell(f"end-{loader}", count)
 
     def meet(self, loader: int, batch: int, counts: Sequence[float]) -> list[float]:
-        """Wait until each replica has come to a batch of a loader, or to its end; how many batches each has by now."""
+        """Wait until each replica has reached a batch of a loader, or its end; return their numbers of batches."""
         self._tell(f"at-{loader}", batch)
         found = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
@@ -285,7 +274,7 @@ class _Arrivals:
             self._store.set(f"{self._prefix}{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
 
     def _told(self, what: str, rank: int) -> int | None:
-        """What a rank has said in this evaluation."""
+        """Return the number that a rank has published in this evaluation."""
         key = f"{self._prefix}{what}-{rank}"
         if not self._store.check([key]):
             return None
