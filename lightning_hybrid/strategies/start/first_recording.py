@@ -58,7 +58,8 @@ def record_first_step(
         runner: Of this run.
         example: The user's example batch; drawn from the run's own loader if None.
         arguments: Of the training step that comes next, in a run that has begun; the example is not used then.
-        num_microbatches, splitter: The user's options.
+        num_microbatches: The user's option.
+        splitter: The user's option.
         context: Returns the context in which each step runs, by its name.
 
     Returns:

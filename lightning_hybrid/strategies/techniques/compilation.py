@@ -50,7 +50,8 @@ class CompiledUnits:
         in_parts: bool,
         synced_norms: bool = False,
     ) -> None:
-        self._root, self._options, self._synced_norms = root, dict(options), synced_norms
+        self._root, self._options = root, dict(options)
+        self._synced_norms = synced_norms  # BatchNorm communicates, which no compiler may trace
         self._randomness: KeyedRandomness | None = None
         self._held: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
         self._runs: dict[str, Callable[..., Any]] = {}  # of those that no ranks share

@@ -181,7 +181,7 @@ def _first_and(names: list[str]) -> str:
 
 
 def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
-    """Warn if tensor ranks, which communicate several times in each layer, are on several nodes."""
+    """Warn if neighbouring tensor ranks, which communicate several times in each layer, are on several nodes."""
     if num_nodes == 1 or ranks_per_node % size == 0:
         return
     start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
