@@ -27,9 +27,9 @@ from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.module_state import ModuleState
 from lightning_hybrid.strategies.run.run import Run, needs_runner
-from lightning_hybrid.strategies.start.callback_checks import refuse_callbacks, search_by_mean_loss
-from lightning_hybrid.strategies.start.empty_init import EmptyStart, move_to_device
-from lightning_hybrid.strategies.start.model_graph_logging import log_graph_of_whole
+from lightning_hybrid.strategies.start.callback_checks import check_callbacks, search_by_mean_loss
+from lightning_hybrid.strategies.start.empty_init import EmptyInit, move_to_device
+from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
@@ -147,7 +147,7 @@ class Hybrid3DStrategy(RankedStrategy):
         self._files = CheckpointFiles(self.options)
         self._state: ModuleState | None = None
         self._lifecycle: RunLifecycle | None = None
-        self._empty: EmptyStart | None = None
+        self._empty: EmptyInit | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and what a Trainer has connected, without process groups or a run."""
@@ -208,7 +208,7 @@ class Hybrid3DStrategy(RankedStrategy):
         self._state = ModuleState(module, self.world)
         self._files.connect(module, self.world, self._state)
         if module._trainer is not None:
-            refuse_callbacks(module._trainer, self.layout, is_recorded=needs_runner(self.options, self.layout))
+            check_callbacks(module._trainer, self.layout, is_recorded=needs_runner(self.options, self.layout))
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 
@@ -229,7 +229,7 @@ class Hybrid3DStrategy(RankedStrategy):
             layer_sync=self._layer_sync,
             recompute=self._recompute,
         )
-        empty = self._adopt_empty()
+        empty = self._adopt_empty_init()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if run.begin(empty):
@@ -247,7 +247,7 @@ class Hybrid3DStrategy(RankedStrategy):
         assert module is not None
         move_to_device(module, self.root_device)
         if self._lifecycle is not None and self._lifecycle.setting.needs_runner:
-            log_graph_of_whole(module.trainer, module, is_empty=self._empty is not None)
+            log_full_graph(module.trainer, module, is_empty=self._empty is not None)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -255,17 +255,17 @@ class Hybrid3DStrategy(RankedStrategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(super().tensor_init_context(empty_init=False))
             if empty_init:
-                self._empty = self._empty or EmptyStart(self.root_device)
+                self._empty = self._empty or EmptyInit(self.root_device)
                 stack.enter_context(self._empty.building())
             yield
 
-    def _adopt_empty(self) -> EmptyStart | None:
+    def _adopt_empty_init(self) -> EmptyInit | None:
         """Return the initial values of a module that is on the meta device; None if it is not."""
         assert self.lightning_module is not None
-        self._empty = EmptyStart.adopted(self.lightning_module, self._empty, self.root_device)
+        self._empty = EmptyInit.adopted(self.lightning_module, self._empty, self.root_device)
         return self._empty
 
-    def ask_to_recompute(self, recompute: Recompute) -> None:
+    def request_recomputation(self, recompute: Recompute) -> None:
         """Set the recomputation that a callback requests; a ValueError if the option requests another."""
         if self._recompute not in (None, recompute):
             raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
@@ -363,7 +363,7 @@ class Hybrid3DStrategy(RankedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state dict into the local shards."""
         assert self._state is not None
-        self._state.load_module(checkpoint["state_dict"], self._adopt_empty, strict=strict)
+        self._state.load_module(checkpoint["state_dict"], self._adopt_empty_init, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it; collective."""

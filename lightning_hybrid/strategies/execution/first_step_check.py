@@ -38,7 +38,7 @@ class FirstStepCheck:
 
     def __init__(self, owner: RunOwner) -> None:
         self._owner = owner
-        self._alone: OneProcessStep | None = None
+        self._reference: OneProcessStep | None = None
         self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
 
     @property
@@ -61,7 +61,7 @@ class FirstStepCheck:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._losses, self._alone = [], None
+        self._losses, self._reference = [], None
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
         """Run a training step by ``step``; before the first optimizer step, run it in one process as well.
@@ -71,7 +71,7 @@ class FirstStepCheck:
         """
         if self._losses is None:
             return step(args)
-        verified = self._in_one_process([*args])
+        verified = self._run_reference([*args])
         output = step(args)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if verified and loss is not None:
@@ -91,7 +91,7 @@ class FirstStepCheck:
 
     # -- one process --------------------------------------------------------------------------------------------------
 
-    def _in_one_process(self, arguments: list[Any]) -> bool:
+    def _run_reference(self, arguments: list[Any]) -> bool:
         """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
         self._check_memory()
         batch, *rest = arguments
@@ -107,7 +107,7 @@ class FirstStepCheck:
                 )
             if world.mesh.rank == 0:
                 try:
-                    gave_loss = self._run_alone(given, rest)
+                    gave_loss = self._run_one_process(given, rest)
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
@@ -150,12 +150,12 @@ class FirstStepCheck:
             ),
         ]
 
-    def _run_alone(self, given: list[ReplicaInput], rest: list[Any]) -> bool:
+    def _run_one_process(self, given: list[ReplicaInput], rest: list[Any]) -> bool:
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module
-        if self._alone is None:
+        if self._reference is None:
             keyed = None if run.runner is None else KeyedRandomness(setting.seed, setting.device)
-            self._alone = OneProcessStep(
+            self._reference = OneProcessStep(
                 module,
                 keyed=keyed,
                 device=setting.device,
@@ -172,7 +172,7 @@ class FirstStepCheck:
         )
         metrics = contextlib.nullcontext() if run.metrics is None else run.metrics.step()
         with no_communication(), metrics:
-            return self._alone.run(call, given)
+            return self._reference.run(call, given)
 
     @property
     def _precision(self) -> str:
@@ -184,9 +184,9 @@ class FirstStepCheck:
     def _compare(self) -> None:
         setting, world, losses = self._owner.setting, self._owner.setting.world, self._losses
         assert losses is not None
-        alone: OneProcessResult | None = None if self._alone is None else self._alone.result
+        reference: OneProcessResult | None = None if self._reference is None else self._reference.result
         parameters = dict(setting.module.named_parameters())
-        overflow = alone is not None and not all(torch.isfinite(g).all() for g in alone.gradients.values())
+        overflow = reference is not None and not all(torch.isfinite(g).all() for g in reference.gradients.values())
         if setting.mesh_precision.scaler is not None and world.broadcast(overflow):
             self._start_over()  # the loss scale is too large: this step will be skipped
             return
@@ -206,13 +206,13 @@ class FirstStepCheck:
             precision=self._precision,
             parts=self._owner.run.parts,
         )
-        verdict = compare(alone)
-        unsplit = None if alone is None else alone.unsplit
+        verdict = compare(reference)
+        unsplit = None if reference is None else reference.unsplit
         if verdict.first is not None and world.broadcast(unsplit is not None):
             # A mean over the tokens that labels leave is that of the whole batch.
-            of_whole = compare(unsplit)
-            verdict, alone = (of_whole, None) if of_whole.first is None else (verdict, alone)
-        self._losses = self._alone = None
+            of_full_batch = compare(unsplit)
+            verdict, reference = (of_full_batch, None) if of_full_batch.first is None else (verdict, reference)
+        self._losses = self._reference = None
         if verdict.first is not None:
             raise FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` shows more; another layout, such"
@@ -223,8 +223,8 @@ class FirstStepCheck:
             f"first step verified: loss and {verdict.num_gradients} gradients equal one process within"
             f" {verdict.within:.1g}{noise}"
         )
-        if alone is not None:
-            self._warn_of_mixing(alone, self._precision)
+        if reference is not None:
+            self._warn_of_mixing(reference, self._precision)
 
     def _stages(self, parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         plan = self._owner.run.plan
@@ -232,12 +232,12 @@ class FirstStepCheck:
             return {}
         return {name: plan.stages_of(name) for name in parameters}
 
-    def _warn_of_mixing(self, alone: OneProcessResult, precision: str) -> None:
-        if alone.not_comparable:
-            rank_zero_info(f"the whole batch was not tried at once: {alone.not_comparable}")
-        if alone.mixes is None:
+    def _warn_of_mixing(self, reference: OneProcessResult, precision: str) -> None:
+        if reference.not_comparable:
+            rank_zero_info(f"the whole batch was not tried at once: {reference.not_comparable}")
+        if reference.mixes is None:
             return
-        whole, mean, count = alone.mixes
+        whole, mean, count = reference.mixes
         if abs(whole - mean) > _MIXES.get(precision, 5e-2) * max(abs(whole), abs(mean)) + 1e-12:
             rank_zero_warn(
                 f"the objective mixes samples: the loss of the whole batch is {whole:.6g}, the mean over its {count}"

@@ -30,9 +30,9 @@ from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Run, Setting
-from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
+from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.user_code.hook_context import output_is_read, step_arguments
-from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_like_parameters
+from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_per_parameter
 
 
 class LayoutChanges:
@@ -79,7 +79,7 @@ class LayoutChanges:
             self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
         elif self._num_tries and self._run.demotion is not None:
             with self._setting.world.as_launcher():
-                self._try_to_cut(step_arguments(module, "training_step", batch, batch_idx))
+                self._try_to_partition(step_arguments(module, "training_step", batch, batch_idx))
         self._num_tries = max(0, self._num_tries - 1)
 
     def on_train_end(self) -> None:
@@ -122,7 +122,7 @@ class LayoutChanges:
         run, runner = self._execution.run_step, self._run.runner
         if train is None or not isinstance(runner, PlainRunner):
             return run(name, args, train, manual_optimization=manual_optimization)
-        if self._setting.tries_objective:
+        if self._setting.checks_objective:
             runner.request_weighting_check(args[0])
         if not runner.needs_weighting_check:
             return run(name, args, train, manual_optimization=manual_optimization)
@@ -131,15 +131,15 @@ class LayoutChanges:
             return run(name, args, train, manual_optimization=manual_optimization)
         zero = self._run.zero
         in_files = zero is not None and bool(zero.regions)  # of which little may be in memory
-        before = None if in_files else _sums(self._setting.module)
+        before = None if in_files else _parameter_sums(self._setting.module)
         result = run(name, args, train, manual_optimization=manual_optimization)
-        self._decide(runner, args, is_written=before is None or _sums(self._setting.module) != before)
+        self._decide(runner, args, is_written=before is None or _parameter_sums(self._setting.module) != before)
         return result
 
     def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
         setting, run = self._setting, self._run
         with setting.contexts.training_step_hook(), run.gathered():
-            context, compares = run.context("training_step"), setting.tries_objective
+            context, compares = run.context("training_step"), setting.checks_objective
             runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class LayoutChanges:
 
     @property
     def _has_list_optimizers(self) -> bool:
-        return any(map(keeps_lists_like_parameters, self._setting.trainer.optimizers))
+        return any(map(keeps_lists_per_parameter, self._setting.trainer.optimizers))
 
     def _keep_pipelined(self, arguments: Sequence[Any]) -> None:
         """Select the trace variant of the batch; if there is none, change the layout on all ranks."""
@@ -190,10 +190,10 @@ class LayoutChanges:
                 step_number=self._batches,
                 context=self._run.context("training_step"),
                 share_output=output_is_read(setting.trainer, "training_step"),
-                around=self._gathered_where_new,
+                around=self._gathered_for_new_traces,
             )
 
-    def _gathered_where_new(self, is_known: bool) -> AbstractContextManager[Any]:
+    def _gathered_for_new_traces(self, is_known: bool) -> AbstractContextManager[Any]:
         """Gather parameters for a dry run; all ranks join if the batch of any replica is new."""
         if self._run.zero is None or not self._setting.world.any_replica(not is_known):
             return contextlib.nullcontext()
@@ -201,24 +201,24 @@ class LayoutChanges:
 
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
-    def _try_to_cut(self, arguments: Sequence[Any]) -> None:
+    def _try_to_partition(self, arguments: Sequence[Any]) -> None:
         demotion, world, runner, left = self._run.demotion, self._setting.world, self._run.runner, None
         assert demotion is not None
         if isinstance(runner, PlainRunner) and runner.stores_rows_of_samples:
             left = StepError("training_step leaves tensors on its module that may have a row for each sample")
         # Replicas record together or not at all.
-        reason = world.first_reason(left) or world.first_reason(self._why_not_cut(arguments))
+        reason = world.first_reason(left) or world.first_reason(self._why_not_partitionable(arguments))
         if not reason:
             self._change_layout(arguments, "")
         elif self._num_tries == 1 or self._setting.options.strict_layout:
             demotion.announce(reason=reason)
 
-    def _why_not_cut(self, arguments: Sequence[Any]) -> Exception | None:
+    def _why_not_partitionable(self, arguments: Sequence[Any]) -> Exception | None:
         """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""
         setting, metrics = self._setting, self._run.metrics
         module, mesh = setting.module, setting.world.mesh
         assert metrics is not None
-        _, runner = runner_of_stages(
+        _, runner = make_runner(
             module,
             mesh,
             mesh.group("pp"),
@@ -251,7 +251,7 @@ class LayoutChanges:
             self.pipelined_batches = self._batches, None
 
 
-def _sums(module: pl.LightningModule) -> list[float]:
+def _parameter_sums(module: pl.LightningModule) -> list[float]:
     """Return sums that show whether this rank's shards of parameters have changed."""
     with torch.no_grad():
         held = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]

@@ -17,8 +17,8 @@ from lightning_hybrid.memory.recompute import Recompute
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.layout_changes import LayoutChanges
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
-from lightning_hybrid.strategies.logs.log_reduction import ask_for_no_sync
-from lightning_hybrid.strategies.logs.logger_proxies import forget_calls
+from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.logger_proxies import drop_logger_calls
 from lightning_hybrid.strategies.options.strategy_options import Options, check_scripted
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
@@ -26,12 +26,12 @@ from lightning_hybrid.strategies.run.module_state import ModuleState
 from lightning_hybrid.strategies.run.optimization import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
-from lightning_hybrid.strategies.start.empty_init import EmptyStart
-from lightning_hybrid.strategies.start.initial_sync import agree_on_start, check_left_whole
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.start.initial_sync import check_is_full, synchronize_start
 from lightning_hybrid.strategies.state.carried_states import FullGradients, full_states
-from lightning_hybrid.strategies.state.weight_averaging import Averages
+from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.sync_batchnorm import synced_norms
-from lightning_hybrid.strategies.techniques.zero import check_shard, steps_by_hand
+from lightning_hybrid.strategies.techniques.zero import can_shard_manual_steps, check_zero_replicas
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 
@@ -68,14 +68,14 @@ class RunLifecycle:
         layer_sync: LayerSync | None,
         recompute: Recompute | None,
     ) -> None:
-        check_left_whole(module)
-        ask_for_no_sync()
+        check_is_full(module)
+        silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
         if recompute is not None:
             check_scripted(module)
         norms = None
         if is_fitting:
-            check_shard(options.zero_stage, world.mesh)
+            check_zero_replicas(options.zero_stage, world.mesh)
             norms = synced_norms(layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self.optimization = Optimization()
@@ -87,9 +87,9 @@ class RunLifecycle:
             precision=precision,
             contexts=StepContexts(trainer, module, world, options, precision),
             recompute=recompute,
-            shards_manual_steps=is_fitting and steps_by_hand(module, options),
+            shards_manual_steps=is_fitting and can_shard_manual_steps(module, options),
             norms=norms,
-            averages=Averages(trainer),
+            averages=WeightAverages(trainer),
             empty=None,
             seed=0,
         )
@@ -98,7 +98,7 @@ class RunLifecycle:
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
 
-    def begin(self, empty: EmptyStart | None) -> bool:
+    def begin(self, empty: EmptyInit | None) -> bool:
         """Synchronize the initial weights of all ranks, and build the run; collective.
 
         ``empty`` has the initial values of a module without storage; returns whether all of them have been assigned.
@@ -109,7 +109,7 @@ class RunLifecycle:
         # Weights and generators must agree before anything is drawn or recorded.
         copies = setting.averages.copies
         world = setting.world
-        seed = agree_on_start(setting.module, world.mesh, world.data_rank, world.device, copies)
+        seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)
         self.setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
         # What the start hooks set comes later, and what the first batch sets: they may let a step be cut.
         may_retry = setting.is_fitting and setting.needs_runner
@@ -202,7 +202,7 @@ class RunLifecycle:
     def end(self) -> None:
         """Leave a full module on every rank, and restore the user's objects."""
         self.make_full()
-        forget_calls(self.setting.module)
+        drop_logger_calls(self.setting.module)
         self.setting.averages.leave()
         if hasattr(self, "run"):
             self._close_run()

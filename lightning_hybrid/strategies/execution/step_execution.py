@@ -19,7 +19,7 @@ from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
-from lightning_hybrid.strategies.logs.logger_proxies import tell_loggers
+from lightning_hybrid.strategies.logs.logger_proxies import flush_logger_calls
 from lightning_hybrid.strategies.options.microbatch_weights import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run import Run, Setting
@@ -177,7 +177,7 @@ class StepExecution:
                 share_output=share,
                 manual_optimization=manual_optimization,
             )
-            tell_loggers(module)
+            flush_logger_calls(module)
         self.spans = result.spans
         if result.was_rolled_back:
             return result

@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
 
 
-def ask_for_no_sync() -> None:
+def silence_sync_dist_advice() -> None:
     """Silence Lightning's advice to pass ``sync_dist=True``: logged values are the same on every rank already."""
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 
@@ -48,7 +48,7 @@ def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, fl
     Raises:
         RanksDisagree: The ranks of the replica log different keys.
     """
-    _begin_to_compare_copies(logged, mesh)()
+    _start_key_comparison(logged, mesh)()
     _log_each(module, logged)
 
 
@@ -66,14 +66,14 @@ def begin_logs(
     function that waits for the other replicas and returns one that logs. The latter may communicate again, so all ranks
     must call it between the same collectives.
     """
-    compare = _begin_to_compare_copies(logged, mesh)
+    compare = _start_key_comparison(logged, mesh)
     if mesh.size("data") == 1:
 
-        def wait_alone() -> Callable[[], None]:
+        def wait_in_replica() -> Callable[[], None]:
             compare()
             return partial(_log_each, module, logged)
 
-        return wait_alone
+        return wait_in_replica
     own = _by_key(module, logged)
     exchange = _Exchange(own, mesh, skipped=skipped)
 
@@ -82,7 +82,7 @@ def begin_logs(
         is_agreed = exchange.wait()
 
         def log() -> None:
-            reduced = exchange.reduced() if is_agreed else _of_those_that_logged(module, own, mesh)
+            reduced = exchange.reduced() if is_agreed else _reduce_differing_keys(module, own, mesh)
             for key in [*own, *sorted(reduced.keys() - own.keys())]:
                 entry, value, size = reduced[key]
                 known = {} if size is None else {"batch_size": round(size)}
@@ -93,7 +93,7 @@ def begin_logs(
     return wait
 
 
-def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
+def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
     """Start to compare the logged keys of ranks that compute the same numbers; return a function that waits.
 
     A pipeline compares its own when it exchanges what was logged.
@@ -228,7 +228,7 @@ _HEADER, _SENT = 5, 123  # numbers
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
-def _of_those_that_logged(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
+def _reduce_differing_keys(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
     """Reduce each value over the replicas that logged it; collective, and slower than if all log the same."""
     fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
     mine = {key: _sent(logged, fqns) for key, logged in own.items()}

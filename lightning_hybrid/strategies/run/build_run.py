@@ -25,14 +25,14 @@ from lightning_hybrid.strategies.run.describe_run import describe_run
 from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.module_state import ModuleState
 from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
-from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, one_share_of_cores
-from lightning_hybrid.strategies.techniques.gradient_reduction import scales_rates
-from lightning_hybrid.strategies.techniques.recomputation import lend_parameters, recompute_plain_layers
+from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
+from lightning_hybrid.strategies.techniques.gradient_reduction import has_adascale
+from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.tensor_parallel import KeyedDraws
-from lightning_hybrid.strategies.techniques.zero import hold_in_evaluation, share_out
-from lightning_hybrid.strategies.user_code.dataloader_reads import serve_loaders
-from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_wholes
-from lightning_hybrid.strategies.user_code.user_hooks import read_globally
+from lightning_hybrid.strategies.techniques.zero import around_validation, shard_over_replicas
+from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
+from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
 from lightning_hybrid.strategies.world.run_callbacks import FullAtTrainEnd
 from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
@@ -183,22 +183,22 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            undo.callback(summarize_wholes(callback, reads))
+            undo.callback(summarize_full_parameters(callback, reads))
     assert run.runner is not None
 
     def in_shards() -> bool:
         return not owner.state.is_full
 
-    loaders = serve_loaders(
+    loaders = wrap_loaders(
         trainer,
         module,
         run.runner.unpartitioned,
         in_parts=in_shards,
         zero=lambda: owner.run.zero,
-        meets=lambda refers: _loaders_meet(owner.run, refers),
+        synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
     )
     undo.callback(loaders)
-    hooks = read_globally(
+    hooks = wrap_user_hooks(
         trainer,
         module,
         reads,
@@ -212,7 +212,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     return stages, reads
 
 
-def _loaders_meet(run: Run, refers: bool) -> bool:
+def _loaders_synchronize(run: Run, refers: bool) -> bool:
     """Return whether fetches of a loader synchronize with those of other replicas; collective."""
     world = run.setting.world
     with world.as_launcher():
@@ -229,11 +229,11 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
     if run.experts is not None:
         assert run.parts is not None
         begin = partial(run.experts.begin_evaluation, run.parts)
-        undo.callback(hold_in_evaluation(setting.trainer, begin, run.experts.end_evaluation))
+        undo.callback(around_validation(setting.trainer, begin, run.experts.end_evaluation))
     if not run.zero_shardings or partition is None:
         return run
     assert run.plan is not None
-    zero: ZeroSharding = share_out(
+    zero: ZeroSharding = shard_over_replicas(
         setting.module,
         run.plan,
         partition.layer_reads,
@@ -242,15 +242,15 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         run.mesh,
         setting.device,
         stage=run.zero_stage,
-        reshard_after_forward=False if scales_rates(setting.trainer) else setting.options.reshard_after_forward,
+        reshard_after_forward=False if has_adascale(setting.trainer) else setting.options.reshard_after_forward,
         offload=setting.options.offloaded,
         agree=lambda needed: setting.world.decide(needed, all_ranks=False),
         guards=run.guards,
     )
     undo.callback(zero.close)
     if run.recomputation is not None:
-        lend_parameters(run.recomputation, zero)
-    undo.callback(hold_in_evaluation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
+        gather_in_recomputation(run.recomputation, zero)
+    undo.callback(around_validation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
     return dataclasses.replace(run, zero=zero)
 
 
@@ -283,7 +283,7 @@ def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
         else:  # no step was recorded
             units, drawing = choose_units(module, 1), tuple(name for name, _ in module.named_modules())
         compiled.choose(units, run.shards, drawing, randomness)
-    run.until_end.enter_context(one_share_of_cores(setting.world.num_processes))
+    run.until_end.enter_context(share_compile_processes(setting.world.num_processes))
     return dataclasses.replace(run, compiled=compiled)
 
 

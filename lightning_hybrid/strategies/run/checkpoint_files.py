@@ -49,7 +49,7 @@ class CheckpointFiles:
         self._background = BackgroundSave()
         self._buffers = HostBuffers()
         self._writers: tuple[Any, ProcessGroup | None] | None = None
-        self._drawn: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
+        self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
     def connect(self, module: pl.LightningModule, world: RankWorld, state: ModuleState) -> None:
         """Bind to one module, its ranks and its state."""
@@ -90,12 +90,12 @@ class CheckpointFiles:
         """Return the state dict of the module, with the local shard (``OwnedShards``) of each tensor."""
         state = self._state
         if not state.is_full:
-            if self._world.is_cut_off:
+            if self._world.is_disconnected:
                 return {}
             self._world.rendezvous("trainer.save_checkpoint(...)")
             state.check_files()
         with state.unguarded(), torch._C.DisableTorchFunction():
-            held = state.holdings.module()
+            held = state.local_states.module()
             if not state.is_full:
                 return held
             # The module's own method may leave something out, or add to it.
@@ -103,13 +103,13 @@ class CheckpointFiles:
         for name, value in given.items():
             if isinstance(value, Tensor):
                 own = held.get(name)
-                given[name] = own if _is_given(value, own) else unsharded(value, counts=self._is_first)
+                given[name] = own if _is_same_tensor(value, own) else unsharded(value, counts=self._is_first)
         return given
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""
         if self._options.save_distributed_checkpoint:
-            return self._state.holdings.module(copy)
+            return self._state.local_states.module(copy)
         return self._state.averaged_state(copy)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class CheckpointFiles:
             optimizer = optimizer._optimizer
         self._state.check_files()
         with torch._C.DisableTorchFunction():
-            return self._state.holdings.optimizer(optimizer)
+            return self._state.local_states.optimizer(optimizer)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class CheckpointFiles:
         saves_folder = self._options.save_distributed_checkpoint
         if not saves_folder and self._is_first and folder.is_folder(path) and folder.is_checkpoint(Path(path)):
             folder.remove(Path(path))
-        if self._world.is_cut_off and not self._state.is_full:
+        if self._world.is_disconnected and not self._state.is_full:
             warn_of_missing_checkpoint(path)
             return
         layout = self._world.layout
@@ -159,13 +159,13 @@ class CheckpointFiles:
         with world.as_launcher(), torch._C.DisableTorchFunction():
             path = Path(os.path.abspath(world.broadcast(os.fspath(filepath))))
             self.wait()
-            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_last(path)
+            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_named_last(path)
             is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
             beside = self._options.async_checkpoint and is_running and not world.broadcast(waited_for)
             buffers = self._buffers if beside else None
             drawn = generator_states(world.device)
-            mesh, about = self._state.mesh, self._about(state)
-            save = prepare(state, path, mesh, about, buffers=buffers, generators=drawn)
+            mesh, description = self._state.mesh, self._metadata(state)
+            save = prepare(state, path, mesh, description, buffers=buffers, generators=drawn)
             if not beside or save.error is not None:
                 write(save, self._group)
                 return
@@ -180,7 +180,7 @@ class CheckpointFiles:
     def _model_checkpoints(self) -> list[ModelCheckpoint]:
         return [c for c in self._module.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
-    def _is_first_last(self, path: Path) -> bool:
+    def _is_first_named_last(self, path: Path) -> bool:
         """Whether ``ckpt_path="last"`` would find the checkpoint being written, and no other.
 
         If its name were taken by an empty folder, that would be found after a kill, and refused at each restart.
@@ -195,7 +195,7 @@ class CheckpointFiles:
             self._writers = self._world.mesh, self._world.mesh.dedicated_world(self._options.timeout)
         return self._writers[1]
 
-    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         packages = {"lightning_hybrid": "lightning-hybrid", "torch": "torch"}
         versions = {name: _version(package) for name, package in packages.items()}
         layout = self._world.layout
@@ -238,14 +238,14 @@ class CheckpointFiles:
         self.wait()
         if folder.is_folder(path):
             saved = SavedFolder(Path(path), weights_only=weights_only)
-            checkpoint = saved.checkpoint(unread=self._sent_by_first())
-            self._drawn = saved.generators()
+            checkpoint = saved.checkpoint(unread=self._unread_parameters())
+            self._generator_states = saved.generators()
         else:
             checkpoint = load_file(path, weights_only=weights_only)
         self.seed = checkpoint.get("hybrid3d", {}).get("seed", self.seed)
         return checkpoint
 
-    def _sent_by_first(self) -> list[str]:
+    def _unread_parameters(self) -> list[str]:
         """FQNs of meta parameters: setup broadcasts their values from the first rank, so that others read none."""
         if self._is_first or not self._state.is_full:
             return []
@@ -254,12 +254,12 @@ class CheckpointFiles:
 
     def restore_generators(self) -> None:
         """Restore the generators of user code, if there are as many replicas as in the run that was saved."""
-        if len(self._drawn) == self._world.layout.data_parallel_size:
-            restore_generators(self._drawn[self._world.data_rank], self._world.device)
-        self._drawn = []
+        if len(self._generator_states) == self._world.layout.data_parallel_size:
+            restore_generators(self._generator_states[self._world.data_rank], self._world.device)
+        self._generator_states = []
 
 
-def _is_given(value: Tensor, held: Any) -> bool:
+def _is_same_tensor(value: Tensor, held: Any) -> bool:
     """Whether a tensor in the module's state dict is the tensor that the module holds."""
     return (
         isinstance(held, OwnedShards)

@@ -18,7 +18,7 @@ _SIZES = {
 
 
 class Demotion:
-    """The reason, equal on all ranks, for which those along some axes hold ZeRO-3 shards and run the step unpartitioned.
+    """The reason, equal on all ranks, why those along some axes hold ZeRO-3 shards and run the step unpartitioned.
 
     Attributes:
         mesh: The ranks, with shards over these axes.

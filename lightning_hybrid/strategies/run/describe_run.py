@@ -7,7 +7,7 @@ from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.layout_table import describe
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans
-from lightning_hybrid.strategies.techniques.zero import describe_by_hand, describe_zero
+from lightning_hybrid.strategies.techniques.zero import describe_manual_zero, describe_zero
 
 
 def describe_run(run: Run, partition: ModulePartition | None) -> str:
@@ -26,7 +26,7 @@ def describe_run(run: Run, partition: ModulePartition | None) -> str:
     if run.zero is not None:
         lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=run.zero.per_layer))
     if setting.shards_manual_steps:
-        lines.append(describe_by_hand(options.zero_stage, layout.data_shard_size))
+        lines.append(describe_manual_zero(options.zero_stage, layout.data_shard_size))
     if options.offloaded:
         stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
         lines.append(f"at rest: {', '.join(stores)}")

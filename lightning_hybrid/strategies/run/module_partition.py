@@ -22,7 +22,7 @@ from lightning_hybrid.strategies.run.demotion import Demotion
 from lightning_hybrid.strategies.run.run import Setting
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixing
 from lightning_hybrid.strategies.start.plan_folder import plan_folder
-from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
+from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.tensor_parallel import TensorPlanner, warn_across_nodes
@@ -91,7 +91,7 @@ class ModulePartition:
             self._demote(["pp"], reason, error)
             recorded = self._record_step(arguments) if self._has_planners else ()
         runner = self.runner
-        is_tried = setting.is_fitting and setting.tries_objective and options.batch_splitter is None
+        is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
             with setting.contexts.advice():
                 warn_of_mixing(setting.trainer, setting.module, runner, recorded, self._context("training_step"))
@@ -180,7 +180,7 @@ class ModulePartition:
             meet=world.rendezvous,
             launcher_world=world.as_launcher,
         )
-        self.plan, self.runner = runner_of_stages(
+        self.plan, self.runner = make_runner(
             module,
             mesh,
             shared_by,

@@ -33,9 +33,9 @@ from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace, temporary_hook
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.start.empty_init import EmptyStart
-from lightning_hybrid.strategies.start.initial_sync import check_gathered, check_left_whole, left_elsewhere
-from lightning_hybrid.strategies.user_code.checkpoint_hooks import tensors_kept_by
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.start.initial_sync import check_is_full, missing_parameters, refuse_partial_state
+from lightning_hybrid.strategies.user_code.checkpoint_hooks import attribute_tensors
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 
@@ -68,7 +68,7 @@ class ModuleState:
         ``parts`` is None if this rank has full parameters of its stages.
         """
         self.is_full = False
-        self._guard = _guarded(self._module, check_gathered)
+        self._guard = _guarded(self._module, refuse_partial_state)
         if parts is not None:
             hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
@@ -82,7 +82,7 @@ class ModuleState:
         self.check_files()
         if run.global_reads is not None:
             reads = run.global_reads
-            kept = tensors_kept_by([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
+            kept = attribute_tensors([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
             reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
             run.parts.unshard_parameters()
@@ -101,7 +101,7 @@ class ModuleState:
         self._failed = True
         if self._guard is not None:
             self._guard.remove()
-            self._guard = _guarded(self._module, check_left_whole)
+            self._guard = _guarded(self._module, check_is_full)
 
     @property
     def can_be_moved(self) -> bool:
@@ -109,7 +109,7 @@ class ModuleState:
         if not self._failed:
             return self.is_full
         is_built = not any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers()))
-        return self.is_full and is_built and not left_elsewhere(self._module)
+        return self.is_full and is_built and not missing_parameters(self._module)
 
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class ModuleState:
         try:
             yield
         finally:
-            self._guard = _guarded(self._module, check_left_whole if self._failed else check_gathered)
+            self._guard = _guarded(self._module, check_is_full if self._failed else refuse_partial_state)
 
     def check_files(self) -> None:
         """Check that what is offloaded to files can be read.
@@ -135,7 +135,7 @@ class ModuleState:
     # -- the module ---------------------------------------------------------------------------------------------------
 
     @property
-    def holdings(self) -> LocalState:
+    def local_states(self) -> LocalState:
         """The local shards of the module and of optimizer states, by FQN."""
         run = self._run
         plan, parts = (None, None) if run is None else (run.plan, run.parts)
@@ -155,7 +155,7 @@ class ModuleState:
         """Gather the state dict of the full module on the first rank; collective."""
         if self.is_full or self._run is None or self._run.plan is None:
             return self._module.state_dict()
-        if self._world.is_cut_off:
+        if self._world.is_disconnected:
             return {}
         self._world.rendezvous("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         self.check_files()
@@ -179,7 +179,7 @@ class ModuleState:
         layout = self._world.layout
         return self._world.data_rank < max(layout.data_shard_size, layout.expert_replicas)
 
-    def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyStart | None], *, strict: bool) -> None:
+    def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
         """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
 
         Raises:
@@ -190,7 +190,7 @@ class ModuleState:
             with self.unguarded():
                 load_module_state(self._module, state, parts, strict=strict)
             return
-        check_left_whole(self._module)
+        check_is_full(self._module)
         empty()
         try:
             self._module.load_state_dict(state, strict=strict)
@@ -206,13 +206,13 @@ class ModuleState:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         self.check_files()
-        run, is_cut_off = self._run, self._world.is_cut_off
+        run, is_disconnected = self._run, self._world.is_disconnected
         for stepped in self._optimization.sharded_steps:
             if stepped.optimizer is optimizer:
-                return {} if is_cut_off else stepped.full_state()
+                return {} if is_disconnected else stepped.full_state()
         if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
             return optimizer.state_dict()
-        if is_cut_off or not self.is_in_first_copy:
+        if is_disconnected or not self.is_in_first_copy:
             return {}
         return gather_optimizer_state(optimizer, run.plan, run.parts, keep=self._world.data_rank == 0)
 
@@ -225,7 +225,7 @@ class ModuleState:
                 if run is not None and run.global_reads is not None:
                     run.global_reads.track_state(optimizer.state)
             elif isinstance(state, SavedOptimizer):
-                optimizer.load_state_dict(state.own(optimizer, self.holdings))
+                optimizer.load_state_dict(state.own(optimizer, self.local_states))
             else:
                 parts = None if run is None else run.parts
                 optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))
@@ -256,7 +256,7 @@ class ModuleState:
             is_sharded |= run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1)
         if not isinstance(own, dict) or "state" not in own or not is_sharded:
             return own
-        if self._failed or self._world.is_cut_off:
+        if self._failed or self._world.is_disconnected:
             raise CheckpointError(
                 f"{type(optimizer).__name__} is copied or pickled after a run that failed, and other ranks hold shards"
                 " of its states; load a checkpoint"

@@ -32,8 +32,8 @@ from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.demotion import Demotion
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
-from lightning_hybrid.strategies.start.empty_init import EmptyStart
-from lightning_hybrid.strategies.state.weight_averaging import Averages
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
 from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
@@ -84,8 +84,8 @@ class Setting:
     recompute: Recompute | None
     shards_manual_steps: bool
     norms: SyncedBatchNorm | None
-    averages: Averages
-    empty: EmptyStart | None
+    averages: WeightAverages
+    empty: EmptyInit | None
     seed: int
 
     @property
@@ -125,7 +125,7 @@ class Setting:
         return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
 
     @property
-    def tries_objective(self) -> bool:
+    def checks_objective(self) -> bool:
         """Whether to compare the first batch with its microbatches: unless weights or another check make that vain."""
         options = self.options
         is_compiled = options.compile is not None  # layers would be compiled for that alone
@@ -205,7 +205,7 @@ class Run:
     # -- what a comparison with one process asks ----------------------------------------------------------------------
 
     @property
-    def uncut_steps(self) -> frozenset[str]:
+    def unpartitioned_steps(self) -> frozenset[str]:
         """Names of evaluation steps that every rank has run unpartitioned so far."""
         if isinstance(self.runner, PlainRunner):
             return frozenset({"validation_step", "test_step", "predict_step"})

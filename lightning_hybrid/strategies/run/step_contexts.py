@@ -13,11 +13,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.strategies.logs.logger_proxies import noted_loggers
+from lightning_hybrid.strategies.logs.logger_proxies import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options, advise
 from lightning_hybrid.strategies.user_code.hook_context import current_hook
 from lightning_hybrid.strategies.world.rank_world import RankWorld
-from lightning_hybrid.strategies.world.uneven_evaluation import asked_in_common_batches
+from lightning_hybrid.strategies.world.uneven_evaluation import forbid_unmatched_collectives
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -42,7 +42,7 @@ class StepContexts:
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
         again = nullcontext if recomputation is None or name != "training_step" else recomputation
-        loggers = noted_loggers if delays_loggers else _no_context
+        loggers = captured_loggers if delays_loggers else _no_context
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
@@ -81,7 +81,7 @@ class StepContexts:
         """Raise on collectives over replicas in an evaluation batch that some replicas do not have."""
         if name not in ("validation_step", "test_step") or self._world.layout.data_parallel_size == 1:
             return nullcontext()
-        return asked_in_common_batches(self._trainer, self._world.mesh, name)
+        return forbid_unmatched_collectives(self._trainer, self._world.mesh, name)
 
 
 def _no_context(_: Any) -> AbstractContextManager[None]:

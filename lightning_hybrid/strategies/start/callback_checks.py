@@ -15,7 +15,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
 
 
-def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
+def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
     """Refuse callbacks that cannot agree over ranks, before anything has changed.
 
     ``is_recorded`` means that steps run from a recording, which names the parameters of each layer.

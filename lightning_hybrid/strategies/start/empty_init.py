@@ -15,7 +15,7 @@ from lightning_hybrid.step.deferred_init.reset_parameters import reset
 from lightning_hybrid.step.standins.absent_tensors import fill
 
 
-class EmptyStart:
+class EmptyInit:
     """Initial values of a module from ``trainer.init_module(empty_init=True)`` until setup has assigned them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class EmptyStart:
         self._taken: list[tuple[str, nn.Parameter, StorageView]] = []
 
     @classmethod
-    def adopted(cls, root: nn.Module, before: EmptyStart | None, device: torch.device) -> EmptyStart | None:
+    def adopted(cls, root: nn.Module, before: EmptyInit | None, device: torch.device) -> EmptyInit | None:
         """Return the initial values of all meta tensors of a module, added to those recorded before, if any."""
         if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
             before = before or cls(device)

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.strategies.start.iterator_pushback import TakenBack, give_back, is_one_shot
-from lightning_hybrid.strategies.user_code.dataloader_reads import NotedReads
+from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
+from lightning_hybrid.strategies.user_code.dataloader_reads import ReadRecorder
 
 _NOTHING = object()
 
@@ -29,15 +29,15 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
     loaders.
     """
     loaders = _request_dataloader(loop._data_source)
-    hand_out_once(loop._data_source, lambda: loaders)
+    provide_loaders_once(loop._data_source, lambda: loaders)
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     states = GeneratorStates(trainer.strategy.root_device)
     try:
         for loader in combined.flattened:
             trainer.strategy.split_over_replicas(loader)
-        reads = NotedReads([*trainer.lightning_module.parameters()])
+        reads = ReadRecorder([*trainer.lightning_module.parameters()])
         with trainer.strategy.world.as_user(), reads:
-            first = [_first(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
+            first = [_first_batch(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
         batches = [batch for batch, _ in first]
         if any(new is not old for (_, new), old in zip(first, combined.flattened, strict=True)):
             combined.flattened = [loader for _, loader in first]
@@ -60,7 +60,7 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         states.restore()
 
 
-def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
+def provide_loaders_once(source: Any, loaders: Callable[[], Any]) -> None:
     """Let a loop's source of loaders return these the next time, and call the user's hook from then on."""
     request = source.dataloader
 
@@ -71,10 +71,10 @@ def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
     source.dataloader = dataloader_once
 
 
-def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, Any]:
+def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tuple[Any, Any]:
     """Return the first batch of a loader, and the loader that the loop is to read: mostly the same one."""
     if not isinstance(loader, DataLoader):
-        return _taken_from(loader, 1, device, reads, lambda taken: taken[0])
+        return _take_items(loader, 1, device, reads, lambda taken: taken[0])
     inner = _loaders_inside(loader)
     owners = [owner for one in inner for owner in (one, one.sampler, getattr(one.batch_sampler, "sampler", None))]
     drawing = [getattr(owner, "generator", None) for owner in owners]
@@ -94,8 +94,8 @@ def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, A
         _restore(states)
 
 
-def _taken_from(
-    owner: Any, count: int, device: torch.device, reads: NotedReads, use: Callable[[list[Any]], Any]
+def _take_items(
+    owner: Any, count: int, device: torch.device, reads: ReadRecorder, use: Callable[[list[Any]], Any]
 ) -> tuple[Any, Any]:
     """Return the result for the first items, and the owner to read from then on.
 
@@ -108,7 +108,7 @@ def _taken_from(
     finally:
         _restore(states)
     if not states and (reads.is_read or is_one_shot(owner)):
-        owner = give_back(owner, TakenBack(taken, rest, before, GeneratorStates(device)))
+        owner = push_back(owner, PushedBackItems(taken, rest, before, GeneratorStates(device)))
     return (use(taken) if taken else _NOTHING), owner
 
 
@@ -145,16 +145,16 @@ def _restore(states: list[tuple[Any, Any]]) -> None:
         owner.load_state_dict(state)
 
 
-def _samples(loader: DataLoader[Any], device: torch.device, reads: NotedReads) -> Any:
+def _samples(loader: DataLoader[Any], device: torch.device, reads: ReadRecorder) -> Any:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         if loader.num_workers:  # each worker reads a copy from its start
-            return _some(list(itertools.islice(iter(dataset), loader.batch_size or 1)), loader)
+            return _as_samples(list(itertools.islice(iter(dataset), loader.batch_size or 1)), loader)
         torch.empty((), dtype=torch.int64).random_(
             generator=loader.generator
         )  # as an iterator of the loader does first
         count = loader.batch_size or 1
-        return _taken_from(dataset, count, device, reads, lambda taken: _some(taken, loader))[0]
+        return _take_items(dataset, count, device, reads, lambda taken: _as_samples(taken, loader))[0]
     indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
     if loader.batch_sampler is None or indices is _NOTHING:
         return _NOTHING if indices is _NOTHING else dataset[indices]
@@ -163,7 +163,7 @@ def _samples(loader: DataLoader[Any], device: torch.device, reads: NotedReads) -
     return [dataset[index] for index in indices]
 
 
-def _some(taken: list[Any], loader: DataLoader[Any]) -> Any:
+def _as_samples(taken: list[Any], loader: DataLoader[Any]) -> Any:
     if not taken:
         return _NOTHING
     return taken[0] if loader.batch_size is None else taken

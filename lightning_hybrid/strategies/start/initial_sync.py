@@ -14,7 +14,7 @@ from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 
-def agree_on_start(
+def synchronize_start(
     module: nn.Module, mesh: Mesh, data_rank: int, device: torch.device, copies: Sequence[nn.Module] = ()
 ) -> int:
     """Broadcast the weights of rank 0, and in each replica the generators of its first rank; return the common seed.
@@ -65,10 +65,10 @@ _SMALL = 1 << 16
 _MOST_TOGETHER = 256
 
 
-def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def refuse_partial_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state dict hook that refuses to return parameters that are not on this rank."""
     del prefix, metadata
-    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _held_in_parts(module):
+    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _sharded_parameters(module):
         raise RuntimeError(
             f"{type(module).__name__}.state_dict() was called while {len(elsewhere)} of its parameters (such as"
             f" {elsewhere[0]!r}), or parts of them, are on other ranks; use trainer.save_checkpoint(...) or"
@@ -76,13 +76,13 @@ def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metada
         )
 
 
-def check_left_whole(module: nn.Module, *_: Any) -> None:
+def check_is_full(module: nn.Module, *_: Any) -> None:
     """Check that no run that failed has left this module sharded; also a state dict hook.
 
     Raises:
         RuntimeError: One has.
     """
-    if elsewhere := left_elsewhere(module):
+    if elsewhere := missing_parameters(module):
         raise RuntimeError(
             f"a run that failed or was stopped has left this {type(module).__name__} in parts: {len(elsewhere)} of its"
             f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or parts of them, are not"
@@ -90,13 +90,13 @@ def check_left_whole(module: nn.Module, *_: Any) -> None:
         )
 
 
-def left_elsewhere(module: nn.Module) -> list[str]:
+def missing_parameters(module: nn.Module) -> list[str]:
     """FQNs of parameters that are absent or sharded on this rank."""
     named = module.named_parameters()
     absent = [name for name, parameter in named if is_absent(parameter)]
-    return list(dict.fromkeys(absent + _held_in_parts(module)))
+    return list(dict.fromkeys(absent + _sharded_parameters(module)))
 
 
-def _held_in_parts(module: nn.Module) -> list[str]:
+def _sharded_parameters(module: nn.Module) -> list[str]:
     """FQNs of parameters of which this rank has a shard."""
     return [name for name, parameter in module.named_parameters() if FULL_SHAPE in parameter.__dict__]

@@ -34,7 +34,7 @@ def _holds_iterator(value: Any, depth: int) -> bool:
     return any(_holds_iterator(part, depth + 1) for part in inner)
 
 
-class TakenBack:
+class PushedBackItems:
     """Items taken, and the rest of the stream; generators advanced by the taking advance when it is read."""
 
     def __init__(self, taken: list[Any], rest: Iterator[Any], before: GeneratorStates, after: GeneratorStates) -> None:
@@ -48,7 +48,7 @@ class TakenBack:
         yield from self._items
 
 
-def give_back(owner: Any, back: TakenBack) -> Any:
+def push_back(owner: Any, back: PushedBackItems) -> Any:
     """Let the next reader that iterates over ``owner`` get ``back``, and later ones what they would have got.
 
     Returns the owner, or its replacement where it is a bare iterator.

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.patching import replace
 
 
-def log_graph_of_whole(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> None:
+def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> None:
     """Let each logger log its graph now, and not when Lightning asks: the module may be sharded then.
 
     A module that was built empty (``is_empty``) has no weights to trace.

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.start.example_batch import hand_out_once
+from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
 
 
-class _AskedForOptimizers(BaseException):
+class _OptimizersRead(BaseException):
     """A step read optimizers that are not built yet."""
 
 
@@ -29,7 +29,7 @@ class _NotBuilt(list[Any]):
     """Stands for a list of optimizers or schedulers; raises when it is read."""
 
     def _ask(self, *_: Any) -> NoReturn:
-        raise _AskedForOptimizers
+        raise _OptimizersRead
 
     __len__ = __bool__ = __iter__ = __getitem__ = __contains__ = __reversed__ = _ask
 
@@ -47,10 +47,10 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
         try:
             record()
             return
-        except _AskedForOptimizers:
+        except _OptimizersRead:
             pass
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        with _undone(module, strategy.root_device), _loaders_set_up_later(trainer.fit_loop):
+        with _restored_afterwards(module, strategy.root_device), _loaders_reset_afterwards(trainer.fit_loop):
             strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         record()
     finally:
@@ -58,7 +58,7 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
 
 
 @contextlib.contextmanager
-def _loaders_set_up_later(loop: Any) -> Iterator[None]:
+def _loaders_reset_afterwards(loop: Any) -> Iterator[None]:
     """Undo the data set-up by `trainer.estimated_stepping_batches` inside: it draws, so it is repeated later."""
     was_set_up = loop._combined_loader is not None
     yield
@@ -67,7 +67,7 @@ def _loaders_set_up_later(loop: Any) -> Iterator[None]:
         return
     loop._data_fetcher.teardown()
     loop._combined_loader = None
-    hand_out_once(loop._data_source, lambda: combined)
+    provide_loaders_once(loop._data_source, lambda: combined)
 
 
 def _can_be_read_again(loader: Any) -> bool:
@@ -75,7 +75,7 @@ def _can_be_read_again(loader: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _undone(module: pl.LightningModule, device: Any) -> Iterator[None]:
+def _restored_afterwards(module: pl.LightningModule, device: Any) -> Iterator[None]:
     """Undo the attributes, frozen parameters and draws of the `configure_optimizers` that runs inside."""
     state, generators = ModuleState(module), GeneratorStates(device)
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]

@@ -27,10 +27,10 @@ from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.verify.copy_memory import free_bytes
 
 # Parameters that are lent may take this share of the memory that is free when a step begins.
-_SHARE = 0.25
+_FREE_MEMORY_SHARE = 0.25
 
 
-def runner_of_stages(
+def make_runner(
     module: nn.Module,
     mesh: Mesh,
     shares: dist.ProcessGroup,
@@ -69,7 +69,7 @@ def runner_of_stages(
         parts,
         mesh.group("replica"),
         randomness,
-        room=partial(_room_to_lend, device, num_processes),
+        room=partial(_gather_budget, device, num_processes),
         tell=_warn_of_unpartitioned,
         around=around_unpartitioned,
     )
@@ -94,17 +94,17 @@ def runner_of_stages(
         )
         return plan, runner
     transport = transport_of(pipeline, device)
-    tell = partial(_tell_at_once, pipeline.size(), options.strict_layout)
+    tell = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
     further: dict[str, Any] = {"schedule": options.schedule, "warn_unsplit": tell}
     return plan, StepRunner(module, plan, transport, pipeline, randomness, **further, **common)
 
 
-def _room_to_lend(device: torch.device, num_processes: int) -> int:
+def _gather_budget(device: torch.device, num_processes: int) -> int:
     """Bytes that gathered parameters may take on this rank during a step; processes share a host's memory."""
-    return int(min(_SHARE * free_bytes(device) / num_processes, 2.0**62))
+    return int(min(_FREE_MEMORY_SHARE * free_bytes(device) / num_processes, 2.0**62))
 
 
-def _tell_at_once(num_ranks: int, is_strict: bool, name: str, reason: str) -> None:
+def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> None:
     """Warn that the batches of a training step are not split (in evaluation that costs little), or raise if strict."""
     if name != "training_step":
         return

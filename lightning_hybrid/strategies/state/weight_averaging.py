@@ -27,7 +27,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 _STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")
 
 
-class Averages:
+class WeightAverages:
     """The copies of one module that its trainer's callbacks, already set up, keep."""
 
     def __init__(self, trainer: Any) -> None:
@@ -68,7 +68,7 @@ class Averages:
             plan.drop_absent_in_copy(copy)
             if parts is not None:
                 parts.shard_parameters(copy)
-            self._in_parts(callback, module, parts, gather)
+            self._shard_copy(callback, module, parts, gather)
         self._plan, self._parts = plan, parts
 
     def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Averages:
                 parameter = value if is_absent(value) else nn.Parameter(value, requires_grad=original.requires_grad)
                 copy.get_submodule(owner)._parameters[member] = parameter  # type: ignore[assignment]
 
-    def _in_parts(
+    def _shard_copy(
         self,
         callback: Any,
         module: nn.Module,
@@ -109,14 +109,14 @@ class Averages:
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
             members["to"] = lambda *_, **__: average
         for name, function in members.items():
-            self._put(average, name, function)
+            self._replace_method(average, name, function)
         for owner in (callback, average):
             for name in _STEPS:
                 function = getattr(owner, name, None)
                 if function is not None:
-                    self._put(owner, name, _on_present(function, [module, copy, average]))
+                    self._replace_method(owner, name, _on_present(function, [module, copy, average]))
 
-    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    def _replace_method(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace a method of ``owner``, on this instance alone, until the module is full."""
         self._undo.callback(replace(owner, name, function))
 

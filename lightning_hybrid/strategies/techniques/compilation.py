@@ -53,7 +53,7 @@ class CompiledUnits:
         self._root, self._options = root, dict(options)
         self._synced_norms = synced_norms  # BatchNorm communicates, which no compiler may trace
         self._randomness: KeyedRandomness | None = None
-        self._held: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
+        self._local_units: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
         self._runs: dict[str, Callable[..., Any]] = {}  # of those that no ranks share
         self._shards: ModelShards | None = None
         self._drawing: Collection[str] = ()
@@ -88,7 +88,7 @@ class CompiledUnits:
         self._randomness, self._shards, self._drawing = randomness, shards, drawing
         by_user = compiled_modules(self._root, () if units is None else units.values())
         plans = {} if shards is None else shards.plans
-        dealt = any(plan.positions is not None for plan in plans.values())
+        shards_sequence = any(plan.positions is not None for plan in plans.values())
         outside = any(plan.outside for plan in plans.values())
         by_kind: dict[Hashable, list[str]] = {}
         modules = find_layers(choose_units(self._root, 1) if units is None else units)
@@ -100,7 +100,7 @@ class CompiledUnits:
                 self.reasons[fqn] = "compiled by you"
             elif self._synced_norms and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
                 self.reasons[fqn] = "its BatchNorm is synced over replicas"
-            elif dealt:
+            elif shards_sequence:
                 self.reasons[fqn] = "positions are dealt to ranks"
             elif outside:
                 self.reasons[fqn] = "code outside of layers uses weights that are cut by their vocabulary"
@@ -116,14 +116,14 @@ class CompiledUnits:
                 module = modules[fqn]
                 if any(is_absent(parameter) for parameter in module.parameters()):
                     continue
-                self._held[fqn] = module
+                self._local_units[fqn] = module
                 if shards is not None and plans[fqn].num_sharded:
                     shards.compile(fqn, self._keyed(fqn, unwatched(run)))
                     continue
                 own = module.__dict__.get("forward")
                 call = partial(_call, run, module) if own is None else self._compiled(own)
                 call = self._keyed(fqn, unwatched(call))
-                self._runs[fqn] = call if shards is None else _settling(call)
+                self._runs[fqn] = call if shards is None else _materializing(call)
 
     def _keyed(self, fqn: str, run: Callable[..., Any]) -> Callable[..., Any]:
         draws = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing)
@@ -135,7 +135,7 @@ class CompiledUnits:
     @property
     def draws(self) -> bool:
         """Whether compiled units draw random numbers, which differ from those without a compiler."""
-        drawing = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing for fqn in self._held)
+        drawing = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing for fqn in self._local_units)
         return drawing or self._randomness is None
 
     @contextlib.contextmanager
@@ -143,13 +143,13 @@ class CompiledUnits:
         """Run the units compiled inside."""
         import torch._dynamo.config as config
 
-        units = {fqn: self._held[fqn] for fqn in self._runs}
+        units = {fqn: self._local_units[fqn] for fqn in self._runs}
         # Layers that read their own number are compiled one by one; none may fall back to running uncompiled.
-        limit = max(config.recompile_limit, 8 + 4 * len(self._held))
+        limit = max(config.recompile_limit, 8 + 4 * len(self._local_units))
         total = max(config.accumulated_recompile_limit, 8 * limit)
         randomness = self._randomness
         if randomness is not None:
-            randomness.opaque_modules = self._held
+            randomness.opaque_modules = self._local_units
         try:
             with (
                 config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
@@ -188,7 +188,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     yield from module._buffers.items()
 
 
-def _settling(run: Callable[..., Any]) -> Callable[..., Any]:
+def _materializing(run: Callable[..., Any]) -> Callable[..., Any]:
     """Materialize deferred tensors, which a compiler does not know, before the call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def one_share_of_cores(num_processes: int) -> Iterator[None]:
+def share_compile_processes(num_processes: int) -> Iterator[None]:
     """Limit the compile processes of this rank to its share: ranks of one node compile at the same time."""
     if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
         yield

@@ -22,7 +22,7 @@ from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
-from lightning_hybrid.strategies.techniques.tensor_parallel import check_cut
+from lightning_hybrid.strategies.techniques.tensor_parallel import check_is_sharded
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding, gather_sequence, shard_sequence
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
@@ -41,7 +41,7 @@ class ExpertPlanner:
     ) -> None:
         self._module, self._mesh, self._randomness, self._guards = module, mesh, randomness, guards
         self._chunks, self._compile = options.expert_chunks, compile_options(options.compile)
-        self._uncompiled: dict[str, _Uncompiled] = {}
+        self._uncompiled: dict[str, _EagerForward] = {}
         self._size = mesh.layout.expert_parallel_size
         self._calls = ExpertCalls()
         self._drawing: Collection[str] = ()
@@ -74,7 +74,7 @@ class ExpertPlanner:
         if self._mesh.rank == 0:
             try:
                 with torch.random.fork_rng(devices=[]):
-                    box[0] = self._calls.find(self._module, size, tensor_size, partial(self._why_uncut, shards))
+                    box[0] = self._calls.find(self._module, size, tensor_size, partial(self._why_not_shardable, shards))
             except Exception as error:
                 box[0] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=0)
@@ -97,15 +97,15 @@ class ExpertPlanner:
             widths = width_placements(self._module, found.widths)
             shards.mark_sharded_elsewhere(widths)
             further.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
-            self._widths = TensorShardedExperts(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
+            self._widths = TensorShardedExperts(self._module, found.widths, ExpertTensorRanks(self._mesh.group("tp")))
         elif tensor_size > 1 and shards is not None:
-            check_cut(shards.plans, tensor_size)
+            check_is_sharded(shards.plans, tensor_size)
         if size > 1:
             further.append(self._share(found, [*shardings, *further], shards))
         self.summary = describe_experts(found, size, tensor_size)
         if self._compile is not None and (found.adapters or found.widths):
             _check_graphs(self._compile)
-            self._uncompiled = {fqn: _Uncompiled() for fqn in {**found.adapters, **found.widths}}
+            self._uncompiled = {fqn: _EagerForward() for fqn in {**found.adapters, **found.widths}}
         return further
 
     def _share(
@@ -116,7 +116,7 @@ class ExpertPlanner:
         context = None
         if shards is not None and self._mesh.size("cp") > 1:
             shards.set_sharded_experts(placements)
-            context = OverContext(self._mesh.group("cp"), shards)
+            context = ExpertContextRows(self._mesh.group("cp"), shards)
         self.shared = ShardedExperts(
             self._module,
             found.adapters,
@@ -128,7 +128,7 @@ class ExpertPlanner:
         )
         return cut
 
-    def _why_uncut(self, shards: ModelShards | None, fqn: str) -> str:
+    def _why_not_shardable(self, shards: ModelShards | None, fqn: str) -> str:
         """Return why surrounding code keeps the experts of a module from being sharded; "" if it does not."""
         if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
             return "they draw random numbers, which ranks would draw alike for different features"
@@ -158,7 +158,7 @@ def _check_graphs(options: Mapping[str, Any]) -> None:
         )
 
 
-class _Uncompiled:
+class _EagerForward:
     """A forward that a compiled layer calls uncompiled: it asks other ranks how many rows they send."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _Uncompiled:
         return self._call
 
 
-class OverTensorRanks:
+class ExpertTensorRanks:
     """Collectives over tensor ranks (implements ``TensorRanks``)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -194,7 +194,7 @@ class OverTensorRanks:
         return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
 
-class OverContext:
+class ExpertContextRows:
     """Rows of context ranks (implements ``ContextRows``)."""
 
     def __init__(self, group: dist.ProcessGroup, shards: ModelShards) -> None:

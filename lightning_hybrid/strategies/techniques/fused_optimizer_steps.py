@@ -93,13 +93,13 @@ def _is_plain(parameter: Tensor, state: dict[str, Any]) -> bool:
         and parameter.device == HOST
         and parameter.dtype in (torch.float32, torch.float64)
         and "step" in state
-        and _lies_like(parameter.grad, parameter)
+        and _has_same_layout(parameter.grad, parameter)
         and parameter.is_contiguous()
-        and all(_lies_like(state[name], parameter) for name in _STATES if name in state)
+        and all(_has_same_layout(state[name], parameter) for name in _STATES if name in state)
     )
 
 
-def _lies_like(tensor: Any, parameter: Tensor) -> bool:
+def _has_same_layout(tensor: Any, parameter: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

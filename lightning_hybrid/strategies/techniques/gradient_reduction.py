@@ -106,7 +106,7 @@ def connect_adascale(
                 zero.observe(callback)
 
 
-def scales_rates(trainer: Any) -> bool:
+def has_adascale(trainer: Any) -> bool:
     """Whether a callback of the user is AdaScale."""
     for callback in trainer.callbacks:
         convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door

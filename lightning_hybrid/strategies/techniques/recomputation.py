@@ -70,7 +70,7 @@ def _policies(
     return policies
 
 
-def lend_parameters(recomputation: Recomputation, zero: ZeroSharding) -> None:
+def gather_in_recomputation(recomputation: Recomputation, zero: ZeroSharding) -> None:
     """Keep parameters out of the recomputation's closures where ZeRO frees and gathers them until the backward."""
     policies = recomputation.policies
     zero.recomputed = frozenset(fqn for fqn, policy in policies.items() if policy == "full")

@@ -48,11 +48,11 @@ class TensorPlanner:
     ) -> None:
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
-        self._deal: SequenceParallel = "tensor" if sequence_parallel else None
-        self._yours: dict[str, Request] = {}
-        self._own: dict[str, Request] = {}
+        self._sequence_parallel: SequenceParallel = "tensor" if sequence_parallel else None
+        self._user_requests: dict[str, Request] = {}
+        self._model_requests: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
-            self._yours, self._own = requests_of_user(module, plan or {}), requests_of_model(module)
+            self._user_requests, self._model_requests = requests_of_user(module, plan or {}), requests_of_model(module)
         self._folder = folder
         self.summary = ""
         self._calls = UnitCalls()
@@ -102,9 +102,9 @@ class TensorPlanner:
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self._calls = UnitCalls()
         if self._size > 1 and not with_experts:
-            check_cut(box[0], self._size)
+            check_is_sharded(box[0], self._size)
         if self._context > 1:
-            _check_dealt(box[0], self._size, self._context)
+            _check_sequence_sharding(box[0], self._size, self._context)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
         return ModelShards(self._module, box[0], *groups, self._mesh.places("cp"))
 
@@ -117,9 +117,9 @@ class TensorPlanner:
             self._read_by_step,
             self._size,
             plan_unit if cache is None else cache.find,
-            self._deal,
+            self._sequence_parallel,
             self._context,
-            requests_by_unit(self._module, self._units, self._yours, self._own),
+            requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
             self._uses,
             self._watched,
         )
@@ -128,7 +128,7 @@ class TensorPlanner:
         return plans
 
 
-def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
+def _check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
     if any(plan.positions is not None for plan in plans.values()):
         return
     reasons = "; ".join(
@@ -144,7 +144,7 @@ def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None
     )
 
 
-def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
+def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
     """Check that some unit is sharded over ``size`` tensor ranks.
 
     Raises:
@@ -226,11 +226,11 @@ class KeyedDraws:
 
 def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
     """Return lines that describe the plans; units with equal plans share them."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    by_text: dict[tuple[str, ...], list[str]] = {}
     for fqn, plan in plans.items():
-        alike.setdefault(tuple(plan.lines()), []).append(fqn)
+        by_text.setdefault(tuple(plan.lines()), []).append(fqn)
     lines = []
-    for text, fqns in alike.items():
+    for text, fqns in by_text.items():
         lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
         lines += [f"    {line}" for line in text]
     if summary:

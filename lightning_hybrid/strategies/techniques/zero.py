@@ -28,8 +28,8 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_gradient
-from lightning_hybrid.strategies.user_code.hook_reads import steps_on_parts
-from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
+from lightning_hybrid.strategies.user_code.hook_reads import can_step_shards
+from lightning_hybrid.strategies.user_code.user_optimizers import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
 from lightning_hybrid.verify.copy_memory import free_bytes
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
@@ -43,10 +43,10 @@ from lightning_hybrid.zero.storage_devices import StorageDevices
 from lightning_hybrid.zero.unshard_policy import Stage, ZeroSharding
 
 # Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
-_SHARE = 0.25
+_FREE_MEMORY_SHARE = 0.25
 
 
-def check_shard(stage: int, mesh: Mesh) -> None:
+def check_zero_replicas(stage: int, mesh: Mesh) -> None:
     """Refuse a ZeRO stage over a single replica.
 
     Raises:
@@ -97,7 +97,7 @@ class LayerReads:
         self.names = frozenset(f"{layer}.{name}" for layer, names in calls.read_outside.items() for name in names)
 
 
-def share_out(
+def shard_over_replicas(
     module: nn.Module,
     plan: StagePlan,
     reads: LayerReads,
@@ -134,7 +134,7 @@ def share_out(
         expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
     layers = find_layers(units)
-    layer_of = _layers_of(module, layers, plan, reads.names)
+    layer_of = _layer_of_parameters(module, layers, plan, reads.names)
     placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
     of_experts: Collection[str] = ()
     if experts is not None:
@@ -166,8 +166,8 @@ def share_out(
         )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
-        wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
-        reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
+        wholes = 2 * sum(_full_bytes(parameter) for parameter in own.values())
+        reshard_after_forward = agree(wholes > _FREE_MEMORY_SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
         zero.gather_in_rounds(mesh)
@@ -184,7 +184,7 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
     yield from (Region(file, number) for number in range(len(sizes)))
 
 
-def _layers_of(
+def _layer_of_parameters(
     module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan, by_others: Collection[str]
 ) -> dict[str, str]:
     """Return the layer that alone reads a parameter, by the parameter's FQN."""
@@ -205,18 +205,18 @@ def _layers_of(
             if name in found:
                 several.add(name)
             found[name] = fqn
-    held_outside = _held_outside(module, layers)
-    return {n: fqn for n, fqn in found.items() if n not in several | by_step | held_outside}
+    owned_outside = _owned_outside_layers(module, layers)
+    return {n: fqn for n, fqn in found.items() if n not in several | by_step | owned_outside}
 
 
-def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+def _owned_outside_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
     """Return the parameters that some module outside of all layers holds too."""
     inside = {id(inner) for layer in layers.values() for inner in layer.modules()}
     outside = {id(p) for inner in module.modules() if id(inner) not in inside for p in inner._parameters.values()}
     return {name for name, parameter in module.named_parameters() if id(parameter) in outside}
 
 
-def _whole_bytes(parameter: nn.Parameter) -> int:
+def _full_bytes(parameter: nn.Parameter) -> int:
     return math.prod(full_shape(parameter)) * parameter.element_size()
 
 
@@ -228,18 +228,18 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
 
 
-def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
+def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
     """Whether replicas shard the optimizer steps of manual optimization."""
     away = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
     return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
 
 
-def describe_by_hand(stage: int, size: int) -> str:
+def describe_manual_zero(stage: int, size: int) -> str:
     """Return the table line of ZeRO with manual optimization."""
     return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
 
 
-def step_on_shards(
+def step_manual_shards(
     optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
 ) -> list[Optimizer]:
     """Let optimizers that the module calls itself step local shards of parameters, which are full meanwhile.
@@ -250,14 +250,14 @@ def step_on_shards(
     by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
     full = []
     for optimizer in optimizers:
-        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+        if combines_parameters(optimizer) or not can_step_shards(optimizer):
             full.append(optimizer)
         elif shardings:
             until.callback(ShardedStep(optimizer, shardings[0].group, by_id).close)
     return full
 
 
-def share_steps(
+def shard_optimizer_states(
     optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
 ) -> list[ShardedStep]:
     """Shard the states of optimizers that the module calls itself.
@@ -267,7 +267,7 @@ def share_steps(
     """
     found = []
     for optimizer in optimizers:
-        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+        if combines_parameters(optimizer) or not can_step_shards(optimizer):
             raise ValueError(
                 f"zero_stage with manual optimization has each replica step its part of every parameter, but"
                 f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
@@ -278,7 +278,7 @@ def share_steps(
     return found
 
 
-def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
+def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
     """Return all parameters, layer by layer; first those outside of layers."""
     units = dict(module.named_children()) if plan is None else choose_units(module, 1)
     if plan is not None and plan.num_ranks > 1 and plan.first is not None:
@@ -320,18 +320,18 @@ def offload_states(
             numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
             found.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
         else:
-            rank_zero_info(describe_at_once(optimizer, why))
+            rank_zero_info(describe_all_at_once(optimizer, why))
             found.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
         until.callback(found[-1].close)
     return found
 
 
-def describe_at_once(optimizer: Optimizer, why: str) -> str:
+def describe_all_at_once(optimizer: Optimizer, why: str) -> str:
     """Return the message that tells why the states of an optimizer are all in memory for a moment."""
     return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
 
 
-def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
     """Call ``begin`` in each validation, after callbacks have swapped weights, before its first batch; ``end`` after.
 
     Returns the undo.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards import OwnedShards
 from lightning_hybrid.full_params.cross_stage_mode import SAVING
-from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
+from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
@@ -39,7 +39,7 @@ _ADVICE = (
 Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
 
 
-class SavedByHooks:
+class CheckpointHooks:
     """Runs the hooks of one trainer that add to its checkpoints, and replaces what they added by full tensors.
 
     ``watched`` wraps a hook, by its name, in reads; ``copies`` are averages of the module that callbacks keep.
@@ -65,24 +65,24 @@ class SavedByHooks:
         if trainer.datamodule is not None:
             found.append((trainer.datamodule, "state_dict"))
         hooks = [(user, name, getattr(user, name)) for user, name in found]
-        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(NOT_OF_THE_USER)]
+        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(LIBRARY_PREFIXES)]
         for user, name, original in hooks:
             yield (
                 user,
                 name,
-                self._noted(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
+                self._wrap_hook(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
             )
         connector = trainer._checkpoint_connector
-        yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
+        yield connector, "dump_checkpoint", self._wrap_dump(connector.dump_checkpoint)
 
-    def _noted(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_hook(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook to record the leaves that it adds."""
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
             if self._added is None:
                 return original(*args, **kwargs)
-            if self._is_cut_off:  # nothing will be written, and the ranks that would be asked are gone
+            if self._is_disconnected:  # nothing will be written, and the ranks that would be asked are gone
                 return {}
             is_state = where.endswith(".state_dict")
             checkpoint = None if is_state else args[-1] if args else kwargs["checkpoint"]
@@ -96,7 +96,7 @@ class SavedByHooks:
 
         return hook
 
-    def _completed(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def _wrap_dump(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """Wrap Lightning's ``dump_checkpoint`` so that leaves added by hooks are full tensors."""
 
         @functools.wraps(original)
@@ -109,21 +109,21 @@ class SavedByHooks:
             try:
                 with self._reads.tracking(states, self._copies()):
                     checkpoint = original(*args, **kwargs)
-                    if self._is_cut_off:
+                    if self._is_disconnected:
                         return checkpoint
                     with self._reads.hook(SAVING), torch._C.DisableTorchFunction():
-                        return self._whole(checkpoint, self._added)
+                        return self._full_checkpoint(checkpoint, self._added)
             finally:
                 self._added = None
 
         return dump_checkpoint
 
     @property
-    def _is_cut_off(self) -> bool:
+    def _is_disconnected(self) -> bool:
         strategy: Any = self._trainer.strategy
-        return bool(strategy.world.is_cut_off)
+        return bool(strategy.world.is_disconnected)
 
-    def _whole(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
+    def _full_checkpoint(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
         """Return the checkpoint with full tensors, on the rank that writes; collective over the ranks of a copy.
 
         Raises:
@@ -135,8 +135,8 @@ class SavedByHooks:
         named: list[str] = []
         refused: list[str] = []
         for path, leaf in _leaves(checkpoint):
-            is_noted = path[:1] in _HYPER_PARAMETERS and not isinstance(leaf, _PLAIN)
-            if id(leaf) not in added and not is_noted:
+            is_hyper_parameter = path[:1] in _HYPER_PARAMETERS and not isinstance(leaf, _PLAIN)
+            if id(leaf) not in added and not is_hyper_parameter:
                 continue
             adds = added[id(leaf)][1] if id(leaf) in added else "save_hyperparameters"
             name = f"checkpoint{''.join(f'[{key!r}]' for key in path)}, which {adds} adds,"
@@ -152,19 +152,21 @@ class SavedByHooks:
                     " a part of the content, and which was made in no hook that follows it"
                 )
             elif is_on_all_ranks:
-                here[id(leaf)] = _bare(leaf, leaf)
+                here[id(leaf)] = _plain_tensor(leaf, leaf)
             elif id(leaf) not in tensors:
                 tensors[id(leaf)] = leaf
                 named.append(name)
-        said = self._reads.gather_objects((refused, named))
-        if problems := [each for others, _ in said for each in others]:
+        gathered = self._reads.gather_objects((refused, named))
+        if problems := [each for others, _ in gathered for each in others]:
             raise CheckpointError(f"{problems[0]}; {_ADVICE}")
-        if lone := [name for _, names in said for name in names if any(name not in others for _, others in said)]:
+        if lone := [
+            name for _, names in gathered for name in names if any(name not in others for _, others in gathered)
+        ]:
             raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
         writes = bool(self._trainer.strategy.is_global_zero)
-        wholes = self._reads.contents_for_file(list(tensors.values()), keep=writes)
-        for (key, leaf), whole in zip(tensors.items(), wholes, strict=True):
-            here[key] = _bare(leaf, whole)
+        full_tensors = self._reads.contents_for_file(list(tensors.values()), keep=writes)
+        for (key, leaf), full_tensor in zip(tensors.items(), full_tensors, strict=True):
+            here[key] = _plain_tensor(leaf, full_tensor)
         if objects:
             with torch._C._EnableTorchFunction():  # pickles are of full contents there
                 here.update(zip(objects, _copies(list(objects.values()), keep=writes), strict=True))
@@ -175,7 +177,7 @@ class SavedByHooks:
         return int(self._trainer.global_rank)
 
 
-def _bare(leaf: Tensor, content: Tensor) -> Tensor:
+def _plain_tensor(leaf: Tensor, content: Tensor) -> Tensor:
     """Return the content as a tensor of the user's kind, without a run's attributes, which would be pickled."""
     if content is leaf and not any(name.startswith("_hybrid") for name in leaf.__dict__):
         return leaf
@@ -214,7 +216,7 @@ def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ())
     return type(value)(children)
 
 
-class _Finder(pickle.Pickler):
+class _ObjectFinder(pickle.Pickler):
     """Pickles an object as the file would, and collects the objects of some kinds inside."""
 
     def __init__(self, kind: tuple[type, ...]) -> None:
@@ -231,7 +233,7 @@ class _Finder(pickle.Pickler):
 
 def _holds_tensors(value: Any) -> bool:
     """Whether an object would bring modules or tensors into the file, as far as it can be pickled at all."""
-    finder = _Finder((Tensor, nn.Module))
+    finder = _ObjectFinder((Tensor, nn.Module))
     with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
         finder.dump(value)
     return bool(finder.found)
@@ -242,18 +244,18 @@ def _copies(values: list[Any], *, keep: bool) -> list[Any]:
     if keep:
         copies: list[Any] = pickle.loads(pickle.dumps(values))
         return copies
-    pickle.Pickler(_Nowhere()).dump(values)
+    pickle.Pickler(_NullFile()).dump(values)
     return values
 
 
-class _Nowhere:
+class _NullFile:
     """A file that discards its content."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
-def tensors_kept_by(owners: Sequence[Any]) -> list[Tensor]:
+def attribute_tensors(owners: Sequence[Any]) -> list[Tensor]:
     """Return the tensors in attributes of modules and callbacks, in containers there, and in modules inside; once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()

@@ -45,7 +45,7 @@ _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, nump
 _INSTEAD = "read it in on_train_batch_start or another hook, and let the dataset hand out the numbers that come of it"
 
 
-class NotedReads(TorchFunctionMode):
+class ReadRecorder(TorchFunctionMode):
     """Records whether code reads any of these tensors.
 
     Attributes:
@@ -70,27 +70,27 @@ class LoaderReads(TorchFunctionMode):
         self, module: nn.Module, unpartitioned: UnpartitionedSteps, zero: Callable[[], ZeroSharding | None]
     ) -> None:
         super().__init__()
-        self._unpartitioned, self._zero, self._meets = unpartitioned, zero, False
+        self._unpartitioned, self._zero, self._synchronizes = unpartitioned, zero, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._lent: GatheredParameters | None = None
+        self._gathered: GatheredParameters | None = None
 
     @contextlib.contextmanager
-    def fetching(self, *, meets: bool) -> Iterator[None]:
-        """Run a loader inside; collective over replicas if it ``meets`` them."""
-        self._meets = meets
+    def fetching(self, *, synchronizes: bool) -> Iterator[None]:
+        """Run a loader inside; collective over replicas if it ``synchronizes`` them."""
+        self._synchronizes = synchronizes
         try:
             with self:
                 yield
         except BaseException as error:
-            self._give_back(failed=not isinstance(error, StopIteration))
+            self._release(failed=not isinstance(error, StopIteration))
             raise
-        self._give_back(failed=False)
+        self._release(failed=False)
 
-    def _give_back(self, *, failed: bool) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.end(failed=failed)
-        if self._meets and not failed and (zero := self._zero()) is not None:
+    def _release(self, *, failed: bool) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            gathered.end(failed=failed)
+        if self._synchronizes and not failed and (zero := self._zero()) is not None:
             zero.free_rank_local_reads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,28 +119,28 @@ class LoaderReads(TorchFunctionMode):
         self._gather(name, found)
         if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in found):
             return func(*args, **(kwargs or {}))
-        if self._lent is None:
-            self._lent = self._unpartitioned.gather_when_read("a loader")
-        return self._lent.__torch_function__(func, types, args, kwargs)
+        if self._gathered is None:
+            self._gathered = self._unpartitioned.gather_when_read("a loader")
+        return self._gathered.__torch_function__(func, types, args, kwargs)
 
     def _gather(self, operation: str, found: list[Tensor]) -> None:
         """Gather the shards over replicas; refuse parameters that cannot be gathered here."""
         for leaf in found:
             name = self._names[id(leaf)]
-            is_cut = (
+            is_sharded = (
                 self._unpartitioned.is_sharded_over_replicas(name)
                 and not is_absent(leaf)
                 and tuple(leaf.shape) != full_shape(leaf)
             )
-            if (is_cut or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
+            if (is_sharded or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, which no"
                     f" other rank can send its part to; set num_workers=0, or {_INSTEAD}"
                 )
-            zero = self._zero() if is_cut else None
-            if zero is not None and self._meets:
+            zero = self._zero() if is_sharded else None
+            if zero is not None and self._synchronizes:
                 zero.gather_for_this_rank(leaf)
-            elif is_cut:
+            elif is_sharded:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but replicas share it"
                     f" out, and no object of the loader refers to the module; give the dataset the module, {_INSTEAD},"
@@ -148,14 +148,14 @@ class LoaderReads(TorchFunctionMode):
                 )
 
 
-def serve_loaders(
+def wrap_loaders(
     trainer: pl.Trainer,
     module: nn.Module,
     unpartitioned: UnpartitionedSteps,
     *,
     in_parts: Callable[[], bool],
     zero: Callable[[], ZeroSharding | None],
-    meets: Callable[[bool], bool],
+    synchronizes: Callable[[bool], bool],
 ) -> Callable[[], None]:
     """Let loaders of this trainer read full parameters, and refuse batches with absent tensors; return the undo.
 
@@ -165,7 +165,7 @@ def serve_loaders(
         unpartitioned: Gathers parameters of other stages.
         in_parts: Whether the module is sharded now.
         zero: Returns what gathers shards over replicas; None where there are none.
-        meets: Whether fetches of a loader synchronize with other replicas, from whether it refers to the module here;
+        synchronizes: Whether fetches of a loader wait for other replicas, from whether it refers to the module here;
             collective over the world.
     """
     undo = contextlib.ExitStack()
@@ -181,9 +181,9 @@ def serve_loaders(
                 return original(fetcher)
             if name == "__iter__":
                 meeting.discard(fetcher)
-                if zero() is not None and meets(refers_to(module, fetcher._combined_loader)):
+                if zero() is not None and synchronizes(refers_to(module, fetcher._combined_loader)):
                     meeting.add(fetcher)
-            with reads.fetching(meets=fetcher in meeting):
+            with reads.fetching(synchronizes=fetcher in meeting):
                 result = original(fetcher)
             if name == "__next__":
                 _check_content(result)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 # Where hooks come from that no user wrote.
-NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
+LIBRARY_PREFIXES = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
 def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx: int = 0) -> tuple[Any, ...]:
@@ -35,7 +35,7 @@ def output_is_read(trainer: pl.Trainer, name: str) -> bool:
     """Whether any hook of the user reads the output of a step."""
     hook = f"on_{'train' if name == 'training_step' else name.removesuffix('_step')}_batch_end"
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER) for user in users)
+    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(LIBRARY_PREFIXES) for user in users)
 
 
 def old_gradients_are_read(trainer: pl.Trainer) -> bool:
@@ -43,7 +43,7 @@ def old_gradients_are_read(trainer: pl.Trainer) -> bool:
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return any(
-        not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER)
+        not getattr(type(user), hook, pl.Callback).__module__.startswith(LIBRARY_PREFIXES)
         for user in users
         for hook in hooks
     )

@@ -17,7 +17,7 @@ from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
+from lightning_hybrid.strategies.user_code.user_optimizers import combines_parameters
 from lightning_hybrid.zero.optimizer_states.layerwise_step import twin_of
 
 _PER_EVALUATED_BATCH = tuple(
@@ -48,10 +48,10 @@ class HookReads:
         self._over_replicas = over_replicas
         self._stages = stages
         self._contents = contents
-        self._cuts = None
+        self._shards = None
         if parts is not None:
             note = None if stages is None else stages.record_full_tensor
-            self._cuts = ShardedParameterReads(parts, parameters, note, self._meet)
+            self._shards = ShardedParameterReads(parts, parameters, note, self._meet)
         self._depth = 0
         self._hook = ""
 
@@ -64,10 +64,10 @@ class HookReads:
         return {optimizer: reads for optimizer, reads in found.items() if reads is not None}
 
     def _of_optimizer(self, optimizer: Optimizer) -> HookReads | None:
-        if looks_at_all(optimizer):
+        if combines_parameters(optimizer):
             return self
         # SparseAdam takes no dense gradients, with which the other question is asked, and one number at a time.
-        if self._cuts is None or isinstance(optimizer, torch.optim.SparseAdam) or steps_on_parts(optimizer):
+        if self._shards is None or isinstance(optimizer, torch.optim.SparseAdam) or can_step_shards(optimizer):
             return None
         alone = copy.copy(self)  # torch's own look at one parameter at a time, whatever its stage
         alone._stages = None
@@ -84,10 +84,10 @@ class HookReads:
             with contextlib.ExitStack() as stack:
                 if self._stages is not None:
                     stack.enter_context(self._stages.hook(name, is_complete=is_complete))
-                if self._cuts is not None and outer:
+                if self._shards is not None and outer:
                     if not (self._over_replicas and name.endswith(_PER_EVALUATED_BATCH)):
                         stack.enter_context(self._contents.checked_hook(name))
-                    stack.enter_context(self._cuts)
+                    stack.enter_context(self._shards)
                 yield
         finally:
             self._depth -= 1
@@ -104,34 +104,38 @@ class HookReads:
                 self._stages.track_state(state)
             for other in copies:
                 self._stages.track_copy(other)
-        with contextlib.nullcontext() if self._cuts is None else self._cuts.tracking(states, copies):
+        with contextlib.nullcontext() if self._shards is None else self._shards.tracking(states, copies):
             yield
 
     def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
         """Whether all ranks have the full tensor; None if it is not here, and its location is not recorded."""
-        if self._cuts is not None and (known := self._cuts.is_shard(tensor)) is not False:
+        if self._shards is not None and (known := self._shards.is_shard(tensor)) is not False:
             return None if known is None else False
         return not is_absent(tensor) if self._stages is None else self._stages.is_on_all_ranks(tensor)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank that has a shard of this copy of the module; collective."""
-        said = self._contents.gather_objects(mine)
-        return said if self._stages is None else [each for row in self._stages.gather_objects(said) for each in row]
+        gathered = self._contents.gather_objects(mine)
+        return (
+            gathered
+            if self._stages is None
+            else [each for row in self._stages.gather_objects(gathered) for each in row]
+        )
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
         """Return full contents, as ``CrossStageReads.contents_for_file``."""
-        wholes = [tensor if self._cuts is None else self._cuts.full_tensor(tensor) for tensor in tensors]
-        return wholes if self._stages is None else self._stages.contents_for_file(wholes, keep=keep)
+        full_tensors = [tensor if self._shards is None else self._shards.full_tensor(tensor) for tensor in tensors]
+        return full_tensors if self._stages is None else self._stages.contents_for_file(full_tensors, keep=keep)
 
     def track_state(self, state: Mapping[Any, Any]) -> None:
         """Track the state of a parameter, as ``CrossStageReads.track_state``."""
-        if self._cuts is not None:
-            self._cuts.unshard_state(state)
+        if self._shards is not None:
+            self._shards.unshard_state(state)
         if self._stages is not None:
             self._stages.track_state(state)
 
 
-def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
+def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], None]:
     """Let Lightning's model summary count full parameters; return the undo."""
     original = callback.on_fit_start
 
@@ -142,7 +146,7 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
     return replace(callback, "on_fit_start", on_fit_start)
 
 
-def steps_on_parts(optimizer: Optimizer) -> bool:
+def can_step_shards(optimizer: Optimizer) -> bool:
     """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small one."""
     generator = torch.Generator().manual_seed(0)
     full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.strategies.user_code.checkpoint_hooks import SavedByHooks
-from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
+from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
+from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _AROUND_STEP = "optimizer_step"
@@ -41,7 +41,7 @@ _HOOKS = (
 )
 
 
-def read_globally(
+def wrap_user_hooks(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     reads: Reads,
@@ -70,18 +70,18 @@ def read_globally(
         for name in _HOOKS:
             original = getattr(user, name, None)
             calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
-            of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
+            of_lightning = (getattr(original, "__module__", None) or "").startswith(LIBRARY_PREFIXES)
             if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
-    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched, copies).members():
+    for owner, name, function in CheckpointHooks(trainer, reads, in_parts, watch.watched, copies).members():
         undo.enter_context(replaced(owner, name, function))
     return undo.close
 
 
 @dataclasses.dataclass(frozen=True)
 class _HookWatch:
-    """Wraps hooks of the user in reads; the attributes are arguments of ``read_globally``."""
+    """Wraps hooks of the user in reads; the attributes are arguments of ``wrap_user_hooks``."""
 
     trainer: pl.Trainer
     latest: Callable[[], Reads]
@@ -107,7 +107,7 @@ class _HookWatch:
                     nonlocal is_watched
                     reads = self.latest()
                     watching.enter_context(reads.hook(where, is_complete=is_complete or self.complete()))
-                    watching.enter_context(_lightning_of_its_own(self.trainer, reads))
+                    watching.enter_context(_without_reads_in_lightning(self.trainer, reads))
                     is_watched = True
 
                 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ class _HookWatch:
 
 
 @contextlib.contextmanager
-def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
+def _without_reads_in_lightning(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
     """Let logs of a hook have contents, and run Lightning's own global methods without reads."""
     module, strategy = trainer.lightning_module, trainer.strategy
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
 
-def looks_at_all(optimizer: Optimizer) -> bool:
+def combines_parameters(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step, or a hook on it, may combine several parameters."""
     if isinstance(optimizer, LBFGS):
         return True
@@ -42,7 +42,7 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not in_parts():
             return original(*args, **kwargs)
-        with _later_hooks_after(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
+        with _later_hooks_outside(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
 
             def unwatched(closure: Any) -> Any:
                 if not callable(closure):
@@ -79,7 +79,7 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
     return replace_step(optimizer, step)
 
 
-def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
+def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
     """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo."""
     original, zero_grad = optimizer.step, optimizer.zero_grad
 
@@ -102,9 +102,9 @@ def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], Non
     return undo_both
 
 
-def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
+def keeps_lists_per_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer, or one inside of it, keeps tensors of each parameter outside of its state."""
-    if not looks_at_all(optimizer):
+    if not combines_parameters(optimizer):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in vars(optimizer).values():
@@ -112,7 +112,7 @@ def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
             return True
         lists = value if isinstance(value, list) and all(isinstance(inner, list) for inner in value) else [value]
         copies = [copy for inner in lists if isinstance(inner, list) for copy in inner]
-        if copies and len(copies) == len(parameters) and all(map(_is_like, copies, parameters)):
+        if copies and len(copies) == len(parameters) and all(map(_has_same_shape, copies, parameters)):
             return True
     return False
 
@@ -134,7 +134,7 @@ def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()
 def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> None:
     lists = value if all(isinstance(inner, list) for inner in value) else [value]
     copies = [copy for inner in lists for copy in inner]
-    if len(copies) != len(parameters) or not all(map(_is_like, copies, parameters)):
+    if len(copies) != len(parameters) or not all(map(_has_same_shape, copies, parameters)):
         return
     if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
         return  # they are no copies
@@ -145,13 +145,13 @@ def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> N
         inner[:] = [next(adopted)["copy"] for _ in inner]
 
 
-def _is_like(value: Any, parameter: Tensor) -> bool:
+def _has_same_shape(value: Any, parameter: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 @contextlib.contextmanager
-def _later_hooks_after(
+def _later_hooks_outside(
     optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
     """Run post hooks added after the optimizer was built (those of callbacks) outside of the reads."""

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def deal_to_replicas(loader: object, *, replicas: int, replica: int, world_size: int) -> None:
+def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, world_size: int) -> None:
     """Make a user's ``DistributedSampler`` split over replicas where it splits over all ranks; in place.
 
     Built without arguments, or with the world's size, it would give the ranks of one replica different batches. One

@@ -23,10 +23,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
-from lightning_hybrid.strategies.world.graceful_stop import Stopping
+from lightning_hybrid.strategies.world.graceful_stop import GracefulStop
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.run_callbacks import RunCallback
-from lightning_hybrid.strategies.world.slurm_requeue import Requeue
+from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
 
 # So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
 _SECONDS_FOR_PEERS = 1.0
@@ -39,26 +39,26 @@ _closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
 
 
-class Failures(RunCallback):
+class RankFailures(RunCallback):
     """Runs before the user's callbacks, which may wait for ranks that this one wakes or synchronizes first.
 
     Attributes:
-        cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.
+        is_disconnected: Whether this rank has closed its connections, so that no collective can succeed any more.
         rendezvous: Synchronizes ranks before a collective of the whole world.
     """
 
     def __init__(self, trainer: Any, mesh: Mesh, timeout: timedelta) -> None:
-        self.cut_off = False
+        self.is_disconnected = False
         self._trainer = trainer
         self._mesh = mesh
         self._store = dist.distributed_c10d._get_default_store()
         # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
         self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
         self._reported = False
-        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, Failures))]
-        self._requeue = Requeue(trainer, mesh, self._store, self._prefix)
+        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, RankFailures))]
+        self._requeue = SlurmRequeue(trainer, mesh, self._store, self._prefix)
         self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
-        self._stopping = Stopping(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
+        self._stopping = GracefulStop(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
         """Undo the changes to the trainer."""
@@ -78,7 +78,7 @@ class Failures(RunCallback):
         here = self._where(error)
         lost = is_lost_connection(error)
         mine = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
-        first = self._tell(mine)
+        first = self._publish(mine)
         if lost:
             reason = "another rank of the job has died without a word" if first == mine else first
             add_error_note(error, f"{here} had to stop: {reason}")
@@ -88,7 +88,7 @@ class Failures(RunCallback):
             if self._mesh.rank == 0:
                 self._all_reported(_SECONDS_FOR_READERS)
 
-    def _tell(self, mine: str) -> str:
+    def _publish(self, mine: str) -> str:
         """Publish a reason unless there is one already; return the one that stands."""
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             first = self._store.compare_set(self._prefix + "reason", "", mine).decode(errors="replace")
@@ -114,7 +114,7 @@ class Failures(RunCallback):
 
     def _close(self, reason: str) -> None:
         """Close this rank's connections; ranks that wait for it get an error."""
-        self.cut_off = True
+        self.is_disconnected = True
         world: Any = dist.group.WORLD
         _closed[world] = reason
         for group in {id(group): group for group in (world, *self._mesh.groups)}.values():

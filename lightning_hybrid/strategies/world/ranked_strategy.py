@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.world.distributed_samplers import deal_to_replicas
+from lightning_hybrid.strategies.world.distributed_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 
@@ -217,7 +217,7 @@ class RankedStrategy(ParallelStrategy):
         """Give all ranks of a replica one order of samples: split users' samplers, seed workers by replica."""
         self.split_over_replicas(dataloader)
         if self._world is not None:
-            self._world.show_to_loader(dataloader)
+            self._world.wrap_loader(dataloader)
         if (
             isinstance(dataloader, DataLoader)
             and dataloader.worker_init_fn is None
@@ -229,7 +229,7 @@ class RankedStrategy(ParallelStrategy):
     def split_over_replicas(self, dataloader: object) -> None:
         """Let a ``DistributedSampler`` that the user built split samples over replicas, not over ranks."""
         replicas, ranks = self.layout.data_parallel_size, self.layout.world_size
-        deal_to_replicas(dataloader, replicas=replicas, replica=self.data_rank, world_size=ranks)
+        split_sampler_over_replicas(dataloader, replicas=replicas, replica=self.data_rank, world_size=ranks)
 
     # -- collectives of user code -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Requeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
+"""SlurmRequeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
 
 Lightning saves where the signal finds a rank. Ranks that share a model are then at different points of a step, and a
 file needs all of them.
@@ -19,7 +19,7 @@ from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 _HANDLER = "_slurm_sigusr_handler_fn"
 
 
-class Requeue(RunCallback):
+class SlurmRequeue(RunCallback):
     """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
@@ -31,7 +31,7 @@ class Requeue(RunCallback):
         self._signum = 0
         environment = trainer._accelerator_connector.cluster_environment
         listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, Requeue)]
+        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, SlurmRequeue)]
         if listens and mesh.layout.world_size > 1:
             self._signum = int(environment.requeue_signal or 0)
             trainer.callbacks.append(self)
