@@ -66,7 +66,7 @@ class Hybrid3DStrategy(RankedStrategy):
         offload: What is not on the device while no step needs it: "cpu" for all that replicas share out, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
             any of "parameters", "gradients" and "optimizer_states" to these.
-        recompute: Layers that are computed again in the backward: "full" for all, which keep their inputs alone; n for
+        recompute: Layers that are recomputed in the backward: "full" for all, which keep their inputs alone; n for
             every n-th; names with wildcards; "selective" for all, which keep what is dear to compute, or the share of
             bytes that these keep, such as 0.3 ("selective" is 0.4); or a mapping of names to such policies or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as

@@ -108,7 +108,7 @@ def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
 
 def test_a_size_that_divides_nothing_is_refused_if_the_layout_is_strict(worlds):
     message = (
-        r"tensor_parallel_size=5 cuts no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
+        r"tensor_parallel_size=5 shards no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
         r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1"
     )
     for said in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
@@ -117,7 +117,7 @@ def test_a_size_that_divides_nothing_is_refused_if_the_layout_is_strict(worlds):
 
 def test_weights_that_the_step_reads_by_itself_are_named(worlds):
     for said in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
-        assert re.search(r"tensor_parallel_size=2 cuts no layer .*read by the step at .*models.py", said), said
+        assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*models.py", said), said
 
 
 class Tells(Callback):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.start.layout_table import activation_bytes
+from lightning_hybrid.strategies.run.describe_run import activation_bytes
 from lightning_hybrid.verify.copy_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.one_process_step import (
@@ -29,7 +29,7 @@ from lightning_hybrid.verify.one_process.one_process_step import (
 
 # Relative change of the weights for the noise floor: their last digits; autocast starts from weights in float32.
 _PERTURBATION = {"64-true": 1e-15, "bf16-true": 2.0**-9, "16-true": 2.0**-11}
-# Losses of the whole batch and of its parts that differ by more mix samples; rounding stays far below.
+# Losses of the full batch and of its microbatches that differ by more mix samples; rounding stays far below.
 _MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
 
@@ -234,7 +234,7 @@ class FirstStepCheck:
 
     def _warn_of_mixing(self, reference: OneProcessResult, precision: str) -> None:
         if reference.not_comparable:
-            rank_zero_info(f"the whole batch was not tried at once: {reference.not_comparable}")
+            rank_zero_info(f"the full batch was not run unsplit: {reference.not_comparable}")
         if reference.mixes is None:
             return
         whole, mean, count = reference.mixes

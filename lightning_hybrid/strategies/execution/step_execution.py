@@ -44,7 +44,7 @@ class StepExecution:
         self.is_syncing = True
         self._num_evaluated = 0
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
-        self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
+        self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are both compiled
 
     @property
     def _run(self) -> Run:

@@ -174,7 +174,7 @@ class _Exchange:
         values = [logged.value for logged in self._own.values()]
         self._numbers = [*values, *(logged.size or 0 for logged in self._own.values())]
         # Halves of a checksum and their squares: all are equal if and only if count * sum of squares = square of sum,
-        # which every rank finds alike. Sums of so small numbers are exact.
+        # which is the same on every rank. Sums of so small numbers are exact.
         meant = [(key, logged.entry.how) for key, logged in self._own.items()]
         halves = divmod(zlib.crc32(repr(meant).encode()), 1 << 16)
         header = [float(skipped), *halves, *(half * half for half in halves)]

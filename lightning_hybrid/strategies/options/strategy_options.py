@@ -116,15 +116,15 @@ class Options:
                 raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
-                "sequence_parallel=True deals positions to the ranks of tensor parallelism, and tensor_parallel_size=1;"
-                " set tensor_parallel_size=2 or more, or context_parallel_size for ranks that share nothing but"
-                " positions"
+                "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
+                " tensor_parallel_size=1; set tensor_parallel_size=2 or more, or context_parallel_size for ranks that"
+                " share nothing but positions"
             )
 
     def _check_zero(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
             raise ValueError(
-                f"zero_stage={self.zero_stage!r}; use 0 (replicas), 1 (optimizer states are shared out), 2 (gradients"
+                f"zero_stage={self.zero_stage!r}; use 0 (replicas), 1 (optimizer states are sharded), 2 (gradients"
                 " too) or 3 (parameters too)"
             )
         if self.shard_size is not None:
@@ -141,7 +141,7 @@ class Options:
             if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
                 raise ValueError(
                     f"offload={dict(self.offload)!r}: {what} are offloaded while no layer needs them, which needs"
-                    f" replicas that share them out; set zero_stage={needed} or more, or leave {what!r} out"
+                    f" replicas that shard them; set zero_stage={needed} or more, or leave {what!r} out"
                 )
         _ = self.offloaded
 
@@ -280,7 +280,7 @@ def check_scripted(module: pl.LightningModule) -> None:
     if scripted := scripted_modules(module):
         raise ValueError(
             f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
-            " that it cannot be shared out, run in microbatches or recomputed; use the module that it was made of (and"
+            " that it cannot be sharded, run in microbatches or recomputed; use the module that it was made of (and"
             " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
             " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
         )

@@ -78,7 +78,7 @@ class CheckpointFiles:
                 raise ValueError(
                     f"{type(callback).__name__}(save_last='link') links to a checkpoint that async_checkpoint=True is"
                     " still writing, so a kill would leave a link to nothing; set save_last=True, whose checkpoint is"
-                    " replaced when the new one is whole"
+                    " replaced when the new one is complete"
                 )
         connector: Any = self._module.trainer._checkpoint_connector
         # Other callers of `lightning_module_state_dict()` mean full tensors.

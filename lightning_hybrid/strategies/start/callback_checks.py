@@ -34,10 +34,10 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
             )
         if isinstance(callback, ModelPruning) and (in_parts or is_recorded):
             holders = f"{num_stages} pipeline ranks" if num_stages > 1 else f"{world_size} ranks"
-            why = f"each of {holders} holds its own part" if in_parts else "recorded steps compute with the old ones"
+            why = f"each of {holders} holds its own shard" if in_parts else "recorded steps compute with the old ones"
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
-                f" {why}; prune after fit, when the module is whole, or train with replicas alone:"
+                f" {why}; prune after fit, when the module is full, or train with replicas alone:"
                 " pipeline_parallel_size=1, stages_per_rank=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
             )
 

@@ -102,7 +102,7 @@ def record_first_step(
             else:
                 try:
                     record()
-                except Exception as reason:  # what is wrong with the step itself shows when it runs whole
+                except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
                     strategy: Any = trainer.strategy
                     if isinstance(reason, UnfitError) and strategy.options.pipeline_cuts:
                         raise

@@ -71,7 +71,7 @@ def refuse_partial_state(module: nn.Module, state: dict[str, Any], prefix: str, 
     if elsewhere := [name for name, value in state.items() if is_absent(value)] + _sharded_parameters(module):
         raise RuntimeError(
             f"{type(module).__name__}.state_dict() was called while {len(elsewhere)} of its parameters (such as"
-            f" {elsewhere[0]!r}), or parts of them, are on other ranks; use trainer.save_checkpoint(...) or"
+            f" {elsewhere[0]!r}), or shards of them, are on other ranks; use trainer.save_checkpoint(...) or"
             " trainer.strategy.lightning_module_state_dict() on all ranks, or wait for the end of fit"
         )
 
@@ -84,8 +84,8 @@ def check_is_full(module: nn.Module, *_: Any) -> None:
     """
     if elsewhere := missing_parameters(module):
         raise RuntimeError(
-            f"a run that failed or was stopped has left this {type(module).__name__} in parts: {len(elsewhere)} of its"
-            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or parts of them, are not"
+            f"a run that failed or was stopped has left this {type(module).__name__} sharded: {len(elsewhere)} of its"
+            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or shards of them, are not"
             " on this rank, and cannot be gathered any more; make a new module and load a checkpoint"
         )
 

@@ -56,7 +56,7 @@ def push_back(owner: Any, back: PushedBackItems) -> Any:
     kind = type(owner)
 
     def iterate(self: Any) -> Iterator[Any]:
-        if type(self) is not given:  # somebody has read since this iterator was made
+        if type(self) is not given:  # it has been read since this iterator was made
             yield from kind.__iter__(self)
             return
         self.__class__ = kind

@@ -21,7 +21,7 @@ def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) 
             logger.log_graph(module)
         elif getattr(logger, "_log_graph", False):
             rank_zero_warn(
-                f"{type(logger).__name__}(log_graph=True) runs the whole module on one rank, and this one was built"
+                f"{type(logger).__name__}(log_graph=True) runs the full module on one rank, and this one was built"
                 " with empty_init=True; no graph is logged: call logger.log_graph(module) after the run"
             )
         _skip_once(logger)

@@ -26,7 +26,7 @@ from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.verify.copy_memory import free_bytes
 
-# Parameters that are lent may take this share of the memory that is free when a step begins.
+# Share of the memory free at the start of a step that gathered parameters may take.
 _FREE_MEMORY_SHARE = 0.25
 
 
@@ -108,17 +108,17 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
     """Warn that the batches of a training step are not split (in evaluation that costs little), or raise if strict."""
     if name != "training_step":
         return
-    told = f"{reason}: what that is for the whole batch cannot be told from microbatches"
+    message = f"{reason}: its value for the full batch cannot be computed from microbatches"
     if is_strict:
-        raise StepError(told)
+        raise StepError(message)
     rank_zero_warn(
-        f"{told}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows of"
-        " samples and means over samples that a step appends to a list of its module, or logs, can be told"
+        f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"
+        " of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
     )
 
 
 def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     rank_zero_warn(
-        f"{name} cannot be shared by stages, so every rank runs all of it, and is sent parameters of other ranks when"
-        f" it reads them: the numbers of one process, in the time of one process. The reason: {reason}"
+        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and gathers parameters of other ranks"
+        f" when it reads them, as one process and in the time of one process. The reason: {reason}"
     )

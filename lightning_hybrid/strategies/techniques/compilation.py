@@ -101,9 +101,9 @@ class CompiledUnits:
             elif self._synced_norms and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
                 self.reasons[fqn] = "its BatchNorm is synced over replicas"
             elif shards_sequence:
-                self.reasons[fqn] = "positions are dealt to ranks"
+                self.reasons[fqn] = "positions are sharded over ranks"
             elif outside:
-                self.reasons[fqn] = "code outside of layers uses weights that are cut by their vocabulary"
+                self.reasons[fqn] = "code outside of layers uses weights that are sharded by their vocabulary"
             elif plan is not None and plan.num_sharded and (reason := why_not_compiled(module, plan)):
                 self.reasons[fqn] = reason
             else:

@@ -131,7 +131,7 @@ class ExpertPlanner:
     def _why_not_shardable(self, shards: ModelShards | None, fqn: str) -> str:
         """Return why surrounding code keeps the experts of a module from being sharded; "" if it does not."""
         if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
-            return "they draw random numbers, which ranks would draw alike for different features"
+            return "they draw random numbers, which ranks would draw equally for different features"
         names = [f"{fqn}.{name}" for name, _ in self._module.get_submodule(fqn).named_parameters()]
         return "" if shards is None else next(filter(None, map(shards.why_not_sharded_elsewhere, names)), "")
 

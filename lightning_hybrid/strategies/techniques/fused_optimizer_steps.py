@@ -54,7 +54,7 @@ def _fuse(optimizer: Optimizer) -> Callable[[], None]:
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
     """Set ``fused`` only while the parameters are stepped: hooks and checkpoints see the user's own choice."""
-    # A mode may give the step other tensors than lie here.
+    # A mode may give the step other tensors than the local ones.
     is_seen = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     chosen = [] if is_seen else [group for group in optimizer.param_groups if _can_be_fused(group, optimizer.state)]
     for group in chosen:

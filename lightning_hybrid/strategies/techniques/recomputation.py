@@ -88,12 +88,12 @@ def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) 
     part = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
     lines = []
     if part:
-        lines.append(f"computed again in the backward but for what is dear: {part}")
+        lines.append(f"recomputed in the backward except expensive operations: {part}")
     if whole or not part:
         asked = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
         is_other = any(map(is_selective, asked)) and "full" not in asked and whole
-        reason = " (as a whole: compiled)" if is_other else ""
-        lines.append(f"computed again in the backward{reason}: {whole or 'nothing'}")
+        reason = " (in full: compiled)" if is_other else ""
+        lines.append(f"recomputed in the backward{reason}: {whole or 'nothing'}")
     return "\n".join(lines)
 
 

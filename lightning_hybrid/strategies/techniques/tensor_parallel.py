@@ -139,7 +139,7 @@ def _check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: 
         beside = f" beside tensor_parallel_size={size}"
         divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
     raise LayoutError(
-        f"context_parallel_size={context}{beside} deals the positions of no layer to its ranks, so {context} ranks"
+        f"context_parallel_size={context}{beside} shards the positions of no layer over its ranks, so {context} ranks"
         f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
     )
 
@@ -171,7 +171,7 @@ def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
         which = f" (such as {' or '.join(sizes)})" if sizes else ""
         advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
     raise LayoutError(
-        f"tensor_parallel_size={size} cuts no layer of the module, so {size} ranks would do the same"
+        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would do the same"
         f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
     )
 
@@ -187,7 +187,7 @@ def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
     start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
     rank_zero_warn(
         f"tensor_parallel_size={size} does not divide the {ranks_per_node} ranks of a node, so tensor ranks such as"
-        f" {start} to {start + size - 1} lie on several of the {num_nodes} nodes, and each layer waits for the network"
+        f" {start} to {start + size - 1} are on several of the {num_nodes} nodes, and each layer waits for the network"
         f" between them; set tensor_parallel_size to a divisor of {ranks_per_node}, or devices to a multiple of {size}"
     )
 
@@ -219,9 +219,6 @@ class KeyedDraws:
             yield
         finally:
             generator.set_state(before)
-
-
-# Replicas that share parameters out may have different numbers of these.
 
 
 def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:

@@ -42,7 +42,7 @@ from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shar
 from lightning_hybrid.zero.storage_devices import StorageDevices
 from lightning_hybrid.zero.unshard_policy import Stage, ZeroSharding
 
-# Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
+# Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25
 
 
@@ -54,7 +54,7 @@ def check_zero_replicas(stage: int, mesh: Mesh) -> None:
     """
     if stage and mesh.size("dp_shard") == 1:
         raise LayoutError(
-            f"zero_stage={stage} shares the state of a model out over replicas, and this layout has shards of 1 replica"
+            f"zero_stage={stage} shards the state of a model over replicas, and this layout has shards of 1 replica"
             f" (data_parallel_size={mesh.layout.data_parallel_size}); set zero_stage=0, or more devices, or fewer"
             " pipeline stages or tensor ranks"
         )
@@ -166,8 +166,8 @@ def shard_over_replicas(
         )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
-        wholes = 2 * sum(_full_bytes(parameter) for parameter in own.values())
-        reshard_after_forward = agree(wholes > _FREE_MEMORY_SHARE * free_bytes(device))
+        full_bytes = 2 * sum(_full_bytes(parameter) for parameter in own.values())
+        reshard_after_forward = agree(full_bytes > _FREE_MEMORY_SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
         zero.gather_in_rounds(mesh)
@@ -225,7 +225,7 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     what = ["optimizer states", "gradients", "parameters"][:stage]
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
-    return f"ZeRO-{stage}: {listed} shared out among {size} replicas, gathered and reduced {when}"
+    return f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
 
 
 def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
@@ -236,7 +236,8 @@ def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool
 
 def describe_manual_zero(stage: int, size: int) -> str:
     """Return the table line of ZeRO with manual optimization."""
-    return f"ZeRO-{stage}, stepped by hand: optimizer states shared out among {size} replicas, gradients averaged whole"
+    states = f"optimizer states sharded over {size} replicas"
+    return f"ZeRO-{stage}, manual optimization: {states}, gradients averaged in full"
 
 
 def step_manual_shards(
@@ -269,9 +270,9 @@ def shard_optimizer_states(
     for optimizer in optimizers:
         if combines_parameters(optimizer) or not can_step_shards(optimizer):
             raise ValueError(
-                f"zero_stage with manual optimization has each replica step its part of every parameter, but"
-                f" {type(optimizer).__name__} may look at whole ones, or at several; set zero_stage=0, or use an"
-                " optimizer of torch that looks at single numbers, such as AdamW"
+                f"zero_stage with manual optimization has each replica step its shard of every parameter, but"
+                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an"
+                " optimizer of torch that steps single numbers, such as AdamW"
             )
         found.append(ShardedStep(optimizer, ranks))
         until.callback(found[-1].close)

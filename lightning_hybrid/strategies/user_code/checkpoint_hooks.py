@@ -28,12 +28,12 @@ from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
-# What `save_hyperparameters` has noted of the module and of the data module.
+# Keys of what `save_hyperparameters` has recorded of the module and of the data module.
 _HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
 _DEEPEST = 4  # containers in containers
 _ADVICE = (
     "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
-    " and on every rank alike"
+    " and the same on every rank"
 )
 
 Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
@@ -82,7 +82,7 @@ class CheckpointHooks:
         def hook(*args: Any, **kwargs: Any) -> Any:
             if self._added is None:
                 return original(*args, **kwargs)
-            if self._is_disconnected:  # nothing will be written, and the ranks that would be asked are gone
+            if self._is_disconnected:  # nothing will be written, and the ranks that would take part are gone
                 return {}
             is_state = where.endswith(".state_dict")
             checkpoint = None if is_state else args[-1] if args else kwargs["checkpoint"]
@@ -149,7 +149,7 @@ class CheckpointHooks:
             if is_on_all_ranks is None:
                 refused.append(
                     f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
-                    " a part of the content, and which was made in no hook that follows it"
+                    " a shard of the content, and which was made in no hook that follows it"
                 )
             elif is_on_all_ranks:
                 here[id(leaf)] = _plain_tensor(leaf, leaf)
@@ -159,10 +159,9 @@ class CheckpointHooks:
         gathered = self._reads.gather_objects((refused, named))
         if problems := [each for others, _ in gathered for each in others]:
             raise CheckpointError(f"{problems[0]}; {_ADVICE}")
-        if lone := [
-            name for _, names in gathered for name in names if any(name not in others for _, others in gathered)
-        ]:
-            raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
+        names = [each for _, each in gathered]
+        if lone := [name for each in names for name in each if any(name not in others for others in names)]:
+            raise CheckpointError(f"{lone[0]} is added by some ranks, or is sharded over some, only; {_ADVICE}")
         writes = bool(self._trainer.strategy.is_global_zero)
         full_tensors = self._reads.contents_for_file(list(tensors.values()), keep=writes)
         for (key, leaf), full_tensor in zip(tensors.items(), full_tensors, strict=True):

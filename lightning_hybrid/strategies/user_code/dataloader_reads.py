@@ -142,9 +142,9 @@ class LoaderReads(TorchFunctionMode):
                 zero.gather_for_this_rank(leaf)
             elif is_sharded:
                 raise StepError(
-                    f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but replicas share it"
-                    f" out, and no object of the loader refers to the module; give the dataset the module, {_INSTEAD},"
-                    " or set zero_stage=0 and expert_parallel_size=1"
+                    f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
+                    f" replicas, and no object of the loader refers to the module; give the dataset the module,"
+                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1"
                 )
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-# Where hooks come from that no user wrote.
+# Modules whose hooks no user wrote.
 LIBRARY_PREFIXES = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
@@ -68,7 +68,7 @@ def scripted_modules(module: nn.Module) -> list[str]:
 def why_no_stages(module: pl.LightningModule) -> str:
     """Return why no step of a module can be run in stages, whatever it does; "" if it can."""
     if not module.automatic_optimization:
-        return "the module optimizes by hand, and each of its steps reads what the one before has changed"
+        return "the module uses manual optimization, and each of its steps reads what the one before has changed"
     code = getattr(type(module).configure_optimizers, "__code__", None)
     if code is not None and "LBFGS" in code.co_names:
         return "LBFGS looks at all parameters and gradients at once, and runs the step several times for each step"

@@ -20,6 +20,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.user_code.user_optimizers import combines_parameters
 from lightning_hybrid.zero.optimizer_states.layerwise_step import twin_of
 
+# Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(
     f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")
 )
@@ -115,12 +116,8 @@ class HookReads:
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank that has a shard of this copy of the module; collective."""
-        gathered = self._contents.gather_objects(mine)
-        return (
-            gathered
-            if self._stages is None
-            else [each for row in self._stages.gather_objects(gathered) for each in row]
-        )
+        local = self._contents.gather_objects(mine)
+        return local if self._stages is None else [each for row in self._stages.gather_objects(local) for each in row]
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
         """Return full contents, as ``CrossStageReads.contents_for_file``."""

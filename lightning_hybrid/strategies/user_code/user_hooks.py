@@ -20,7 +20,7 @@ from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _AROUND_STEP = "optimizer_step"
 _ROUNDS = ("train", "validation", "test", "predict")
-# Hooks that run while the module may be in parts, on every rank; in the last one the training step runs.
+# Hooks that run while the module may be sharded, on every rank; in the last one the training step runs.
 _HOOKS = (
     "on_fit_start",
     "on_after_backward",

@@ -27,15 +27,15 @@ def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, 
         wanted = f"num_replicas={replicas}, rank={replica}"
         if (sampler.num_samples, sampler.total_size) != _sizes(sampler, before[0]):
             raise ValueError(
-                f"{type(sampler).__name__} deals to num_replicas={before[0]} ranks, this one as rank={before[1]}, but"
-                f" the {world_size} ranks are {replicas} replicas, and ranks of one replica must see the same batch;"
-                f" build it with {wanted} on this rank, from trainer.distributed_sampler_kwargs or"
+                f"{type(sampler).__name__} splits over num_replicas={before[0]} ranks, this one as rank={before[1]},"
+                f" but the {world_size} ranks are {replicas} replicas, and ranks of one replica must see the same"
+                f" batch; build it with {wanted} on this rank, from trainer.distributed_sampler_kwargs or"
                 " trainer.strategy.distributed_sampler_kwargs"
             )
         sampler.num_replicas, sampler.rank = replicas, replica
         sampler.num_samples, sampler.total_size = _sizes(sampler, replicas)
         rank_zero_warn(
-            f"your {type(sampler).__name__} deals to num_replicas={before[0]} ranks, but the {world_size} ranks are"
+            f"your {type(sampler).__name__} splits over num_replicas={before[0]} ranks, but the {world_size} ranks are"
             f" {replicas} replicas, and ranks of one replica must see the same batch; it now has {wanted} on this"
             " rank. Leave samplers to the Trainer, or build them from trainer.strategy.distributed_sampler_kwargs"
         )

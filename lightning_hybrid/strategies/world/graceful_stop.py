@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
-_INTERRUPT = 1 << 32  # above any number of places
+_INTERRUPT = 1 << 32  # above any number of stop points
 
 log = logging.getLogger(pl.__name__)
 
@@ -101,7 +101,7 @@ class GracefulStop:
 
         self._replace(loop, name, extended)
 
-    # -- told by a signal ---------------------------------------------------------------------------------------------
+    # -- by a signal --------------------------------------------------------------------------------------------------
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         """Agree on the batch after which all ranks stop; a repeated signal changes nothing."""
@@ -143,7 +143,7 @@ class GracefulStop:
             connector.received_sigterm = True  # Lightning looks at this at the end of each batch
             rank_zero_info(f"rank {self._signalled_rank} has received SIGTERM: all ranks stop, {self._where()}")
 
-    # -- told by trainer.should_stop ----------------------------------------------------------------------------------
+    # -- by trainer.should_stop ---------------------------------------------------------------------------------------
 
     def _agree_here(self) -> None:
         """Stop all ranks, which are all here, if any of them wants to."""

@@ -28,9 +28,9 @@ from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
 
-# So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
+# Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
-# So long the rank that may host the store stays, for the others to read why it failed.
+# Time that the rank which may host the store stays, for the others to read why it failed.
 _SECONDS_FOR_READERS = 2.0
 _NEVER_SENT = 0x7FFFFFFE
 _SHOWN_CHARS = 500

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.mesh import Mesh
 
-# So long the others usually take to come; then it is asked where they are.
+# The others usually come within this time; then their progress is read.
 _SECONDS_TO_ASK = 0.1
 _LONGEST_PAUSE_SECONDS = 0.05
 
@@ -75,7 +75,7 @@ class Rendezvous:
                 if gone:
                     raise NotOnAllRanks(
                         f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
-                        f" part, but ranks {gone} "
+                        f" shard, but ranks {gone} "
                         + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
                         + "; call it on all ranks: only the first writes the file"
                     )
