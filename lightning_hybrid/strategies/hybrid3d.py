@@ -33,48 +33,50 @@ from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+
 
 class Hybrid3DStrategy(RankedStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
-    The user's ``training_step`` is recorded once without parameters, cut into stages of equal cost, and run on each
-    rank with only its stage's arithmetic; losses, gradients and parameters are those of one process.
+    The user's ``training_step`` is recorded once without parameters, partitioned into stages of equal cost, and run on
+    each rank with only its stage's arithmetic; losses, gradients and parameters match single-process training.
 
     Args:
-        data_parallel_size: Replicas that see different batches; "auto" takes all ranks that are left.
-        tensor_parallel_size: Ranks that share each layer; how layers are cut is found, and proved, at the start.
+        data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
+        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start.
         pipeline_parallel_size: Ranks that share the layers.
-        context_parallel_size: Ranks that share the positions of each sequence, layer by layer; each of them may be
-            several tensor ranks.
-        expert_parallel_size: Ranks that share the experts of each layer that has some, and send each other the rows of
-            their tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
-        expert_chunks: Parts in which the experts of a rank are run, so that rows of one travel while another is
-            computed.
-        sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence,
-            or of what its context rank has of it.
-        num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
-            four times the number of stages with them.
+        context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
+            may be several tensor ranks.
+        expert_parallel_size: Ranks that the experts of a layer are sharded over, which exchange the rows of their
+            tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
+        expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
+        sequence_parallel: Between sharded regions, each tensor rank works on its own positions of the sequence, or of
+            its context rank's positions.
+        num_microbatches: Microbatches of each replica's batch; "auto" is 1 without stages and at most four times the
+            number of stages with them.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b" or "zero_bubble".
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
-        zero_stage: What replicas share out instead of each holding all of it (ZeRO): 1 optimizer states, 2 gradients
-            too, 3 parameters too; 0 nothing.
-        shard_size: Replicas that share one copy; others hold further copies. All of them if None.
+        zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too; 0
+            nothing: each holds all of it.
+        shard_size: Replicas that one copy is sharded over; others hold further copies. All of them if None.
         reshard_after_forward: Whether each layer's parameters are gathered for its forward and its backward alone, and
             its gradients reduced for each microbatch, or all of them once per step; "auto" by the memory that is free.
-        offload: What is not on the device while no step needs it: "cpu" for all that replicas share out, and the
+        offload: What is not on the device while no step needs it: "cpu" for all that replicas shard, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
             any of "parameters", "gradients" and "optimizer_states" to these.
-        recompute: Layers that are recomputed in the backward: "full" for all, which keep their inputs alone; n for
-            every n-th; names with wildcards; "selective" for all, which keep what is dear to compute, or the share of
-            bytes that these keep, such as 0.3 ("selective" is 0.4); or a mapping of names to such policies or "keep".
+        recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
+            every n-th; names with wildcards; "selective" for all, which save the results of expensive operations, or
+            the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names to such
+            policies or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
-            the number of unmasked tokens. If None, means over tokens are those of each replica's whole batch, and
+            the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
-        tensor_parallel_plan: How linears are cut, by patterns of their names, such as
-            ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; what it does not
-            name goes by the model's own plan (``tp_plan`` of transformers) or is searched, and all is proved.
+        tensor_parallel_plan: How linears are sharded, by patterns of their names, such as
+            ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; others follow
+            the model's own plan (``tp_plan`` of transformers) or are searched, and all is proved.
         compile: "units" runs each layer through ``torch.compile``; a mapping does too, with its options (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``), such as ``{"backend": "inductor", "dynamic": False}``.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
@@ -82,8 +84,8 @@ class Hybrid3DStrategy(RankedStrategy):
             file, written by the first rank, if False. Either is loaded under any layout.
         async_checkpoint: Training goes on while a distributed checkpoint is written.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
-            parameter changes if a loss or gradient is another one there.
-        strict_layout: A step that cannot be run by stages is an error; otherwise the ranks of a pipeline then hold
+            parameter changes if a loss or gradient differs.
+        strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
             shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
         process_group_backend: "nccl" or "gloo"; by device if None.
         timeout: Of collective operations.
@@ -92,7 +94,7 @@ class Hybrid3DStrategy(RankedStrategy):
 
     Raises:
         LayoutError: Sizes that do not multiply to the world size.
-        ValueError: An unknown schedule, or an option that needs what is not there.
+        ValueError: An unknown schedule, or an option that needs another which is not set.
     """
 
     strategy_name = "hybrid3d"
@@ -135,14 +137,7 @@ class Hybrid3DStrategy(RankedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         arguments = dict(locals())
-        super().__init__(
-            Options.of(arguments),
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._recompute = self.options.recompute
         self._files = CheckpointFiles(self.options)
         self._state: ModuleState | None = None
@@ -151,25 +146,19 @@ class Hybrid3DStrategy(RankedStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and what a Trainer has connected, without process groups or a run."""
-        state: dict[str, Any] = super().__getstate__()
-        files = CheckpointFiles(self.options)
-        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": files}
-        return {**state, **no_run, "_recompute": self.options.recompute}
-
-    # -- precision ----------------------------------------------------------------------------------------------------
+        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": CheckpointFiles(self.options)}
+        return {**super().__getstate__(), **no_run, "_recompute": self.options.recompute}
 
     @property
     def precision_plugin(self) -> Precision:
         """The precision: `HybridPrecision` for Lightning's own; a user's plugin where each rank runs full steps."""
-        if self._precision_plugin is None:
-            self._precision_plugin = HybridPrecision()
+        self._precision_plugin = self._precision_plugin or HybridPrecision()
         return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not HybridPrecision.is_other(plugin):
-            plugin = HybridPrecision.of(plugin)
-        self._precision_plugin = plugin
+        is_kept = plugin is None or HybridPrecision.is_other(plugin)
+        self._precision_plugin = plugin if is_kept else HybridPrecision.of(plugin)
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -198,7 +187,7 @@ class Hybrid3DStrategy(RankedStrategy):
     def setup_environment(self) -> None:
         """Join the process groups, and start to watch for failures of ranks."""
         if needs_runner(self.options, self.layout) and not isinstance(self.precision_plugin, HybridPrecision):
-            HybridPrecision.of(self.precision_plugin)  # refuses what cannot be computed by several ranks
+            HybridPrecision.of(self.precision_plugin)  # refuses plugins that several ranks cannot run
         check_connections()
         super().setup_environment()
         module = self.lightning_module
@@ -348,11 +337,9 @@ class Hybrid3DStrategy(RankedStrategy):
         """Run the optimizer's step, with the training step inside."""
         return self._active.changes.optimizer_step(partial(super().optimizer_step, *args, **kwargs))
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Accumulate local gradients inside, without averaging them."""
-        with self._active.execution.accumulating():
-            yield
+        return self._active.execution.accumulating()
 
     # -- states -------------------------------------------------------------------------------------------------------
 
