@@ -157,8 +157,9 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        is_kept = plugin is None or HybridPrecision.is_other(plugin)
-        self._precision_plugin = plugin if is_kept else HybridPrecision.of(plugin)
+        if plugin is not None and not HybridPrecision.is_other(plugin):
+            plugin = HybridPrecision.of(plugin)
+        self._precision_plugin = plugin
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -203,16 +204,15 @@ class Hybrid3DStrategy(RankedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Synchronize the ranks, record and partition the step, drop other stages, build optimizers."""
-        module = self.lightning_module
-        assert self.accelerator is not None and self.model is not None and module is not None
-        assert self._state is not None
+        module, state = self.lightning_module, self._state
+        assert self.accelerator is not None and self.model is not None and module is not None and state is not None
         self.accelerator.setup(trainer)
         self._lifecycle = run = RunLifecycle(
             trainer,
             module,
             self.world,
             self.options,
-            state=self._state,
+            state=state,
             files=self._files,
             precision=self.precision_plugin,
             layer_sync=self._layer_sync,

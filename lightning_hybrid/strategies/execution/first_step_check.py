@@ -95,7 +95,7 @@ class FirstStepCheck:
         """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
         self._check_memory()
         batch, *rest = arguments
-        given = self._gather(batch)
+        replica_inputs = self._gather(batch)
         failure, gave_loss = "", True
         world, run = self._owner.setting.world, self._owner.run
         with contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ class FirstStepCheck:
                 )
             if world.mesh.rank == 0:
                 try:
-                    gave_loss = self._run_one_process(given, rest)
+                    gave_loss = self._run_one_process(replica_inputs, rest)
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
@@ -150,7 +150,7 @@ class FirstStepCheck:
             ),
         ]
 
-    def _run_one_process(self, given: list[ReplicaInput], rest: list[Any]) -> bool:
+    def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module
         if self._reference is None:
@@ -172,7 +172,7 @@ class FirstStepCheck:
         )
         metrics = contextlib.nullcontext() if run.metrics is None else run.metrics.step()
         with no_communication(), metrics:
-            return self._reference.run(call, given)
+            return self._reference.run(call, replica_inputs)
 
     @property
     def _precision(self) -> str:

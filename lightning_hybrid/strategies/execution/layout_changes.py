@@ -193,9 +193,9 @@ class LayoutChanges:
                 around=self._gathered_for_new_traces,
             )
 
-    def _gathered_for_new_traces(self, is_known: bool) -> AbstractContextManager[Any]:
+    def _gathered_for_new_traces(self, is_recorded: bool) -> AbstractContextManager[Any]:
         """Gather parameters for a dry run; all ranks join if the batch of any replica is new."""
-        if self._run.zero is None or not self._setting.world.any_replica(not is_known):
+        if self._run.zero is None or not self._setting.world.any_replica(not is_recorded):
             return contextlib.nullcontext()
         return self._run.gathered()
 
@@ -254,5 +254,5 @@ class LayoutChanges:
 def _parameter_sums(module: pl.LightningModule) -> list[float]:
     """Return sums that show whether this rank's shards of parameters have changed."""
     with torch.no_grad():
-        held = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
-        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in held if not tensor.is_complex()]
+        local = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
+        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in local if not tensor.is_complex()]

@@ -216,11 +216,11 @@ class _Exchange:
             dist.all_reduce(signed, dist.ReduceOp.MAX, group=self._group)
             largest = signed.tolist()
         reduced = {}
-        for place, (key, (entry, _, size)) in enumerate(self._own.items()):
-            total = totals[place]
-            extremes = {"sum": total, "max": largest[place], "min": -largest[place]}
+        for position, (key, (entry, _, size)) in enumerate(self._own.items()):
+            total = totals[position]
+            extremes = {"sum": total, "max": largest[position], "min": -largest[position]}
             value = extremes.get(entry.how, total / self._count)
-            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + place])
+            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + position])
         return reduced
 
 
@@ -232,11 +232,11 @@ def _reduce_differing_keys(module: pl.LightningModule, own: dict[Key, _Logged], 
     """Reduce each value over the replicas that logged it; collective, and slower than if all log the same."""
     fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
     mine = {key: _sent(logged, fqns) for key, logged in own.items()}
-    everyone: list[Any] = [None] * mesh.size("data")
-    dist.all_gather_object(everyone, mine, group=mesh.group("data"))
+    all_replicas: list[Any] = [None] * mesh.size("data")
+    dist.all_gather_object(all_replicas, mine, group=mesh.group("data"))
     reduced = {}
-    for key in sorted({key for each in everyone for key in each}):
-        found = [each[key] for each in everyone if key in each]
+    for key in sorted({key for each in all_replicas for key in each}):
+        found = [each[key] for each in all_replicas if key in each]
         entry = own[key].entry if key in own else _received(module, key, found[0])
         values = [one["value"] for one in found]
         reduce: Callable[[Sequence[float]], float] = _REDUCTIONS.get(entry.how, statistics.fmean)

@@ -263,7 +263,7 @@ def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
         "num_microbatches": (options.microbatches or 1, 1),
         "microbatch_weight": (options.microbatch_weight, None),
     }
-    changes = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone]
+    changes = [f"{name}={unparallel}" for name, (requested, unparallel) in following.items() if requested != unparallel]
     if changes and not hasattr(error, _ADVISED):
         setattr(error, _ADVISED, True)
         advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]

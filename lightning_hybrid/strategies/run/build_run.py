@@ -171,9 +171,9 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     holders = {name: plan.ranks_of(name) for name in parameters}
     stages = None
     if plan.num_ranks > 1:
-        group, homes = setting.world.mesh.group("pp"), plan.buffer_owners
+        group, owners = setting.world.mesh.group("pp"), plan.buffer_owners
         undo.callback(skip_absent_parameters(module))
-        stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=homes)
+        stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=owners)
     reads = HookReads(
         stages,
         run.parts,
@@ -193,7 +193,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
         trainer,
         module,
         run.runner.unpartitioned,
-        in_parts=in_shards,
+        is_sharded=in_shards,
         zero=lambda: owner.run.zero,
         synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
     )
@@ -203,7 +203,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
         module,
         reads,
         latest=lambda: owner.run.hook_reads or reads,
-        in_parts=in_shards,
+        is_sharded=in_shards,
         complete=lambda: owner.gradients_are_complete,
         passes=setting.world.passes,
         copies=lambda: setting.averages.copies,
@@ -274,7 +274,7 @@ def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
         return run
     module, has_runner = setting.module, run.runner is not None
     synced = setting.norms is not None
-    compiled = CompiledUnits(module, options, setting.device, in_parts=has_runner, synced_norms=synced)
+    compiled = CompiledUnits(module, options, setting.device, in_microbatches=has_runner, synced_norms=synced)
     if plan is None:
         compiled.choose()
     else:

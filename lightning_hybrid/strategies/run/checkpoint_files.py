@@ -95,14 +95,14 @@ class CheckpointFiles:
             self._world.rendezvous("trainer.save_checkpoint(...)")
             state.check_files()
         with state.unguarded(), torch._C.DisableTorchFunction():
-            held = state.local_states.module()
+            local = state.local_states.module()
             if not state.is_full:
-                return held
+                return local
             # The module's own method may leave something out, or add to it.
             given = self._module.state_dict()
         for name, value in given.items():
             if isinstance(value, Tensor):
-                own = held.get(name)
+                own = local.get(name)
                 given[name] = own if _is_same_tensor(value, own) else unsharded(value, counts=self._is_first)
         return given
 
@@ -259,12 +259,12 @@ class CheckpointFiles:
         self._generator_states = []
 
 
-def _is_same_tensor(value: Tensor, held: Any) -> bool:
+def _is_same_tensor(value: Tensor, local: Any) -> bool:
     """Whether a tensor in the module's state dict is the tensor that the module holds."""
     return (
-        isinstance(held, OwnedShards)
-        and (held.shape, held.dtype) == (tuple(value.shape), value.dtype)
-        and all(box.content.data_ptr() == value.data_ptr() for box in held.boxes)
+        isinstance(local, OwnedShards)
+        and (local.shape, local.dtype) == (tuple(value.shape), value.dtype)
+        and all(box.content.data_ptr() == value.data_ptr() for box in local.boxes)
     )
 
 

@@ -41,7 +41,7 @@ class StepContexts:
         """
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
-        again = nullcontext if recomputation is None or name != "training_step" else recomputation
+        recompute = nullcontext if recomputation is None or name != "training_step" else recomputation
         loggers = captured_loggers if delays_loggers else _no_context
 
         @contextlib.contextmanager
@@ -49,7 +49,7 @@ class StepContexts:
             with self._world.step():
                 try:
                     inner = self._among_replicas(name)
-                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), again(), inner:
+                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), recompute(), inner:
                         yield
                 except Exception as error:
                     if name == "training_step":

@@ -24,7 +24,7 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
         ValueError: There is such a callback.
     """
     world_size, num_stages = layout.world_size, layout.pipeline_parallel_size
-    in_parts = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
+    is_sharded = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder) and world_size > 1:
             raise ValueError(
@@ -32,9 +32,9 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
                 " out of memory in the middle of a step leaves the others waiting for it; find the batch size of one"
                 " replica with devices=1 and Lightning's own strategy, or set it yourself, and remove the callback"
             )
-        if isinstance(callback, ModelPruning) and (in_parts or is_recorded):
+        if isinstance(callback, ModelPruning) and (is_sharded or is_recorded):
             holders = f"{num_stages} pipeline ranks" if num_stages > 1 else f"{world_size} ranks"
-            why = f"each of {holders} holds its own shard" if in_parts else "recorded steps compute with the old ones"
+            why = f"each of {holders} holds its own shard" if is_sharded else "recorded steps compute with the old ones"
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
                 f" {why}; prune after fit, when the module is full, or train with replicas alone:"
@@ -57,8 +57,8 @@ def _with_mean_loss(original: Callable[..., None], mesh: Mesh) -> Callable[..., 
         loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
         # A replica may have skipped its step.
         mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
-        known = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
-        total, count = known.tolist()
+        totals = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
+        total, count = totals.tolist()
         outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
         original(trainer, pl_module, outputs, *args)
 

@@ -38,13 +38,13 @@ class EmptyInit:
 
     def adopt(self, root: nn.Module) -> None:
         """Record all meta tensors, also those that user code put there; make buffers real."""
-        strange: set[nn.Module] = set()
+        unrecorded: set[nn.Module] = set()
         buffers: dict[int, Tensor] = {}
         for fqn, module in root.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.is_meta:
                     if not self._values.has_record_of(parameter):
-                        strange.add(module)
+                        unrecorded.add(module)
                     self._values.adopt(module, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_meta:
@@ -54,11 +54,11 @@ class EmptyInit:
                 elif id(buffer) not in buffers:
                     buffers[id(buffer)] = real = torch.empty_like(buffer, device=self._device)
                     self._unset.append((f"{fqn}.{name}" if fqn else name, real, real._version))
-                    strange.add(module)
+                    unrecorded.add(module)
                 module._buffers[name] = buffers[id(buffer)]
-        if strange:
+        if unrecorded:
             with self._values.record_writes():
-                reset(root, strange)
+                reset(root, unrecorded)
 
     def hide(self, root: nn.Module) -> None:
         """Replace parameters without storage by absent ones, as those of other ranks are.

@@ -114,8 +114,8 @@ def _take_items(
 
 def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
     """Return the loader, and those that a loader of a user's class reads from."""
-    held = flatten(list(vars(loader).values()))[0]
-    return [loader, *(leaf for leaf in held if isinstance(leaf, DataLoader) and leaf is not loader)]
+    leaves = flatten(list(vars(loader).values()))[0]
+    return [loader, *(leaf for leaf in leaves if isinstance(leaf, DataLoader) and leaf is not loader)]
 
 
 @contextlib.contextmanager

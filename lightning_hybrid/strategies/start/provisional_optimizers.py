@@ -63,14 +63,14 @@ def _loaders_reset_afterwards(loop: Any) -> Iterator[None]:
     was_set_up = loop._combined_loader is not None
     yield
     combined = loop._combined_loader
-    if was_set_up or combined is None or not all(map(_can_be_read_again, combined.flattened)):
+    if was_set_up or combined is None or not all(map(_is_rereadable, combined.flattened)):
         return
     loop._data_fetcher.teardown()
     loop._combined_loader = None
     provide_loaders_once(loop._data_source, lambda: combined)
 
 
-def _can_be_read_again(loader: Any) -> bool:
+def _is_rereadable(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 

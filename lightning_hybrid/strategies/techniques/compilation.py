@@ -47,7 +47,7 @@ class CompiledUnits:
         options: Mapping[str, Any],
         device: torch.device,
         *,
-        in_parts: bool,
+        in_microbatches: bool,
         synced_norms: bool = False,
     ) -> None:
         self._root, self._options = root, dict(options)
@@ -61,7 +61,7 @@ class CompiledUnits:
         self.kinds: list[list[str]] = []
         if self.backend == "inductor":
             check_compiler(device)
-        if in_parts and device.type == "cuda" and options.get("mode") in _GRAPH_MODES:
+        if in_microbatches and device.type == "cuda" and options.get("mode") in _GRAPH_MODES:
             raise ValueError(
                 f"compile={dict(options)} replays CUDA graphs, which overwrite what other microbatches still need for"
                 " their backward; leave the mode out, or set pipeline_parallel_size=1 and num_microbatches=1"

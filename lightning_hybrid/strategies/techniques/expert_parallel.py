@@ -91,28 +91,28 @@ class ExpertPlanner:
                 " lightning_hybrid.experts.register_experts"
             )
         self._calls = ExpertCalls()
-        further = []
+        new_shardings = []
         if found.widths:
             assert shards is not None
             widths = width_placements(self._module, found.widths)
             shards.mark_sharded_elsewhere(widths)
-            further.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
+            new_shardings.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
             self._widths = TensorShardedExperts(self._module, found.widths, ExpertTensorRanks(self._mesh.group("tp")))
         elif tensor_size > 1 and shards is not None:
             check_is_sharded(shards.plans, tensor_size)
         if size > 1:
-            further.append(self._share(found, [*shardings, *further], shards))
+            new_shardings.append(self._share(found, [*shardings, *new_shardings], shards))
         self.summary = describe_experts(found, size, tensor_size)
         if self._compile is not None and (found.adapters or found.widths):
             _check_graphs(self._compile)
             self._uncompiled = {fqn: _EagerForward() for fqn in {**found.adapters, **found.widths}}
-        return further
+        return new_shardings
 
     def _share(
         self, found: FoundExperts, shardings: Sequence[AxisSharding], shards: ModelShards | None
     ) -> AxisSharding:
         placements = placements_of(self._module, found.adapters, self._size, shardings)
-        cut = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
+        sharding = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
         context = None
         if shards is not None and self._mesh.size("cp") > 1:
             shards.set_sharded_experts(placements)
@@ -120,13 +120,13 @@ class ExpertPlanner:
         self.shared = ShardedExperts(
             self._module,
             found.adapters,
-            cut,
+            sharding,
             chunks=self._chunks,
             randomness=self._randomness,
             guards=self._guards,
             context=context,
         )
-        return cut
+        return sharding
 
     def _why_not_shardable(self, shards: ModelShards | None, fqn: str) -> str:
         """Return why surrounding code keeps the experts of a module from being sharded; "" if it does not."""

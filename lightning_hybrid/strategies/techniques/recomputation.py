@@ -84,16 +84,16 @@ def _is_in(fqn: str, unit: str) -> bool:
 
 def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) -> str:
     """Return a line for each policy: which layers are recomputed in full, or selectively."""
-    whole = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
-    part = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
+    in_full = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
+    selective = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
     lines = []
-    if part:
-        lines.append(f"recomputed in the backward except expensive operations: {part}")
-    if whole or not part:
-        asked = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
-        is_other = any(map(is_selective, asked)) and "full" not in asked and whole
+    if selective:
+        lines.append(f"recomputed in the backward except expensive operations: {selective}")
+    if in_full or not selective:
+        requested = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
+        is_other = any(map(is_selective, requested)) and "full" not in requested and in_full
         reason = " (in full: compiled)" if is_other else ""
-        lines.append(f"recomputed in the backward{reason}: {whole or 'nothing'}")
+        lines.append(f"recomputed in the backward{reason}: {in_full or 'nothing'}")
     return "\n".join(lines)
 
 

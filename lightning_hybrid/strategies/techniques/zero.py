@@ -65,7 +65,7 @@ def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisShardi
 
     ``shardings`` are those that come before, from the full tensor on; the module is not sharded yet.
     """
-    experts = {name for cut in shardings if cut.axis == "ep" for name in cut.placements}
+    experts = {name for sharding in shardings if sharding.axis == "ep" for name in sharding.placements}
     shapes = {name: shard_of(shardings, name, parameter.shape).shape for name, parameter in module.named_parameters()}
     found = []
     for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
@@ -73,8 +73,8 @@ def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisShardi
             continue
         group = mesh.group(axis)
         placements = {name: shard_placement(torch.Size(shapes[name]), group.size()) for name in shapes if name in names}
-        cut = {name: placement for name, placement in placements.items() if placement is not None}
-        found.append(AxisSharding(group, cut, axis=axis, places=mesh.places(axis)))
+        sharded = {name: placement for name, placement in placements.items() if placement is not None}
+        found.append(AxisSharding(group, sharded, axis=axis, places=mesh.places(axis)))
     return found
 
 
@@ -135,7 +135,7 @@ def shard_over_replicas(
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
     layers = find_layers(units)
     layer_of = _layer_of_parameters(module, layers, plan, reads.names)
-    placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
+    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
     of_experts: Collection[str] = ()
     if experts is not None:
         of_experts = experts.cut.placements.keys()
@@ -230,8 +230,8 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
 
 def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
     """Whether replicas shard the optimizer steps of manual optimization."""
-    away = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
-    return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
+    is_elsewhere = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
+    return options.zero_stage in (1, 2) and not module.automatic_optimization and not is_elsewhere
 
 
 def describe_manual_zero(stage: int, size: int) -> str:
@@ -247,7 +247,7 @@ def step_manual_shards(
 
     Returns the optimizers that combine or need full parameters: they step those on every rank.
     """
-    placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
+    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
     by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
     full = []
     for optimizer in optimizers:

@@ -49,12 +49,12 @@ class CheckpointHooks:
         self,
         trainer: pl.Trainer,
         reads: Reads,
-        in_parts: Callable[[], bool],
+        is_sharded: Callable[[], bool],
         watched: Watched,
         copies: Callable[[], Sequence[nn.Module]],
     ) -> None:
         self._copies = copies
-        self._trainer, self._reads, self._in_parts, self._watched = trainer, reads, in_parts, watched
+        self._trainer, self._reads, self._is_sharded, self._watched = trainer, reads, is_sharded, watched
         self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
 
     def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -101,7 +101,7 @@ class CheckpointHooks:
 
         @functools.wraps(original)
         def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            if not self._in_parts() or self._added is not None:
+            if not self._is_sharded() or self._added is not None:
                 return original(*args, **kwargs)
             self._added = {}
             strategy: Any = self._trainer.strategy

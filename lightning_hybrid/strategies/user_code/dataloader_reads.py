@@ -127,20 +127,20 @@ class LoaderReads(TorchFunctionMode):
         """Gather the shards over replicas; refuse parameters that cannot be gathered here."""
         for leaf in found:
             name = self._names[id(leaf)]
-            is_sharded = (
+            is_shard = (
                 self._unpartitioned.is_sharded_over_replicas(name)
                 and not is_absent(leaf)
                 and tuple(leaf.shape) != full_shape(leaf)
             )
-            if (is_sharded or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
+            if (is_shard or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, which no"
                     f" other rank can send its part to; set num_workers=0, or {_INSTEAD}"
                 )
-            zero = self._zero() if is_sharded else None
+            zero = self._zero() if is_shard else None
             if zero is not None and self._synchronizes:
                 zero.gather_for_this_rank(leaf)
-            elif is_sharded:
+            elif is_shard:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
                     f" replicas, and no object of the loader refers to the module; give the dataset the module,"
@@ -153,7 +153,7 @@ def wrap_loaders(
     module: nn.Module,
     unpartitioned: UnpartitionedSteps,
     *,
-    in_parts: Callable[[], bool],
+    is_sharded: Callable[[], bool],
     zero: Callable[[], ZeroSharding | None],
     synchronizes: Callable[[bool], bool],
 ) -> Callable[[], None]:
@@ -163,7 +163,7 @@ def wrap_loaders(
         trainer: The owner of the loaders.
         module: The user's.
         unpartitioned: Gathers parameters of other stages.
-        in_parts: Whether the module is sharded now.
+        is_sharded: Whether the module is sharded now.
         zero: Returns what gathers shards over replicas; None where there are none.
         synchronizes: Whether fetches of a loader wait for other replicas, from whether it refers to the module here;
             collective over the world.
@@ -177,7 +177,7 @@ def wrap_loaders(
 
         @functools.wraps(original)
         def method(fetcher: _DataFetcher) -> Any:
-            if not _is_of(fetcher, trainer) or not in_parts():
+            if not _is_of(fetcher, trainer) or not is_sharded():
                 return original(fetcher)
             if name == "__iter__":
                 meeting.discard(fetcher)
@@ -205,25 +205,25 @@ def _is_of(fetcher: _DataFetcher, trainer: pl.Trainer) -> bool:
 def refers_to(module: nn.Module, *start: Any) -> bool:
     """Whether objects such as a loader hold a module, or a submodule of it, directly or indirectly."""
     wanted = {id(part) for part in module.modules()}
-    seen, left = set[int](), list(start)
-    while left and len(seen) < _MOST_OBJECTS:
-        thing = left.pop()
+    seen, waiting = set[int](), list(start)
+    while waiting and len(seen) < _MOST_OBJECTS:
+        thing = waiting.pop()
         if id(thing) in wanted:
             return True
         if id(thing) in seen or isinstance(thing, _LEAVES):
             continue
         seen.add(id(thing))
         if isinstance(thing, Mapping):
-            left += itertools.islice(thing.values(), _MOST_ITEMS)
+            waiting += itertools.islice(thing.values(), _MOST_ITEMS)
         elif isinstance(thing, list | tuple | set | frozenset | collections.deque):
-            left += itertools.islice(thing, _MOST_ITEMS)
+            waiting += itertools.islice(thing, _MOST_ITEMS)
         elif isinstance(thing, FunctionType):
-            left += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
+            waiting += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
         elif isinstance(thing, GeneratorType):
-            left += [] if thing.gi_frame is None else thing.gi_frame.f_locals.values()
+            waiting += [] if thing.gi_frame is None else thing.gi_frame.f_locals.values()
         else:
             members = ("__self__", "__func__", "func", "args", "keywords", "__dict__")
-            left += [getattr(thing, member) for member in members if hasattr(thing, member)]
+            waiting += [getattr(thing, member) for member in members if hasattr(thing, member)]
     return False
 
 

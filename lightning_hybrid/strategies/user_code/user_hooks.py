@@ -47,7 +47,7 @@ def wrap_user_hooks(
     reads: Reads,
     *,
     latest: Callable[[], Reads],
-    in_parts: Callable[[], bool],
+    is_sharded: Callable[[], bool],
     complete: Callable[[], bool],
     passes: Callable[[], None],
     copies: Callable[[], Sequence[nn.Module]],
@@ -59,13 +59,13 @@ def wrap_user_hooks(
         module: The user's.
         reads: Of this run.
         latest: Returns those of the present layout, which a hook may change by the step that it runs.
-        in_parts: Whether the module is sharded now.
+        is_sharded: Whether the module is sharded now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
         passes: Called when this rank has done with a hook, before it waits for the others.
         copies: Averages of the module that callbacks keep.
     """
     undo = contextlib.ExitStack()
-    watch = _HookWatch(trainer, latest, in_parts, complete, passes)
+    watch = _HookWatch(trainer, latest, is_sharded, complete, passes)
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in _HOOKS:
             original = getattr(user, name, None)
@@ -74,7 +74,7 @@ def wrap_user_hooks(
             if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
-    for owner, name, function in CheckpointHooks(trainer, reads, in_parts, watch.watched, copies).members():
+    for owner, name, function in CheckpointHooks(trainer, reads, is_sharded, watch.watched, copies).members():
         undo.enter_context(replaced(owner, name, function))
     return undo.close
 
@@ -85,7 +85,7 @@ class _HookWatch:
 
     trainer: pl.Trainer
     latest: Callable[[], Reads]
-    in_parts: Callable[[], bool]
+    is_sharded: Callable[[], bool]
     complete: Callable[[], bool]
     passes: Callable[[], None]
 
@@ -98,7 +98,7 @@ class _HookWatch:
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            if not self.in_parts():
+            if not self.is_sharded():
                 return original(*args, **kwargs)
             with contextlib.ExitStack() as around, contextlib.ExitStack() as watching:
                 is_watched = False

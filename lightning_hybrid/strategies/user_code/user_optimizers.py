@@ -33,14 +33,14 @@ def combines_parameters(optimizer: Optimizer) -> bool:
     return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
 
 
-def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool]) -> Callable[[], None]:
+def watch_step(optimizer: Optimizer, reads: Reads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
     """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo."""
     where = f"{type(optimizer).__name__}.step"
     original = optimizer.step
     known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not in_parts():
+        if not is_sharded():
             return original(*args, **kwargs)
         with _later_hooks_outside(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
 

@@ -255,16 +255,16 @@ class _LoaderProgress:
         self._publish(f"at-{loader}", batch)
         found = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
-        waited_for = [place for place, count in enumerate(counts) if count == math.inf]
+        waited_for = [position for position, count in enumerate(counts) if count == math.inf]
         pause = pauses()
         while waited_for and not self._is_over():
-            for place in list(waited_for):
-                end = self._published(f"end-{loader}", ranks[place])
+            for position in list(waited_for):
+                end = self._published(f"end-{loader}", ranks[position])
                 if end is not None:
-                    found[place] = end
-                at = self._published(f"at-{loader}", ranks[place])
+                    found[position] = end
+                at = self._published(f"at-{loader}", ranks[position])
                 if end is not None or (at is not None and at >= batch):
-                    waited_for.remove(place)
+                    waited_for.remove(position)
             if waited_for:
                 next(pause)
         return found
