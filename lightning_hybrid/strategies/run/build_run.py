@@ -123,7 +123,7 @@ def build_run(
 
 @contextlib.contextmanager
 def _closed_on_error(run: Run) -> Iterator[None]:
-    """Undo what was put on the user's objects if the run cannot be built."""
+    """Restore the user's objects if the run cannot be built."""
     try:
         yield
     except BaseException:

@@ -32,19 +32,19 @@ from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 
 
 class ModulePartition:
-    """Decides what each rank holds and runs of the user's module, and records the first step for that.
+    """Decides which stages and shards of the module each rank holds; records the first step for that.
 
     Attributes:
-        mesh: The ranks as parameters lie on them.
+        mesh: The ranks that parameters are sharded over.
         demotion: Why ranks hold shards in place of stages, if they do.
-        may_retry: Whether a training batch may still show that the step can be cut after all.
-        plan: Which stage holds what.
+        may_retry: Whether a training batch may still show that the step can be partitioned after all.
+        plan: The stages and their parameters.
         runner: Of the steps.
         metrics: Synchronizes torchmetrics of the module.
         shards: How tensor and context ranks shard each layer, if they do.
         parts: The local shards of parameters, if they are sharded.
-        experts: The experts that ranks share, if they do.
-        expert_planner: Runs them.
+        experts: The experts sharded over ranks, if they are.
+        expert_planner: Finds the experts, and runs modules with them.
         zero_shardings: How parameters are sharded over replicas.
         layer_reads: Which parameters of a layer code outside of it reads.
         recomputation: Of layers, if there is any.

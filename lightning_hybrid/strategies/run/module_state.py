@@ -74,7 +74,7 @@ class ModuleState:
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
 
     def make_full(self) -> None:
-        """Give every rank the full module again; collective."""
+        """Gather the full module on every rank; collective."""
         run = self._run
         if self.is_full or run is None or run.plan is None or self._failed:
             return
@@ -143,7 +143,7 @@ class ModuleState:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks as parameters lie on them."""
+        """The ranks that parameters are sharded over."""
         return self._world.mesh if self._run is None else self._run.mesh
 
     @property

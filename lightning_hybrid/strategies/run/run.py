@@ -138,21 +138,21 @@ class Run:
 
     Attributes:
         setting: Of the run.
-        mesh: The ranks as parameters lie on them; wider than the world's where the ranks of a pipeline hold shards.
+        mesh: The ranks that parameters are sharded over; wider than the world's where pipeline ranks hold shards.
         demotion: Why ranks hold shards in place of stages, if they do.
-        plan: Which stage holds what; None where steps run as they are.
-        runner: Runs steps in microbatches; None where they run as they are.
+        plan: The stages and their parameters; None without a runner.
+        runner: Runs steps in microbatches; None where the user's steps run unchanged.
         metrics: Synchronizes torchmetrics of the module; None without a runner.
         shards: How tensor and context ranks shard each layer, if they do.
-        parts: The local shards of parameters; None where this rank holds all of those that are here.
-        experts: The experts that ranks share, if they do.
+        parts: The local shards of parameters; None where this rank holds full ones of its stages.
+        experts: The experts sharded over ranks, if they are.
         zero_shardings: How parameters are sharded over replicas.
-        zero: Gathers them, if they are.
+        zero: Gathers the parameters that are sharded over replicas, under ZeRO.
         recomputation: Activation checkpointing, if there is any.
         compiled: Layers that run compiled, if any do.
         global_reads: Reads of parameters of other stages in user hooks, if there are stages.
         hook_reads: Reads of full parameters in user hooks, if the module is sharded.
-        until_end: Closed at the end of the layout: undoes what the layout has put on the user's objects.
+        until_end: Closed at the end of the layout: restores the user's objects.
     """
 
     setting: Setting
@@ -202,7 +202,7 @@ class Run:
         """Gather parameters by ZeRO inside, for a step with that many backwards per stage."""
         return nullcontext() if self.zero is None else self.zero.step(num_microbatches=num_microbatches)
 
-    # -- what a comparison with one process asks ----------------------------------------------------------------------
+    # -- facts for a comparison with one process ---------------------------------------------------------------------
 
     @property
     def unpartitioned_steps(self) -> frozenset[str]:

@@ -52,12 +52,9 @@ class GracefulStop:
         timeout: timedelta,
         is_over: Callable[[], bool],
     ) -> None:
-        self._trainer = trainer
-        self._mesh = mesh
-        self._store = store
-        self._prefix = prefix
-        self._timeout = timeout
-        self._is_over = is_over
+        self._trainer, self._mesh = trainer, mesh
+        self._store, self._prefix = store, prefix
+        self._timeout, self._is_over = timeout, is_over
         self._batches = self._stop_points = self._interrupts = 0
         self._is_signalled = False
         self._signal_due: int | None = None
@@ -160,7 +157,7 @@ class GracefulStop:
         return f"{self._prefix}stop-{self._round}-{name}"
 
     def _count_key(self, rank: int) -> str:
-        return f"{self._prefix}places-{rank}"
+        return f"{self._prefix}stop-points-{rank}"
 
     def _interrupt_all(self) -> list[int]:
         """Make each rank read the proposal, at its next stop point at the latest; return how many each has passed."""
@@ -179,7 +176,7 @@ class GracefulStop:
             interrupts = self._store.add(self._count_key(self._mesh.rank), 1) // _INTERRUPT
             if interrupts != self._interrupts:
                 self._interrupts = interrupts
-                if self._proposer < 0 and self._store.check([self._key("asked")]):
+                if self._proposer < 0 and self._store.check([self._key("proposal")]):
                     self._read_proposal()
             if interrupts:
                 self._check_signal()
@@ -189,7 +186,7 @@ class GracefulStop:
     def _propose(self, here: int) -> None:
         """Propose a stop of all ranks, unless another rank has."""
         mine = f"{self._mesh.rank} {here}"
-        if self._store.compare_set(self._key("asked"), "", mine).decode() == mine:
+        if self._store.compare_set(self._key("proposal"), "", mine).decode() == mine:
             furthest = max(self._interrupt_all())
             if furthest >= here:
                 self._store.set(self._key("due"), str(furthest + 1))
@@ -198,9 +195,9 @@ class GracefulStop:
 
     def _read_proposal(self) -> None:
         """Read the proposal, and wait until the rank that made it has read the progress of the others."""
-        proposer, place = map(int, self._store.get(self._key("asked")).split())
+        proposer, point = map(int, self._store.get(self._key("proposal")).split())
         if self._wait_for("open"):
-            self._proposer, self._vote_point = proposer, place
+            self._proposer, self._vote_point = proposer, point
 
     def _decide(self, here: int) -> None:
         """Stop here, or clear the flag until the stop point where all ranks stop."""
